@@ -66,12 +66,12 @@ class Pretended:
                 if worker not in self.gone:
                     self.gone.add(worker)
                     self.ask("a leaver's end", lambda worker=worker: membership.ended(worker, self.now))
-            for worker in membership.form.members:
+            for worker in membership.view.members:
                 self.ask("joined", lambda worker=worker, newest=generation: membership.formed(worker, newest, self.now))
                 if membership.generation != generation:
                     break
             else:
-                membership.committed(membership.form.members[0], self.now)
+                membership.committed(membership.view.members[0], self.now)
 
     def second(self, number: int, chance: random.Random) -> None:
         """What happens within a second."""
@@ -86,13 +86,13 @@ class Pretended:
             if worker not in self.gone:
                 self.ask("ready", lambda worker=worker: membership.ready(worker, self.now))
         self.answer()
-        members = membership.form.members
+        members = membership.view.members
         victims = chance.sample(members, 100 if number % 30 == 29 else 1)
         kind = "loss" if len(victims) == 1 else "loss of 100"
         self.ask(kind, lambda: membership.lost(victims, self.now, reason=f"worker {victims[0]} was lost"))
         self.answer()
         if number % 5 == 4:
-            leaver = chance.choice(membership.form.members)
+            leaver = chance.choice(membership.view.members)
             self.ask("leave", lambda: membership.leaving(leaver, self.now))
             self.answer()
         if number % 20 in (10, 19):

@@ -41,4 +41,4 @@ class Knowing(ServerClient):
 
     def __init__(self, store: dist.Store) -> None:
         super().__init__(1, store=store, attempt=1, address="127.0.0.1", host="here", timeout_s=8.0, check=lambda: None)
-        self._abouts["parameter server 0"] = {"host": "there", "pid": 4711}
+        self._addresses["parameter server 0"] = {"host": "there", "pid": 4711}

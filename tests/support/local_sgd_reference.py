@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.plan import Nesterov
-from paceline.schedule.micro_batches import deal, micro_batches
+from paceline.schedule.micro_batches import micro_batches, split_evenly
 
 __all__ = ["Reference"]
 
@@ -53,7 +53,7 @@ class Reference:
         starts = [start for _ in range(steps) for start in range(0, count, self.batch)][:steps]
         for step, start in enumerate(starts, 1):
             micros = micro_batches(start, min(start + self.batch, count), self.micro)
-            shares = [[micros[place] for place in run] for run in deal(len(micros), self.replicas)]
+            shares = [[micros[place] for place in run] for run in split_evenly(len(micros), self.replicas)]
             ranges = [[(micro.start, micro.stop) for micro in share] for share in shares]
             losses.append([self._step(replica, some) for replica, some in enumerate(ranges)])
             if self.fragments == 1 and not self.overlap and not self.mixing:

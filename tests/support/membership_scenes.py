@@ -23,9 +23,9 @@ def made(replicas: int = 4, *, least: int = 1, most: int = 8, each: int = 1, for
 def form(membership: Membership, *, besides: int | None = None, now: float = 0.0) -> list[Decision]:
     """All members of the newest generation join it; returns what the last one led to."""
     decisions: list[Decision] = []
-    for worker in membership.form.members:
+    for worker in membership.view.members:
         if worker != besides:
-            decisions += membership.formed(worker, membership.form.generation, now)
+            decisions += membership.formed(worker, membership.view.generation, now)
     return decisions
 
 
@@ -45,8 +45,8 @@ def join(membership: Membership, *numbers: int) -> MembershipView:
         membership.ready(number, 0.0)
     while not membership.is_formed:
         form(membership)
-    assert set(numbers) <= set(membership.form.members)
-    return membership.form
+    assert set(numbers) <= set(membership.view.members)
+    return membership.view
 
 
 def quiet(membership: Membership, *, until: float) -> list[Decision]:

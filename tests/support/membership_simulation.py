@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Hashable
 from typing import Any
 
-from paceline.elastic.lease import UnreachableHosts, head_silence_s, lease_s
+from paceline.elastic.lease import UnreachableHosts, coordinator_silence_s, lease_s
 from paceline.elastic.membership import Decision, EndWorker, GiveUp, Limits, Membership, StartReplica
 from paceline.elastic.membership_messages import PREEMPTED, Finish, MembershipView
 
@@ -137,7 +137,7 @@ class Worker:
 
     def miss_the_head(self) -> None:
         """Its supervisor has noticed that the head says nothing: it is to save and leave. Then its time is over."""
-        if self.world.now >= self.answered + head_silence_s(self.world.limits.silence_s):
+        if self.world.now >= self.answered + coordinator_silence_s(self.world.limits.silence_s):
             self.finish = self.finish or Finish(exit_code=PREEMPTED, reason="the head was lost")
         if self.is_overdue:
             self.is_alive = False
@@ -613,7 +613,7 @@ class World:
     def _begin(self) -> None:
         """All workers of an attempt begin after the same steps."""
         self.membership = Membership(self.limits, replicas=self.replicas, now=self.now)
-        self.first = self.membership.form.members
+        self.first = self.membership.view.members
         self.host_of = {rank: next(self._hosts) for rank in self.first}
         self.out_of_reach = UnreachableHosts(self.host_of.values())
         for rank in self.first:
@@ -669,7 +669,7 @@ class World:
 
     def describe(self) -> str:
         """What there is, for whoever reads a failed test."""
-        lines = [str(self.membership.form), *(f"  {name}: {value}" for name, value in vars(self.membership).items())]
+        lines = [str(self.membership.view), *(f"  {name}: {value}" for name, value in vars(self.membership).items())]
         for rank, worker in self.workers.items():
             lines.append(
                 f"  worker {rank}: alive {worker.is_alive} stopped {worker.is_stopped} generation {worker.generation} "

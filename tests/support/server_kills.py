@@ -55,4 +55,4 @@ def step_of(server: Server, args: tuple[Any, ...]) -> int:
             return one[1]
         if isinstance(one, TensorMessage):
             return one.header["stepped"][1] + 1
-    return server._stepped[1]
+    return server._last_step[1]

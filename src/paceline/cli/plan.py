@@ -18,8 +18,8 @@ from paceline.cli.arguments import Commands, add_command
 from paceline.errors import PlanError
 from paceline.plan import AllReduce, Batch, CommandPlan, Compute, ParameterServer, Plan
 from paceline.schedule.allreduce.build import ALGORITHMS, build, num_chunks_of
-from paceline.schedule.allreduce.diagram import draw
-from paceline.schedule.micro_batches import deal
+from paceline.schedule.allreduce.rounds import draw
+from paceline.schedule.micro_batches import split_evenly
 from paceline.units import bytes_text
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _drawing(plan: Plan, workers: int, hosts: str | None) -> str:
 
 
 def _batch_text(batch: Batch, workers: int) -> str:
-    shares = sorted({len(share) for share in deal(batch.num_micro, workers)})
+    shares = sorted({len(share) for share in split_evenly(batch.num_micro, workers)})
     return (
         f"{batch.size} samples a step, {batch.num_micro} micro-batches of {batch.resolved_micro}"
         f"{'' if batch.size % batch.resolved_micro == 0 else f' (the last of {batch.size % batch.resolved_micro})'}; "

@@ -1,4 +1,4 @@
-"""Whose line of code it is: the user's, or that of a library. No torch is imported here: also watchers ask."""
+"""Finds the line of the user's code that made a call, as opposed to library code. Imports no torch: monitors use it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["caller_line", "is_user_code", "place_text"]
 
 PACKAGE = f"{Path(__file__).resolve().parent.parent}{os.sep}"
 LIBRARIES = re.compile(r"[\\/](site|dist)-packages[\\/]|[\\/]lib(64)?[\\/]python3(\.\d+t?)?[\\/]")
-DEPTH = 64  # frames that are looked at
+DEPTH = 64  # frames that are searched
 
-# Facts of the files and lines that were met: they are asked for in every collective. (Code objects would be slow keys.)
+# Caches by file and line, because every collective looks them up. (Code objects would be slow keys.)
 _users: dict[str, bool] = {}
 _texts: dict[tuple[str, int, str], str] = {}
 
@@ -48,6 +48,6 @@ def caller_line() -> str:
 
 
 def place_text(path: str, line: int, function: str) -> str:
-    """Return a place in the code as people write it: the file's name is enough, its folders are in the stack."""
+    """Return a place in the code for messages: the file's name is enough, its folders are in the stack trace."""
     where = f"{os.path.basename(path)}:{line}"
     return where if function == "<module>" else f"{where} in {function}"

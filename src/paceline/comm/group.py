@@ -1,8 +1,7 @@
-"""A group of workers that move tensors and small objects among themselves.
+"""Process groups as Paceline uses them: collectives of tensors and small objects, over a process group of torch.
 
-`Group` wraps a torch process group; `SingleWorkerGroup` is the group of one, where nothing moves. Code above never asks
-how many there are. All workers of a group must make the same calls in the same order; tensors must have the same shape
-and type everywhere.
+`Group` wraps a torch process group; `SingleWorkerGroup` is the group of one worker. Callers need not distinguish them.
+All workers of a group must make the same calls in the same order, with tensors of the same shape and type.
 """
 
 from __future__ import annotations
@@ -34,21 +33,21 @@ __all__ = [
 
 GLOO_SUFFIX = re.compile(r"\s*GLHF!.*", re.DOTALL)
 
-DIRECT_SUM_BYTES = 1 << 18  # of all members' tensors: the sum of such small ones is nothing but latency
-DIRECT_BYTES = 8 << 20  # that a member sends, or gets, at once; of more the rate counts, which is the same in a ring
-FIRST_BYTES, LENGTH_BYTES = 4096, 8  # of an object: most are told in one message
+DIRECT_SUM_BYTES = 1 << 18  # of all members' tensors: up to here a sum is nothing but latency
+DIRECT_BYTES = 8 << 20  # sent or received by a member at once; above it bandwidth counts, which a ring uses as well
+FIRST_BYTES, LENGTH_BYTES = 4096, 8  # of an object's first message, which is enough for most objects
 FIRST_PAYLOAD_BYTES = FIRST_BYTES - LENGTH_BYTES
 
 
-PeerTensor = tuple[int, Tensor]  # another member's index, and what goes to it or comes from it
+PeerTensor = tuple[int, Tensor]  # another member's index, and the tensor that is sent to it or received from it
 
 
 class Disrupted(SyncError):
-    """The group is over: a member was lost, or the run goes on with other members. Discard the transfer's result."""
+    """The group has ended: a member was lost, or the run goes on with other members. Discard the transfer's result."""
 
 
 class Transfer(Protocol):
-    """A transfer under way: `wait` returns when the tensor holds the result."""
+    """A transfer in flight: `wait` returns when the tensor holds the result."""
 
     def wait(self) -> None: ...
 
@@ -63,21 +62,21 @@ class WorkerGroup(Protocol):
 
     @property
     def size(self) -> int:
-        """How many are in it."""
+        """The number of workers in the group."""
         ...
 
     @property
     def shares_memory(self) -> bool:
-        """Whether tensors of the CPU go through memory that all have."""
+        """Whether CPU tensors go through shared memory."""
         ...
 
     @property
     def hosts(self) -> tuple[int, ...]:
-        """Of each member which host it is on, as a number; as far as the group knows hosts, else 0."""
+        """The host of each member, as a number; 0 if the group does not know the hosts."""
         ...
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return zeros, 1-D, at a place from which `all_reduce` is fastest; all workers must allocate the same."""
+        """Return zeros, 1-D, in memory from which `all_reduce` is fastest; all workers must allocate the same."""
         ...
 
     def all_reduce(self, tensor: Tensor, *, what: str) -> Transfer:
@@ -97,7 +96,7 @@ class WorkerGroup(Protocol):
         ...
 
     def reduce_scatter(self, parts: Sequence[Tensor], out: Tensor, *, what: str) -> None:
-        """Fill `out` with the sum of what all have at this member's place in `parts`; contiguous; blocks."""
+        """Fill `out` with the sum over all members of `parts[index]` (`index` of this one); contiguous; blocks."""
         ...
 
     def all_to_all(self, parts: Sequence[Tensor], out: Sequence[Tensor], *, what: str) -> None:
@@ -105,11 +104,11 @@ class WorkerGroup(Protocol):
         ...
 
     def broadcast(self, tensor: Tensor, *, source: int = 0, what: str = "broadcast") -> None:
-        """Overwrite `tensor` by the source's, in place; blocks."""
+        """Overwrite `tensor` with the source's, in place; blocks."""
         ...
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return everybody's value, by index, on every worker; values are pickled; blocks."""
+        """Return all members' values, by index, on every worker; values are pickled; blocks."""
         ...
 
     def broadcast_object(self, value: Any, *, source: int = 0) -> Any:
@@ -117,11 +116,11 @@ class WorkerGroup(Protocol):
         ...
 
     def barrier(self) -> None:
-        """Return when all have called it."""
+        """Return when all members have called it."""
         ...
 
     def close(self) -> None:
-        """Let go of the transport; nothing may be sent afterwards."""
+        """Release the transport; nothing may be sent afterwards."""
         ...
 
 
@@ -180,7 +179,7 @@ class SingleWorkerGroup:
 
 
 class Group:
-    """Two or more workers, over a torch process group that moves tensors of the CPU and of `device`.
+    """Two or more workers, over a torch process group for tensors of the CPU and of `device`.
 
     Objects travel as CPU tensors, so they need no GPU, and a blocking call waits on the host, not in a stream. CUDA
     tensors within an object arrive on `device`, the receiver's own.
@@ -264,10 +263,10 @@ class Group:
     def gather_objects(self, value: Any) -> list[Any]:
         payload = to_bytes(value)
         firsts = torch.empty(self.size, FIRST_BYTES, dtype=torch.uint8)
-        self.begin_all_gather(_first_of(payload), firsts, what="gathered objects").wait()
+        self.begin_all_gather(_first_message(payload), firsts, what="gathered objects").wait()
         parts: list[Tensor] = []
         for index, first in enumerate(firsts):
-            part, rest = (payload, payload[FIRST_PAYLOAD_BYTES:]) if index == self.index else _begin_transfer(first)
+            part, rest = (payload, payload[FIRST_PAYLOAD_BYTES:]) if index == self.index else _parse_first(first)
             if len(rest):
                 self.broadcast(rest, source=index, what="gathered objects")
             parts.append(part)
@@ -276,9 +275,9 @@ class Group:
     def broadcast_object(self, value: Any, *, source: int = 0) -> Any:
         is_source = self.index == source
         payload = to_bytes(value if is_source else None)
-        first = _first_of(payload)
+        first = _first_message(payload)
         self.broadcast(first, source=source, what="broadcast object")
-        part, rest = (payload, payload[FIRST_PAYLOAD_BYTES:]) if is_source else _begin_transfer(first)
+        part, rest = (payload, payload[FIRST_PAYLOAD_BYTES:]) if is_source else _parse_first(first)
         if len(rest):
             self.broadcast(rest, source=source, what="broadcast object")
         return value if is_source else from_bytes(part, self.device)
@@ -287,9 +286,9 @@ class Group:
         self.all_reduce(torch.zeros(1), what="barrier").wait()
 
     def post(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], *, tag: int) -> list[dist.Work]:
-        """Begin transfers with single members, all at once; returns one for each, or, on a GPU, one for all.
+        """Begin transfers with single members, all at once; return one for each, or, on a GPU, one for all.
 
-        They may not be given up: gloo takes a wait of limited time that runs out for the end of everything.
+        Do not wait for them with a timeout: when one expires, gloo closes all connections.
         """
         group: Any = self._group
         if group is None:
@@ -307,7 +306,7 @@ class Group:
         self._group = None
 
     def _do(self, start: Callable[[Any], dist.Work], what: str) -> None:
-        """Do a collective to its end; on a GPU, until the stream's later work waits for it."""
+        """Run a collective to its end; on a GPU, until the stream's later work waits for it."""
         try:
             start(self._group).wait()
         except RuntimeError as error:  # torch has no narrower type for a lost peer
@@ -329,8 +328,8 @@ class _PendingCollective:
 
 
 class _GatherThenSum:
-    """A transfer of one row from each member, whose sum lands in a tensor: added up in one order, so that all members
-    have the same bits."""
+    """A transfer of one row from each member, whose sum is written to a tensor. All members add in the same order, so
+    they have the same bits."""
 
     def __init__(self, transfer: Transfer, rows: Tensor, tensor: Tensor) -> None:
         self._transfer, self._rows, self._tensor = transfer, rows, tensor
@@ -343,16 +342,16 @@ class _GatherThenSum:
         copy_into(self._tensor, first.view(self._tensor.size()))
 
 
-def _first_of(payload: Tensor) -> Tensor:
-    """What tells of an object at first: how many bytes it has, and as many of them as there is room for."""
+def _first_message(payload: Tensor) -> Tensor:
+    """Return the first message of an object: its number of bytes, and as many of them as fit."""
     first = torch.zeros(FIRST_BYTES, dtype=torch.uint8)
     first[:LENGTH_BYTES] = torch.tensor([payload.numel()]).view(torch.uint8)
     first[LENGTH_BYTES : LENGTH_BYTES + payload.numel()] = payload[:FIRST_PAYLOAD_BYTES]
     return first
 
 
-def _begin_transfer(first: Tensor) -> tuple[Tensor, Tensor]:
-    """An object's bytes, as far as they have come, and the part of them that is to be filled."""
+def _parse_first(first: Tensor) -> tuple[Tensor, Tensor]:
+    """Return an object's bytes, as far as they have arrived, and the part of them that is still to be filled."""
     length = int(first[:LENGTH_BYTES].view(torch.int64))
     part = torch.empty(length, dtype=torch.uint8)
     part[:FIRST_PAYLOAD_BYTES] = first[LENGTH_BYTES : LENGTH_BYTES + length]
@@ -364,7 +363,7 @@ def _lost(what: str, error: RuntimeError) -> SyncError:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what torch says, without gloo's joke."""
+    """Return the first line of torch's message, without gloo's greeting."""
     lines = GLOO_SUFFIX.sub("", str(error)).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
@@ -379,7 +378,7 @@ def from_bytes(payload: Tensor, device: torch.device) -> Any:
     def place(storage: Any, location: str) -> Any:
         return storage.to(device=device) if location.startswith("cuda") else storage
 
-    # Bytes of a peer of the same job, over connections that were made through the job's own board.
+    # The bytes come from a peer of the same job, over connections that were made through its own key-value store.
     return torch.load(io.BytesIO(payload.numpy().tobytes()), map_location=place, weights_only=False)
 
 
@@ -390,7 +389,7 @@ def total(group: WorkerGroup, values: Sequence[float], *, what: str, device: tor
     return sums.tolist()
 
 
-@torch.inference_mode()  # the only mode in which tensors that were made in it, as in evaluation, can be written to
+@torch.inference_mode()  # only in this mode can tensors be written to that were made in it, as in evaluation
 def copy_into(target: Tensor, numbers: Tensor) -> None:
     """Fill `target`."""
     target.copy_(numbers)

@@ -1,4 +1,4 @@
-"""Tensors of which each worker holds a part: by rows, as torch's DTensors, or along any dim.
+"""Sharded tensors, of which each worker holds a part: by rows, as torch's DTensors, or along any dim.
 
 The *local part* of a tensor is what this worker holds: all of a plain tensor, the rows of a DTensor. Sums over
 replicas, norms, digests and copies work on local parts and need not know more. In a tensor parallel layer the
@@ -36,21 +36,21 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """What a worker holds of a whole tensor of `shape`: these half-open ranges of one dim, one after the other."""
+    """A worker's part of a whole tensor of `shape`: these half-open ranges of one dim, one after the other."""
 
     shape: tuple[int, ...]
     dim: int
     ranges: tuple[tuple[int, int], ...]
 
     def take(self, whole: Tensor) -> Tensor:
-        """Return the part of a whole tensor of this shape; a view where it is one range."""
+        """Return the part of a whole tensor of this shape; a view if it is one range."""
         parts = [whole.narrow(self.dim, first, stop - first) for first, stop in self.ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorBox:
-    """Some of the numbers that are here, and where they begin in the whole tensor."""
+    """A block of the local numbers, and its offsets in the whole tensor."""
 
     shape: tuple[int, ...]  # of the whole tensor
     offsets: tuple[int, ...]
@@ -59,15 +59,15 @@ class TensorBox:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DTensorLayout:
-    """How a DTensor lies on its workers, without the DTensor: so that its local part can become one again."""
+    """How a DTensor is sharded, without the DTensor itself, so that its local part can become one again."""
 
-    shape: tuple[int, ...]  # of the whole
+    shape: tuple[int, ...]  # of the whole tensor
     stride: tuple[int, ...]
-    dims: tuple[int | None, ...]  # for each dim of the mesh the tensor's that is split over it; None: all have all
+    dims: tuple[int | None, ...]  # for each dim of the mesh, the tensor's dim that is split over it; None: replicated
 
     @staticmethod
     def of(tensor: Tensor) -> DTensorLayout | None:
-        """Return that of a DTensor; None for a plain tensor."""
+        """Return the layout of a DTensor; None for a plain tensor."""
         if not is_sharded(tensor):
             return None
         dims = tuple(getattr(placement, "dim", None) for placement in tensor.placements)
@@ -96,24 +96,21 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return what of a tensor is on this worker, detached; it shares the memory."""
+    """Return this worker's part of a tensor, detached; it shares the memory."""
     found: Any = tensor.detach()
     return found.to_local() if is_sharded(found) else found
 
 
 def rows_of(num_rows: int, *, index: int, size: int) -> tuple[int, int]:
-    """Return [first, stop) of the rows that worker `index` of `size` holds: as many each, rounded up, while they last.
-
-    It is the rule of torch.chunk, and of DTensor's Shard(0).
-    """
+    """Return [first, stop) of the rows that worker `index` of `size` holds, by the rule of torch.chunk and Shard(0)."""
     each = -(-num_rows // size)
     return min(index * each, num_rows), min((index + 1) * each, num_rows)
 
 
 def boxes(tensor: Tensor, cut: TensorSlice | None = None) -> list[TensorBox] | None:
-    """Return what of a tensor is here, box by box; None of one that each worker has whole.
+    """Return the local part of a tensor as boxes; None if each worker has the whole tensor.
 
-    `cut` says what a tensor is that is smaller than the whole. ValueError where it is spread in any other way.
+    `cut` describes a tensor that is smaller than the whole. ValueError if it is distributed in any other way.
     """
     local = local_part(tensor)
     first = 0
@@ -130,9 +127,9 @@ def boxes(tensor: Tensor, cut: TensorSlice | None = None) -> list[TensorBox] | N
 
 
 def _boxes_of(local: Tensor, cut: TensorSlice, first_row: int) -> list[TensorBox]:
-    """The boxes of a local part that is the rows from `first_row` on of what `cut` leaves of a tensor."""
+    """Return the boxes of a local part: the rows from `first_row` on of the slice `cut` of a tensor."""
     found: list[TensorBox] = []
-    place = 0  # of the range, in what the cut leaves
+    place = 0  # of the range, in the slice
     for first, stop in cut.ranges:
         offsets = [0] * len(cut.shape)
         if cut.dim == 0:
@@ -149,7 +146,7 @@ def _boxes_of(local: Tensor, cut: TensorSlice, first_row: int) -> list[TensorBox
 
 
 def whole_shape(tensor: Tensor, cut: TensorSlice | None = None) -> torch.Size:
-    """The shape of the tensor of which this is a part."""
+    """Return the shape of the tensor of which this is a part."""
     return tensor.shape if cut is None else torch.Size(cut.shape)
 
 
@@ -165,10 +162,10 @@ def as_local_of(local: Tensor, like: Tensor) -> Tensor:
 
 
 def part_like(source: Tensor, like: Tensor, cut: TensorSlice | None = None) -> Tensor:
-    """Return this worker's part of `source`, which is whole: what `like` is of a tensor, on its device.
+    """Return this worker's part of the whole tensor `source`, sharded like `like`, on its device.
 
-    `source` may be anything that goes with that tensor, such as an entry of an optimizer's state: what does not have
-    its dims is whole on all workers.
+    `source` may be anything that belongs to that tensor, such as an entry of an optimizer's state. Entries without its
+    dims are whole on all workers.
     """
     if cut is not None and source.shape == torch.Size(cut.shape):
         source = cut.take(source)
@@ -193,7 +190,7 @@ def part_like(source: Tensor, like: Tensor, cut: TensorSlice | None = None) -> T
 
 @torch.no_grad()
 def fill_local(target: Tensor, source: Tensor, cut: TensorSlice | None = None) -> None:
-    """Overwrite what of `target` is on this worker by its part of `source`, which is whole, and on any device."""
+    """Overwrite the local part of `target` with its part of the whole tensor `source`, which may be on any device."""
     if cut is not None:
         source = cut.take(source)
     local, first = local_part(target), 0
@@ -205,6 +202,6 @@ def fill_local(target: Tensor, source: Tensor, cut: TensorSlice | None = None) -
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return all of a tensor; of one that is split all workers that have a part must call, and it blocks."""
+    """Return the whole tensor; for a sharded one all workers that have a part must call this, and it blocks."""
     found: Any = tensor.detach()
     return found.full_tensor() if is_sharded(found) else found

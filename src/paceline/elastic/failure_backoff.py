@@ -1,6 +1,6 @@
-"""What to do when failures repeat: whom to blame for transfers that fail without a death, and how long to pause.
+"""Handles repeated failures: which workers to blame for failed transfers, and how long to pause before restarts.
 
-Replacements that keep dying are started again, at first soon, then after longer and longer pauses.
+Replacements that keep failing are started again, at first soon, then with exponential backoff.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class TransferFailures:
     """
 
     def __init__(self) -> None:
-        self._reports: dict[int, tuple[int, float]] = {}  # worker -> of which generation, and when
-        self._tries = 0  # in a row, of members that have the state
-        self._joins = 0  # in a row, of newcomers
+        self._reports: dict[int, tuple[int, float]] = {}  # worker -> the generation of its report, and when
+        self._attempts = 0  # in a row, of members that have the state
+        self._join_attempts = 0  # in a row, of newcomers
         self._blamed: Counter[int] = Counter()  # workers, over the tries in a row
 
     def report(self, worker: int, generation: int, peer: int | None, now: float) -> None:
@@ -39,37 +39,37 @@ class TransferFailures:
         """All have joined a generation."""
         self.forget(generation)
         if planned:
-            self._joins = 0
+            self._join_attempts = 0
 
     def committed(self) -> None:
         """A step was committed: all members reach each other."""
-        self._tries = 0
-        if not self._joins:
+        self._attempts = 0
+        if not self._join_attempts:
             self._blamed.clear()
 
     def is_overdue(self, now: float, patience_s: float) -> bool:
         """Return whether some worker has been stuck for this long."""
         return any(now - when >= patience_s for _, when in self._reports.values())
 
-    def is_first(self, *, joining: bool) -> bool:
+    def is_first_attempt(self, *, joining: bool) -> bool:
         """Count an attempt; return whether it is the first in a row. `joining`: a newcomer is being admitted."""
         if joining:
-            self._joins += 1
-            return self._joins == 1
-        self._tries += 1
-        return self._tries == 1
+            self._join_attempts += 1
+            return self._join_attempts == 1
+        self._attempts += 1
+        return self._attempts == 1
 
     def blame_on(self, workers: Iterable[int]) -> int:
         """Return how strongly the reports blame these workers: once for each report made, twice for each peer named."""
         return sum(self._blamed[worker] for worker in workers)
 
 
-QUICK_STARTS = 3  # replacements in a row that died before they took a step; then there are pauses
+QUICK_STARTS = 3  # replacements in a row that failed before their first step; then there are pauses
 PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
 
 
 class RestartBackoff:
-    """Pauses between restarts. The cause of the deaths may pass, so no replica is given up."""
+    """Pauses between restarts. The cause of the failures may pass, so no replica is given up."""
 
     def __init__(self) -> None:
         self._failed_starts = 0
@@ -80,7 +80,7 @@ class RestartBackoff:
         return self._until is None or now >= self._until
 
     def failed(self, now: float) -> None:
-        """Replacements died before they took a step, one or several by the same cause."""
+        """Replacements failed before their first step, one or several for the same reason."""
         self._failed_starts += 1
         if self._failed_starts >= QUICK_STARTS:
             self._until = now + min(LONGEST_PAUSE_S, PAUSE_S * 2 ** min(8, self._failed_starts - QUICK_STARTS))

@@ -10,8 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from paceline.elastic.decisions import Limits
-from paceline.elastic.membership_messages import AT_ONCE, MembershipView
+from paceline.elastic.membership_messages import AT_ONCE, Limits, MembershipView
 from paceline.elastic.replica_table import ReplicaRecord, ReplicaState, ReplicaTable
 
 __all__ = ["Generations"]
@@ -20,30 +19,30 @@ __all__ = ["Generations"]
 class Generations:
     """The newest generation, and how the next one is made."""
 
-    def __init__(self, roster: ReplicaTable, limits: Limits) -> None:
-        self._roster, self._limits = roster, limits
-        everybody = tuple(sorted(roster.active))
-        self.form = MembershipView(generation=0, members=everybody, planned=False, holds=False, reason="the run begins")
+    def __init__(self, table: ReplicaTable, limits: Limits) -> None:
+        self._table, self._limits = table, limits
+        everybody = tuple(sorted(table.active))
+        self.view = MembershipView(generation=0, members=everybody, planned=False, holds=False, reason="the run begins")
         self.members = frozenset(everybody)
-        self.missing = set(everybody)  # of them, have not joined it
-        self.left_out: frozenset[int] = frozenset()  # are not in it, but have to know of it
-        self.short_since: float | None = None  # there are fewer members than the least
-        self.form_by: float | None = None  # generation 0 takes as long as the users' imports
+        self.missing = set(everybody)  # members that have not joined it yet
+        self.left_out: frozenset[int] = frozenset()  # workers outside it that have to know of it
+        self.short_since: float | None = None  # since when there are fewer members than the least
+        self.form_by: float | None = None  # the deadline to join; none for generation 0, which waits for users' imports
 
     @property
     def number(self) -> int:
-        return self.form.generation
+        return self.view.generation
 
     def join(self, worker: int, now: float) -> bool:
         """A member has joined the newest generation with the run's state; return whether it was the last one."""
         self.missing.discard(worker)
-        self._roster.active.add(worker)
+        self._table.active.add(worker)
         if self.missing:
             self.begin(now)
             return False
-        self._roster.active &= self.members
+        self._table.active &= self.members
         self.form_by = None
-        if not self.form.holds:
+        if not self.view.holds:
             self.short_since = None
         return True
 
@@ -53,36 +52,36 @@ class Generations:
         From now on the others must follow within their time limit.
         """
         if self.form_by is None:
-            self.form_by = now + (self._limits.handing_s if self._roster.pending() else self._limits.forming_s)
+            self.form_by = now + (self._limits.handing_s if self._table.pending() else self._limits.forming_s)
 
     def leave(self, worker: int, now: float) -> bool:
-        """A worker that was left out has gone; return whether it had the run's state, so that all members
+        """A worker that was left out has ended; return whether it had the run's state, which means that all members
         have agreed.
         """
         self.left_out -= {worker}
-        if worker not in self._roster.active:
+        if worker not in self._table.active:
             return False
-        self._roster.active.discard(worker)
+        self._table.active.discard(worker)
         self.begin(now)
         return True
 
     def hurry(self) -> list[MembershipView]:
         """All members have agreed to a planned generation: none has to wait for its step any longer."""
-        if not self.form.planned or self.form.after == AT_ONCE:
+        if not self.view.planned or self.view.after == AT_ONCE:
             return []
-        self.form = dataclasses.replace(self.form, after=AT_ONCE)
-        return [self.form]
+        self.view = dataclasses.replace(self.view, after=AT_ONCE)
+        return [self.view]
 
     def planned(self, now: float) -> MembershipView | None:
         """Make the next generation, with all that wait and without all that leave; None if nothing changes or no member
         would be left.
         """
-        wanted = self._roster.wanted()
+        wanted = self._table.wanted()
         joins, leaves = wanted - self.members, self.members - wanted
         if not wanted or not (joins or leaves):
             return None
-        parts = [f"{_named(self._roster.of_all(joins))} to join"] if joins else []
-        parts += [f"{_named(self._roster.of_all(leaves))} to leave"] if leaves else []
+        parts = [f"{_named(self._table.of_all(joins))} to join"] if joins else []
+        parts += [f"{_named(self._table.of_all(leaves))} to leave"] if leaves else []
         return self._planned(wanted, ", ".join(parts), now, after=self.number)
 
     def without_newcomers(self, reason: str, now: float) -> MembershipView | None:
@@ -92,54 +91,54 @@ class Generations:
         Some members may already be taking a step with it, and no newcomer can get the state within a step: newcomers
         join later.
         """
-        wanted = self._roster.wanted(joins=False)
+        wanted = self._table.wanted(joins=False)
         if not wanted:
             return None
-        self._throw_back_newcomers()
-        return self._planned(wanted, reason, now, after=self.form.after)
+        self._restart_admissions()
+        return self._planned(wanted, reason, now, after=self.view.after)
 
     def at_once(self, gone: Iterable[int], reason: str, now: float) -> MembershipView | None:
         """Go on with all members that have the state and stay, or else with all that may have it. None if there are
         none.
         """
-        roster = self._roster
-        roster.active.difference_update(gone)
-        roster.count_halves_out()
-        staying = roster.active - self.left_out
+        table = self._table
+        table.active.difference_update(gone)
+        table.drop_incomplete_replicas()
+        staying = table.active - self.left_out
         if staying:
-            # Who is left out may have been left behind already: then it knows it, but nobody else may.
-            roster.active = staying
+            # The others may already have gone on without a worker that is left out, and only that worker may know it.
+            table.active = staying
         else:
-            roster.presume()
-        if not roster.active:
+            table.presume()
+        if not table.active:
             return None
-        self._throw_back_newcomers()
+        self._restart_admissions()
         self.form_by = now + self._limits.forming_s
-        return self._follow(frozenset(roster.active), reason, now, planned=False, after=AT_ONCE)
+        return self._follow(frozenset(table.active), reason, now, planned=False, after=AT_ONCE)
 
-    def _throw_back_newcomers(self) -> None:
+    def _restart_admissions(self) -> None:
         """Make newcomers that may or may not have got the state report first which of the two it is."""
-        for replica in self._roster.pending():
-            replica.throw_back(since=self.number + 1)
+        for replica in self._table.pending():
+            replica.restart_admission(since=self.number + 1)
 
     def _planned(self, members: frozenset[int], reason: str, now: float, *, after: int) -> MembershipView:
-        for replica in self._roster.of_all(members):
+        for replica in self._table.of_all(members):
             if replica.state is ReplicaState.WAITING:
                 replica.state = ReplicaState.MEMBER
         self.form_by = None
         return self._follow(members, reason, now, planned=True, after=after)
 
     def _follow(self, members: frozenset[int], reason: str, now: float, *, planned: bool, after: int) -> MembershipView:
-        told = self.members | self._roster.active | self.left_out
-        elsewhere = self._roster.all_in(ReplicaState.LEAVING, ReplicaState.STARTING)
+        told = self.members | self._table.active | self.left_out
+        elsewhere = self._table.all_in(ReplicaState.LEAVING, ReplicaState.STARTING)
         self.left_out = frozenset(
             worker for replica in elsewhere for worker in replica.workers if worker in told and worker not in members
         )
         self.members, self.missing = members, set(members)
-        holds = len(self._roster.all_in(ReplicaState.MEMBER)) < self._limits.least
+        holds = len(self._table.all_in(ReplicaState.MEMBER)) < self._limits.least
         if holds and self.short_since is None:
             self.short_since = now
-        self.form = MembershipView(
+        self.view = MembershipView(
             generation=self.number + 1,
             members=tuple(sorted(members)),
             planned=planned,
@@ -147,7 +146,7 @@ class Generations:
             reason=reason,
             after=after,
         )
-        return self.form
+        return self.view
 
 
 def _named(replicas: list[ReplicaRecord]) -> str:

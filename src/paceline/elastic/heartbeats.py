@@ -1,4 +1,4 @@
-"""When each worker was last heard of, and which workers have been silent for too long.
+"""Tracks the workers' heartbeats: when each worker last sent something, and which have been silent for too long.
 
 Time in which the coordinator did not listen does not count. After it was suspended for a minute (a laptop that slept),
 the workers' messages from that time are still to be read.
@@ -6,7 +6,7 @@ the workers' messages from that time are still to be read.
 
 from __future__ import annotations
 
-from paceline.elastic.decisions import Limits
+from paceline.elastic.membership_messages import Limits
 
 __all__ = ["Heartbeats", "heartbeat_interval_s"]
 

@@ -15,21 +15,21 @@ import math
 import time
 from collections.abc import Collection
 
-__all__ = ["UnreachableHosts", "clock", "head_silence_s", "lease_s", "lost_s"]
+__all__ = ["UnreachableHosts", "coordinator_silence_s", "lease_s", "lost_s", "seconds_since_boot"]
 
 END_S = 3.0  # from SIGTERM to SIGKILL
-MARGIN_S = 2.0  # for clocks, and for what happens between looking at one and being gone
+MARGIN_S = 2.0  # for clock differences, and for the time between reading the clock and the end of the process
 CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
-def clock() -> float:
+def seconds_since_boot() -> float:
     """Return the seconds since this host was booted, for all its processes; the clock goes on while the
     machine sleeps.
     """
     return time.clock_gettime(CLOCK)
 
 
-def head_silence_s(silence_s: float) -> float:
+def coordinator_silence_s(silence_s: float) -> float:
     """Return after how much silence a host gives up the coordinator; its workers then save and leave if they can. By
     then the coordinator has given up the host.
     """
@@ -40,7 +40,7 @@ def lease_s(silence_s: float, grace_s: float) -> float:
     """Return how long workers go on after the newest answered ping: until the silence is noticed, and they have had
     time to save and leave.
     """
-    return head_silence_s(silence_s) + grace_s + END_S
+    return coordinator_silence_s(silence_s) + grace_s + END_S
 
 
 def lost_s(silence_s: float, grace_s: float) -> float:
@@ -53,7 +53,7 @@ class UnreachableHosts:
 
     def __init__(self, hosts: Collection[int]) -> None:
         """`hosts` are those of the first generation's members."""
-        self._generations = [frozenset(hosts)]  # where the members are of each that may take steps
+        self._generations = [frozenset(hosts)]  # the members' hosts of each generation that may take steps
         self._gone_by: dict[int, float] = {}
 
     def told(self, hosts: Collection[int]) -> None:

@@ -1,23 +1,25 @@
-"""What the head and the workers say to each other about membership: plain data over the workers' channels.
+"""The messages between coordinator and workers about an elastic run's membership, and the coordinator's decisions.
 
-worker -> head    elastic    the plan lets replicas come and go: the least and the most of them
-                  begun      its first loop over batches has begun
-                  keeps      it copies its state into memory that outlives it: all can begin again from there
-                  kept       one more such copy counts; only its own host's supervisor hears that
-                  ready      it has not the run's state, and waits to be taken in; `generation`: the newest it knows of
-                  formed     it has joined a generation, has the run's state, and stands at this step
-                  committed  its first step of a generation
-                  stuck      a transfer of a generation failed, though nobody is known to be lost; `peer`: with whom
-                  leaving    it was asked to go, by this `signal`
-                  unserved   it has lost a parameter server, and all are to begin again; `cause`: how
-                  left       the others go on without it, and it ends
-                  over       it takes part in nothing any more: its last word, though its process may go on for long
-                  alive      nothing else to say
-head -> worker    form       a generation: who is in it, and whether it begins at once or between two steps
-                  finish     save between two steps, and leave with this exit code
-                  end        end at once
-                  until      then, by `paceline.elastic.lease.clock`, end at once, unless a later one comes; said by its
-                             own host's supervisor, where that is not the head
+All of it is plain data; messages travel over the workers' channels. The wire format names them as follows.
+
+worker -> coordinator    elastic    the plan allows replicas to join and leave: the least and the most of them
+                         begun      its first loop over batches has begun
+                         keeps      it copies its state into memory that outlives it: a restart can begin from there
+                         kept       one more such copy is complete; only its own host's supervisor gets this
+                         ready      it lacks the run's state, and waits to be admitted; `generation`: the newest known
+                         formed     it has joined a generation, has the run's state, and is at this step
+                         committed  its first step of a generation
+                         stuck      a transfer of a generation failed without a known loss; `peer`: with which worker
+                         leaving    it was asked to leave, by this `signal`
+                         unserved   it has lost a parameter server, and all must restart; `cause`: how
+                         left       the others go on without it, and it ends
+                         over       it takes part in nothing any more: its last message, though its process may go on
+                         alive      a heartbeat
+coordinator -> worker    form       a generation: its members, and whether it begins at once or between two steps
+                         finish     save between two steps, and leave with this exit code
+                         end        end at once
+                         until      end at once at this time (`paceline.elastic.lease.seconds_since_boot`), unless a
+                                    later one comes; sent by the supervisor of a host without the coordinator
 """
 
 from __future__ import annotations
@@ -26,7 +28,18 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["FROM_WORKERS", "PREEMPTED", "TOO_FEW", "Finish", "MembershipView"]
+__all__ = [
+    "FROM_WORKERS",
+    "PREEMPTED",
+    "TOO_FEW",
+    "Decision",
+    "EndWorker",
+    "Finish",
+    "GiveUp",
+    "Limits",
+    "MembershipView",
+    "StartReplica",
+]
 
 FROM_WORKERS = frozenset(
     {
@@ -63,7 +76,7 @@ class MembershipView:
     holds: bool  # too few to take steps: they wait for the next generation
     reason: str  # a sentence, for people
     is_spread: bool = False  # its members are on more than one host: they cannot share memory
-    after: int = AT_ONCE  # who stands in this generation goes on until it is between two steps; anybody else does not
+    after: int = AT_ONCE  # workers in this generation first finish their current step; all others do not
 
     def interrupts(self, generation: int) -> bool:
         """Return whether a worker in `generation` must drop its current step and join this one."""
@@ -99,3 +112,46 @@ class Finish:
     @classmethod
     def from_json(cls, message: Mapping[str, Any]) -> Finish:
         return cls(exit_code=int(message["exit_code"]), reason=str(message["reason"]))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """The fewest and the most replicas, and how long to wait for workers."""
+
+    least: int
+    most: int
+    workers_each: int = 1  # of a replica
+    silence_s: float = 10.0  # a worker that is silent for so long is lost
+    starting_s: float = 300.0  # a worker that has sent nothing so long after its start is lost
+    stuck_s: float = 1.0  # after a transfer has failed: by then the loss that caused it is known
+    forming_s: float = 20.0  # a worker must have joined a generation by then
+    handing_s: float = 600.0  # the same while a newcomer is being sent the state
+    patience_s: float = 60.0  # with fewer than `least` replicas: then save, and end
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StartReplica:
+    """Start the workers of a replica."""
+
+    replica: int
+    workers: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EndWorker:
+    """Kill a worker: it may not take part any more, whatever it is doing."""
+
+    worker: int
+    reason: str
+    silent_s: float = 0.0  # how long it had been silent
+    is_loss: bool = True  # otherwise it is a newcomer that is no longer needed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GiveUp:
+    """End the run: no replica is left that could go on."""
+
+    reason: str
+
+
+Decision = MembershipView | StartReplica | EndWorker | Finish | GiveUp

@@ -12,11 +12,11 @@ __all__ = ["ReplicaRecord", "ReplicaState", "ReplicaTable"]
 
 
 class ReplicaState(enum.Enum):
-    STARTING = "starting"  # on its way, or thrown back: it has to say that it has no state, and waits
-    WAITING = "waiting"  # at its first step, and wants to be taken in
+    STARTING = "starting"  # it is being started, or must report again that it lacks the state
+    WAITING = "waiting"  # at its first step, ready to be admitted
     MEMBER = "member"
-    LEAVING = "leaving"  # a member that wants to go, or has to
-    DONE = "done"  # its program has come to its end, and so have the others' soon
+    LEAVING = "leaving"  # a member that leaves, by request or of its own
+    DONE = "done"  # its program has finished, and the others' will soon
 
 
 @dataclasses.dataclass(slots=True)
@@ -27,14 +27,14 @@ class ReplicaRecord:
     workers: tuple[int, ...]
     state: ReplicaState
     is_proven: bool  # it has taken a step, or the run began with it
-    must_leave: bool = False  # asked from outside: it will be gone soon
-    why: str = ""  # it leaves, in a few words
-    is_presumed: bool = False  # to have the state, since nobody is known to
-    ready: set[int] = dataclasses.field(default_factory=set[int])  # workers of a starting one that have said so
-    since: int = AT_ONCE  # what they said before they knew of this generation does not count
-    ended: set[int] = dataclasses.field(default_factory=set[int])  # workers that have ended in good order
+    must_leave: bool = False  # asked from outside: it will end soon
+    why: str = ""  # the reason why it leaves, in a few words
+    is_presumed: bool = False  # presumed to have the state, because no replica is known to have it
+    ready: set[int] = dataclasses.field(default_factory=set[int])  # workers of a starting replica that reported "ready"
+    since: int = AT_ONCE  # reports from before they knew of this generation do not count
+    ended: set[int] = dataclasses.field(default_factory=set[int])  # workers that have ended normally
 
-    def throw_back(self, since: int) -> None:
+    def restart_admission(self, since: int) -> None:
         """Make it report again that it has no state and waits."""
         self.state, self.since, self.is_presumed = ReplicaState.STARTING, since, False
         self.ready.clear()
@@ -98,8 +98,8 @@ class ReplicaTable:
             number += 1
         return found
 
-    def count_halves_out(self) -> None:
-        """Half a replica does not have the state; but after its program's end its workers may end one by one."""
+    def drop_incomplete_replicas(self) -> None:
+        """Incomplete replicas lack the state; but when a program has finished, its workers may end one by one."""
         for replica in self.replicas.values():
             if replica.state is not ReplicaState.DONE and not self.has_state(replica):
                 self.active.difference_update(replica.workers)

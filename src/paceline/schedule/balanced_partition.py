@@ -1,21 +1,21 @@
-"""Cut a row of costs into contiguous parts whose largest is as small as can be."""
+"""Partitions a sequence of layer costs into contiguous pipeline stages, so that the largest stage is minimal."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Sequence
 
-__all__ = ["cut_evenly", "part_costs"]
+__all__ = ["part_costs", "partition_evenly"]
 
 
-def cut_evenly(
+def partition_evenly(
     costs: Sequence[float], num_parts: int, *, extra: Sequence[float] = (), closed: Collection[int] = ()
 ) -> tuple[int, ...]:
     """Return where each part begins (the first at 0), so that the largest part's cost is the least possible.
 
-    No part is empty. `extra[k]` is a fixed cost of part k (a loss, a data reader). `closed` holds the places where no
-    cut may be, counted as the index of the first item after it. Among cuts with the same largest part, more even ones
-    are preferred. Exact, in O(num_parts * len(costs)^2). Raises ValueError when there are too few places.
+    No part is empty. `extra[k]` is a fixed cost of part k (a loss, a data reader). `closed` holds the indices of items
+    before which no part may begin. Among partitions with the same largest part, more even ones are preferred. Exact, in
+    O(num_parts * len(costs)^2). Raises ValueError if there are too few places.
     """
     open_places = [place for place in range(1, len(costs)) if place not in closed]
     if not 1 <= num_parts <= len(open_places) + 1:

@@ -1,7 +1,7 @@
-"""Who mixes weights with whom: a pure function of the step, whose mixing matrices are doubly stochastic.
+"""Gossip: which replicas average their weights after a step, as rows of a doubly stochastic mixing matrix.
 
-Row i says with which weights replica i takes the weights of others. That rows add up to 1 keeps equal weights as they
-are; that columns do keeps the average of all replicas where it is (Lian et al. 2017, assumption 1.2).
+Row i has the factors with which replica i adds up the weights of others. Rows add up to 1, so equal weights stay as
+they are. Columns add up to 1, so the average of all replicas stays as it is (Lian et al. 2017, assumption 1.2).
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ __all__ = ["mixing_row"]
 
 
 def mixing_row(peers: Literal["ring", "random"], index: int, *, count: int, step: int, seed: int) -> dict[int, float]:
-    """Return the weights of replica `index` of `count` in a mixing after `step`, by the number of the replica that they
-    are for, its own among them.
+    """Return the factors of replica `index` of `count` after `step`, by replica number, including its own.
 
-    "ring": the mean of itself and its two neighbours. "random": pairs are drawn anew for each step, and are averaged;
-    of an odd number one stays alone.
+    "ring": the mean of itself and its two neighbors. "random": pairs are drawn anew for each step, and averaged; with
+    an odd number of replicas, one stays alone.
     """
     if peers == "ring":
         members = sorted({(index - 1) % count, index, (index + 1) % count})

@@ -1,7 +1,7 @@
 """Which micro-batches a step has, and which of them each worker runs.
 
-The list of micro-batches depends on the batch alone; the number of workers decides only who runs which. Contiguous runs
-keep a worker's reads close together and its ledger lines short.
+The list of micro-batches depends on the batch alone; the number of workers only decides which worker runs which.
+Contiguous ranges keep a worker's reads close together and its ledger lines short.
 """
 
 from __future__ import annotations
@@ -11,7 +11,15 @@ import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 
-__all__ = ["MicroBatch", "WorkerShare", "deal", "deal_by_speed", "deal_to_replicas", "micro_batches", "step_ranges"]
+__all__ = [
+    "MicroBatch",
+    "WorkerShare",
+    "micro_batches",
+    "split_among_replicas",
+    "split_by_speed",
+    "split_evenly",
+    "step_ranges",
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,8 +39,8 @@ class MicroBatch:
 class WorkerShare:
     """What one worker runs of a step: its own micro-batches, and void runs up to `num_runs`.
 
-    The workers of a replica exchange tensors in each forward and backward, so all of them make as many runs. In a void
-    one a micro-batch is run again and counts for nothing: the last of the worker's own or, where it has none, `spare`.
+    The workers of a replica exchange tensors in each forward and backward, so all of them make the same number of runs.
+    A void run repeats a micro-batch without effect: the worker's own last one or, if it has none, `spare`.
     """
 
     own: range  # places in the step's list
@@ -54,24 +62,24 @@ def step_ranges(*, num_samples: int, size: int, drop_last: bool, position: int =
 
 
 def micro_batches(start: int, stop: int, micro: int) -> tuple[MicroBatch, ...]:
-    """Cut positions [start, stop) into the fewest micro-batches of at most `micro` samples, whose sizes differ by at
+    """Split positions [start, stop) into the fewest micro-batches of at most `micro` samples, whose sizes differ by at
     most one.
 
     Even sizes leave no last micro-batch of a single sample, on which batch norm would fail, and keep workers equally
     busy.
     """
-    parts = deal(stop - start, -(-(stop - start) // micro))
+    parts = split_evenly(stop - start, -(-(stop - start) // micro))
     return tuple(MicroBatch(index, start + part.start, start + part.stop) for index, part in enumerate(parts))
 
 
-def deal_by_speed(num_micro: int, seconds: Sequence[float]) -> tuple[range, ...]:
-    """Deal 0..num_micro-1 in contiguous runs so that the slowest is done as early as can be.
+def split_by_speed(num_micro: int, seconds: Sequence[float]) -> tuple[range, ...]:
+    """Split 0..num_micro-1 into contiguous ranges so that the slowest worker finishes as early as possible.
 
-    `seconds`: what one micro-batch takes each worker. Everybody gets at least one, if there are enough: a worker that
-    runs none can no longer be measured. Each further micro-batch goes to whoever would be done with it first.
+    `seconds`: the time of one micro-batch on each worker. Each worker gets at least one, if there are enough, because a
+    worker without any could no longer be measured. Each further one goes to the worker that would finish it first.
     """
     counts = [0] * len(seconds)
-    waiting = [(0.0, place) for place in range(len(seconds))]  # done with what it has; those without any come first
+    waiting = [(0.0, place) for place in range(len(seconds))]  # by finishing time; workers without any come first
     for _ in range(num_micro):
         _, place = heapq.heappop(waiting)
         counts[place] += 1
@@ -80,8 +88,8 @@ def deal_by_speed(num_micro: int, seconds: Sequence[float]) -> tuple[range, ...]
     return tuple(range(a, b) for a, b in itertools.pairwise(bounds))
 
 
-def deal(num_micro: int, num_shares: int) -> tuple[range, ...]:
-    """Deal 0..num_micro-1 in contiguous runs whose lengths differ by at most one; some may be empty."""
+def split_evenly(num_micro: int, num_shares: int) -> tuple[range, ...]:
+    """Split 0..num_micro-1 into contiguous ranges whose lengths differ by at most one; some may be empty."""
     least, extra = divmod(num_micro, num_shares)
     bounds = [0]
     for share in range(num_shares):
@@ -89,16 +97,16 @@ def deal(num_micro: int, num_shares: int) -> tuple[range, ...]:
     return tuple(range(a, b) for a, b in itertools.pairwise(bounds))
 
 
-def deal_to_replicas(num_micro: int, *, replicas: int, each: int) -> tuple[WorkerShare, ...]:
-    """Deal 0..num_micro-1 to replicas of `each` workers, so that nobody makes more runs, and fewest are void.
+def split_among_replicas(num_micro: int, *, replicas: int, each: int) -> tuple[WorkerShare, ...]:
+    """Split 0..num_micro-1 among replicas of `each` workers, with the fewest runs per worker and the fewest void runs.
 
-    Rows of `each` micro-batches, one for each worker of a replica, are dealt to the replicas; only the last row may be
+    Rows of `each` micro-batches, one for each worker of a replica, are handed to the replicas. Only the last row may be
     short, so fewer than `each` runs are void. A replica without a row makes no run at all.
     """
     shares: list[WorkerShare] = []
-    for rows in deal(-(-num_micro // each), replicas):
+    for rows in split_evenly(-(-num_micro // each), replicas):
         first, stop = rows.start * each, min(rows.stop * each, num_micro)
-        for part in deal(stop - first, each):
+        for part in split_evenly(stop - first, each):
             own = range(first + part.start, first + part.stop)
             shares.append(WorkerShare(own, len(rows), spare=first if rows and not own else None))
     return tuple(shares)

@@ -1,9 +1,8 @@
-"""Which parameter lies on which of several servers: a pure function of names and sizes, the same on every worker.
+"""Assigns parameters to parameter servers: a pure function of names and sizes, the same on every worker.
 
-Whole parameters are placed, so that a server may run any optimizer that looks at one parameter at a time, matrices and
-norms included. The largest goes first, each to the server that has the least so far (Graham 1969: at most 4/3 of the
-best that whole parameters allow). Tables of which only the rows that a step touches move are the exception: of each
-all servers have rows.
+Whole parameters are assigned, so a server can run any optimizer that treats one parameter at a time, including matrices
+and norms. The largest come first, each on the server with the least so far (Graham 1969: at most 4/3 of the optimum
+with whole parameters). Embedding tables are the exception: all servers have rows of each.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ def placed_on(num_bytes: Mapping[str, int], *, servers: int) -> dict[str, int]:
 
 
 def in_turn(hosts: Sequence[int]) -> list[int]:
-    """Return workers in the order in which they start servers, worker k being on host `hosts[k]`: the first one of each
-    host, then the second ones, so that few servers are on many hosts, and no host's cable carries what all get."""
+    """Return workers in the order in which they start servers, where worker k is on host `hosts[k]`: the first one of
+    each host, then the second ones. So servers are spread over hosts, and no host's link carries all traffic."""
     seen: dict[int, int] = {}
     places: list[tuple[int, int]] = []
     for worker, host in enumerate(hosts):
@@ -38,7 +37,7 @@ def in_turn(hosts: Sequence[int]) -> list[int]:
 def rows_on(server: int, *, servers: int) -> slice:
     """Return which rows of a table a server has: row r is on server r mod n, as row r div n there.
 
-    In turns, because words are often numbered by how frequent they are: blocks would give the first server the work.
+    Rows alternate because words are often numbered by frequency: with blocks, the first server would have most work.
     """
     if not 0 <= server < servers:
         raise ValueError(f"server is {server}; it must be from 0 to {servers - 1}")

@@ -311,7 +311,7 @@ def _wrong_order(pipeline: Pipeline) -> Iterator[str]:
 
 
 def _stuck(pipeline: Pipeline) -> list[str]:
-    """Walk all orders at once; whoever cannot go on names what it waits for."""
+    """Simulate all workers at once; a worker that cannot continue is reported with the action before which it waits."""
     done = [0] * pipeline.num_workers
     there: set[StageMessage] = set()
     waiting_for: dict[StageMessage, int] = {}

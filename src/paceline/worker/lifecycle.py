@@ -83,7 +83,7 @@ class WorkerLifecycle:
 
     def blames_server(self, error: BaseException) -> bool:
         """Whether an error says that a parameter server was lost: then no worker is its cause."""
-        return self._parts.servers is not None and self._parts.servers.is_told_lost(error)
+        return self._parts.servers is not None and self._parts.servers.is_server_loss(error)
 
     def tell_lost(self, _: object, error: BaseException | None, __: object) -> None:
         """At the end of a run, as `__exit__`: where a lost parameter server is the error, ask for a restart of all

@@ -83,7 +83,7 @@ def test_a_full_disk_ends_the_run_with_one_sentence_and_keeps_the_last_checkpoin
     assert record(disk / "run")["state"] == "finished"
 
 
-def test_books_that_cannot_be_closed_are_told_and_the_training_counts(tmp_path: Path) -> None:
+def test_a_step_log_that_cannot_be_closed_is_reported_and_the_training_counts(tmp_path: Path) -> None:
     (tmp_path / "short.py").write_text(FILLS.replace("worker.step == 25", "False").replace("epochs=100", "epochs=1"))
     (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)
     (tmp_path / "run" / "summary.json").mkdir()

@@ -153,7 +153,7 @@ def test_a_stopped_worker_is_given_up_after_the_stated_time_and_never_commits_ag
     rows = [row["seconds"] for row in run.metrics()]
     disturbed = max(rows, key=lambda seconds: seconds.get("recovery", 0.0))
     rest_s = disturbed["total"] - sum(seconds for name, seconds in disturbed.items() if name != "total")
-    assert rest_s < disturbed["recovery"], "what was waited for in vain is not booked on the loop's own code"
+    assert rest_s < disturbed["recovery"], "what was waited for in vain is not counted for the loop's own code"
     assert disturbed["recovery"] >= 1.5
     assert "recovery" not in rows[0]
 

@@ -60,7 +60,7 @@ def test_what_a_lost_replica_should_have_run_the_others_run_before_the_round_cou
     assert_each_sample_was_run_once(run)
     assert math.isfinite(run.weights()), "all have the same"
     assert run.losses()[-1] < run.losses()[0]
-    if "every=5" in plan:  # one was lost at the door of an evaluation in a round
+    if "every=5" in plan:  # one was lost at the start of an evaluation in a round
         # 1.963 of the weights of those who are left. Where they had heard of the loss before, they have run the lost
         # one's share: after this step (1.905), or after an earlier one at which they were by then (1.920, 1.938).
         found = run.held_out()[0]

@@ -235,7 +235,7 @@ def test_what_a_dead_process_left_is_published_or_removed_by_the_next_save(tmp_p
     with writing(tmp_path, []) as writer:
         for step in (1, 2):
             writer.save(step, tensors_of(step), {"step": step}, {})
-    (tmp_path / "step_00000002").rename(tmp_path / "step_00000002.partial-77")  # died after the mark, before the rename
+    (tmp_path / "step_00000002").rename(tmp_path / "step_00000002.partial-77")  # killed before the rename
     shutil.copytree(tmp_path / "step_00000001", tmp_path / "step_00000003.partial-77")
     (tmp_path / "step_00000003.partial-77" / "checkpoint.json").unlink()
     shutil.copytree(tmp_path / "step_00000001", tmp_path / "step_00000000.removed-77")

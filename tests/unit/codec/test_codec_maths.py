@@ -8,13 +8,10 @@ import torch
 from torch import Tensor
 
 from codec_driver import exchanged
-from paceline.codec.byte_packing import bits_of, signs_in
 from paceline.codec.error_feedback import ErrorFeedback
-from paceline.codec.int8 import Int8Codec
-from paceline.codec.one_bit import OneBitCodec
 from paceline.codec.powersgd import PowerSGDCodec
-from paceline.codec.sparse import SparseCodec
-from paceline.codec.top_k import TopKCodec
+from paceline.codec.quantization import Int8Codec, OneBitCodec, bits_of, signs_in
+from paceline.codec.sparsification import SparseCodec, TopKCodec
 
 
 def drawn(size: int, seed: int) -> Tensor:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from codec_driver import exchanged, telescoped
+from gpt_example import demo
 from paceline.codec.base import Codec, CodecContext
 from paceline.codec.build import build_codec
 from paceline.plan import Cast, Int8, OneBit, PowerSGD, Raw, Sparse, TopK, Wire
@@ -201,3 +202,21 @@ def test_gradients_of_other_types_keep_them(wire: Wire) -> None:
         results, _ = exchanged(codecs, flats)
         assert results[0].dtype == dtype
         assert float(results[0].abs().max()) == pytest.approx(2.0, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("wire", "most"),
+    [(Int8(), 0.27), (OneBit(), 1 / 28), (TopK(ratio=0.01), 1 / 40), (PowerSGD(rank=4), 1 / 50)],
+    ids=str,
+)
+@pytest.mark.parametrize("only_matrices", [True, False])
+def test_of_the_demos_gradients_a_wire_sends_no_more_than_is_promised(
+    wire: Wire, most: float, only_matrices: bool
+) -> None:
+    model = demo().GPT()
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(len(p), p.numel() // len(p)) for p in model.parameters() if p.ndim == 2 or not only_matrices]
+    size = sum(map(math.prod, shapes))
+    flats = [torch.randn(size, generator=generator) for _ in range(2)]
+    _, num_bytes = exchanged([build_codec(wire, shapes=shapes) for _ in range(2)], flats)
+    assert 0 < num_bytes <= most * 4 * size

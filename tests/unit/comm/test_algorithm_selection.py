@@ -153,13 +153,13 @@ def test_a_trial_begins_on_all_together_and_is_waited_for_before_it_is_told() ->
     assert base.asked[4:] == ["sum", "wait"]
 
 
-def errands(
+def collective_threads(
     check: Any = lambda: None, *, timeout_s: float = LIMIT_S, lost: type[SyncError] = SyncError
 ) -> CollectiveThreads:
     return CollectiveThreads(num_threads=1, timeout_s=timeout_s, check=check, lost=lost)
 
 
-def test_who_waits_too_long_is_told_for_whom() -> None:
+def test_a_wait_that_is_too_long_names_the_awaited_worker() -> None:
     stuck, begun = threading.Event(), threading.Event()
 
     def do(collective: Any, _: ReceiveBuffers) -> None:
@@ -167,16 +167,16 @@ def test_who_waits_too_long_is_told_for_whom() -> None:
         begun.set()
         stuck.wait(LIMIT_S)
 
-    local_workers = errands(timeout_s=0.1)
-    collective = local_workers.begin(do, what="all_reduce of weight")
+    threads = collective_threads(timeout_s=0.1)
+    collective = threads.begin(do, what="all_reduce of weight")
     assert begun.wait(LIMIT_S)
     with pytest.raises(SyncError, match=r"in all_reduce of weight for worker 3 \(ring, round 2 of 6\): stopped, stuck"):
         collective.wait()
-    assert not local_workers.close()  # its thread is left behind
+    assert not threads.close()  # its thread is left behind
     stuck.set()
-    local_workers.join(LIMIT_S)
+    threads.join(LIMIT_S)
     with pytest.raises(SyncError, match="was closed"):
-        local_workers.begin(do, what="another one")
+        threads.begin(do, what="another one")
 
 
 def test_a_wait_ends_where_the_group_is_over_though_the_thread_waits_on() -> None:
@@ -188,13 +188,13 @@ def test_a_wait_ends_where_the_group_is_over_though_the_thread_waits_on() -> Non
     def do(*_: object) -> None:
         stuck.wait(LIMIT_S)
 
-    local_workers = errands(check, lost=Disrupted)
-    collective = local_workers.begin(do, what="all_reduce")
+    threads = collective_threads(check, lost=Disrupted)
+    collective = threads.begin(do, what="all_reduce")
     with pytest.raises(Disrupted, match="worker 2 was killed"):
         collective.wait()
-    assert not local_workers.close()
+    assert not threads.close()
     stuck.set()
-    local_workers.join(LIMIT_S)
+    threads.join(LIMIT_S)
 
 
 def _raise(error: Exception) -> None:
@@ -206,20 +206,20 @@ def test_a_lost_peer_is_named_and_the_next_errand_is_done() -> None:
         collective.awaited = "worker 1 (tree, round 1 of 2)"
         raise RuntimeError("[tcp/pair.cc:1] Connection closed by peer [10.0.0.1]:1 GLHF!")
 
-    local_workers = errands(lost=Disrupted)
+    threads = collective_threads(lost=Disrupted)
     broken, done = (
-        local_workers.begin(do, what="all_reduce of bias"),
-        local_workers.begin(lambda *_: None, what="the next one"),
+        threads.begin(do, what="all_reduce of bias"),
+        threads.begin(lambda *_: None, what="the next one"),
     )
     with pytest.raises(Disrupted, match=r"a peer during all_reduce of bias: worker 1 \(tree, round 1 of 2\): .tcp"):
         broken.wait()
     done.wait()
-    assert local_workers.close()
+    assert threads.close()
 
 
 class Wires:
     """Ports of workers that are threads of this process. A tensor is read when it is received, and its send is over
-    then: whoever writes to its place before sends something else."""
+    then: a worker that writes to its place before sends something else."""
 
     def __init__(self, size: int) -> None:
         self._queues: dict[tuple[int, int], queue.SimpleQueue[Sent]] = {

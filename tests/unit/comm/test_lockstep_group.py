@@ -138,7 +138,7 @@ def test_what_goes_well_returns_and_all_have_to_say_yes() -> None:
     def story(worker: Worker, index: int) -> Any:
         summed(worker.replica_group)
         summed(worker.whole)
-        return worker.whole.gather_objects(5), worker.lockstep.all_say(True), worker.lockstep.all_say(index == 0)
+        return worker.whole.gather_objects(5), worker.lockstep.all_agree(True), worker.lockstep.all_agree(index == 0)
 
     assert both(story) == [([5], True, False)] * 2
 

@@ -100,7 +100,7 @@ def test_what_was_broken_off_by_ctrl_c_is_over_for_everybody(queue: OpQueue) -> 
         raise KeyboardInterrupt
 
     op = queue.begin(broken_off, result=None, is_awaited=True)
-    for _ in range(2):  # whoever waits again is told the same, and does not wait
+    for _ in range(2):  # a second wait raises the same at once
         with pytest.raises(KeyboardInterrupt):
             op.wait()
     assert op.is_done

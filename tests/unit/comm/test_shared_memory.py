@@ -392,7 +392,7 @@ def test_who_does_not_come_is_named_with_the_call_and_the_time(members: Callable
     def work(group: SharedGroup) -> None:
         group.barrier()
         if group.index in (0, 2):
-            flight = group.all_reduce(torch.ones(1), what="the tally")
+            flight = group.all_reduce(torch.ones(1), what="the step metadata")
             while group.joined_counts()[2 - group.index] < 2:
                 os.sched_yield()
             group._waiter._timeout_s = 0.2  # now there is nobody to wait for but the two who do not come
@@ -403,10 +403,10 @@ def test_who_does_not_come_is_named_with_the_call_and_the_time(members: Callable
     assert time.monotonic() - began < LIMIT_S
     for index in (0, 2):
         text = str(found[index])
-        assert re.search(rf"worker {index} waited \d\.\d s in the tally, sum number 2", text)
+        assert re.search(rf"worker {index} waited \d\.\d s in the step metadata, sum number 2", text)
         assert "worker 1 (joined 1), worker 3 (joined 1)" in text and "worker 0 (" not in text
     assert group_of.groups[0].joined_counts() == (2, 1, 2, 1)
-    with pytest.raises(SyncError, match="the tally"):  # of no more use
+    with pytest.raises(SyncError, match="the step metadata"):  # of no more use
         group_of.groups[0].barrier()
 
 
@@ -417,11 +417,11 @@ def test_a_peer_that_left_or_is_known_to_be_lost_ends_the_wait_at_once(members: 
         if group.index == 1:
             group.close()
         else:
-            group.all_reduce(torch.ones(1), what="the tally").wait()
+            group.all_reduce(torch.ones(1), what="the step metadata").wait()
 
     began = time.monotonic()
     for error in itertools.compress(group_of.each(work), (1, 0, 1)):
-        assert str(error).startswith("lost contact with a peer during the tally: worker 1 has left")
+        assert str(error).startswith("lost contact with a peer during the step metadata: worker 1 has left")
     known = members(2, check_peers=lambda: "worker 1 was killed")
     with pytest.raises(SyncError, match="lost contact with a peer during barrier: worker 1 was killed"):
         known.groups[0].barrier()

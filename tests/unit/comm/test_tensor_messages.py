@@ -296,12 +296,12 @@ def slow_way(endpoint: str, *, bytes_per_s: float) -> Iterator[str]:
                 to.sendall(said)
                 time.sleep(pause_s * len(said))
 
-    with socket.create_server(("127.0.0.1", 0)) as door, socket.create_connection((host, int(port))) as to:
-        way = f"tcp://127.0.0.1:{door.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection((host, int(port))) as to:
+        way = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         with ThreadPoolExecutor(2) as pool:
 
             def join() -> None:
-                with door.accept()[0] as source:
+                with listener.accept()[0] as source:
                     source.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
                     back = pool.submit(carry, to, source, 0.0)
                     carry(source, to, 1 / bytes_per_s)

@@ -32,18 +32,18 @@ def test_who_leaves_while_a_generation_forms_leaves_with_the_next() -> None:
     membership = made(4)
     membership.lost([3], 1.0, reason="killed")
     assert membership.leaving(1, 1.0) == []
-    assert membership.form.members == (0, 1, 2)
+    assert membership.view.members == (0, 1, 2)
     assert the(form(membership), MembershipView).members == (0, 2)
 
 
-def test_a_leaver_that_dies_within_a_step_interrupts_the_others() -> None:
+def test_a_leaver_that_is_lost_within_a_step_interrupts_the_others() -> None:
     membership = made(3)
     membership.leaving(1, 1.0)
     formed = the(membership.lost([1], 1.1, reason="killed"), MembershipView)
     assert (formed.members, formed.planned) == ((0, 2), False)
 
 
-def test_a_leaver_whom_the_others_may_have_left_behind_is_not_gone_on_with() -> None:
+def test_the_run_does_not_go_on_with_a_leaver_that_others_may_have_left() -> None:
     membership = made(3)
     membership.leaving(1, 1.0)
     assert the(membership.lost([2], 1.1, reason="killed"), MembershipView).members == (0,)
@@ -125,7 +125,7 @@ def test_slots_elsewhere_keep_the_least_and_replace_those_who_leave() -> None:
     for worker in (1, 2):
         membership.ended(worker, 1.1)
     assert join(membership, 3, 4).members == (0, 3, 4)
-    assert not membership.form.holds
+    assert not membership.view.holds
 
 
 def test_replicas_with_one_worker_on_a_host_that_leaves_go_whole() -> None:

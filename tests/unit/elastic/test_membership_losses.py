@@ -84,7 +84,7 @@ def test_a_newcomer_lost_before_it_is_taken_in_interrupts_nobody() -> None:
     formed = the(membership.lost([2], 2.1, reason="killed"), MembershipView)
     assert (formed.members, formed.planned) == ((0, 1), True)
     assert not formed.interrupts(1)
-    assert formed.interrupts(2)  # but whoever waits for it, or steps with it already, does so no longer
+    assert formed.interrupts(2)  # but workers that wait for it, or step with it already, stop
 
 
 def test_a_newcomer_is_not_counted_on_when_a_member_is_lost_before_it_has_said_that_it_has_the_state() -> None:

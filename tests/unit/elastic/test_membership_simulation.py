@@ -107,9 +107,9 @@ def test_after_many_losses_the_run_is_back_to_all_its_replicas(seed: int) -> Non
         if len(members) > 1:
             world.kill(world.random.choice(members))
     goal = len(world.steps) + 5
-    world.go_on_until(lambda: len(world.steps) >= goal and len(world.membership.form.members) == 4)
+    world.go_on_until(lambda: len(world.steps) >= goal and len(world.membership.view.members) == 4)
     assert not world.given_up
-    assert world.membership.form.members == (0, 1, 2, 3)
+    assert world.membership.view.members == (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -138,7 +138,7 @@ def test_where_all_who_have_the_state_are_cut_off_only_they_or_those_who_begin_a
     world = World(Limits(least=1, most=2), replicas=2, seed=seed, begins_again=True)
     world.run(100)
     world.ask_to_leave(0)
-    world.go_on_until(lambda: world.membership.form.members == (1,) and world.membership.is_formed)
+    world.go_on_until(lambda: world.membership.view.members == (1,) and world.membership.is_formed)
     cut = world.workers[1]
     world.cut_off(1)
     steps = len(world.steps)

@@ -100,7 +100,7 @@ def test_a_death_behind_a_broken_connection_is_enough() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reports", "guilty"),
+    ("reports", "faulty"),
     [
         ({0: 1, 2: 1, 3: 1}, 1),  # most point at it
         ({0: None, 1: None}, 1),  # the highest of those who are stuck
@@ -108,15 +108,15 @@ def test_a_death_behind_a_broken_connection_is_enough() -> None:
     ],
 )
 def test_a_connection_that_breaks_again_costs_the_one_that_most_point_at(
-    reports: dict[int, int | None], guilty: int
+    reports: dict[int, int | None], faulty: int
 ) -> None:
     membership = made(4)
     for generation in (0, 1):
         for worker, peer in reports.items():
             membership.stuck(worker, generation, generation * 1.0, peer=peer)
         decisions = membership.tick(generation + 1.0)
-    assert [end.worker for end in only(decisions, EndWorker)] == [guilty]
-    assert guilty not in the(decisions, MembershipView).members
+    assert [end.worker for end in only(decisions, EndWorker)] == [faulty]
+    assert faulty not in the(decisions, MembershipView).members
 
 
 def test_a_committed_step_forgives_the_connections() -> None:
@@ -178,7 +178,7 @@ def test_replacements_that_are_lost_with_their_host_are_started_elsewhere_withou
     assert len(only(decisions, StartReplica)) == 3, "one cause is one failure"
 
 
-def test_who_is_silent_because_its_host_is_is_left_to_whoever_watches_hosts() -> None:
+def test_workers_of_a_silent_host_are_left_to_the_watch_over_hosts() -> None:
     membership = made(4)
     for worker in membership.workers:
         membership.heard(worker, 0.0)

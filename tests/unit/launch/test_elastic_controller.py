@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.elastic.decisions import Limits
+from paceline.elastic.membership_messages import Limits
 from paceline.events import Event, WorkerLost
 from paceline.launch.coordinator.elastic_controller import ElasticController
 from paceline.launch.job.outcome import lost_worker

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fake_hosts import MemberAndHead, ended, heard, told
-from paceline.elastic.lease import clock
+from paceline.elastic.lease import seconds_since_boot
 from paceline.elastic.membership_messages import PREEMPTED, TOO_FEW
 from paceline.launch.coordinator.job_end import STOP_S, TERMINATE_S
 from paceline.launch.coordinator.remote_hosts import SILENCE_S
@@ -53,7 +53,7 @@ def test_after_its_first_answer_a_silent_head_is_lost_half_as_late_again_as_it_w
     with closing(MemberAndHead(silence_s=4.0)) as pair:
         pair.lead()
         pair.member.tick(time.monotonic() + SILENCE_S - 1)  # it prepares its directory first
-        pair.head.send({"op": "ping", "asked": clock(), "for_s": 48.0})
+        pair.head.send({"op": "ping", "asked": seconds_since_boot(), "for_s": 48.0})
         pair.loop.turn(1.0)
         now = time.monotonic()
         pair.member.tick(now + 5)
@@ -68,10 +68,10 @@ def test_workers_are_told_how_long_they_may_go_on_counted_from_the_word_that_the
     pair.lead()
     pair.member.started(2, 11)
     assert pair.local_workers.told == [], "the first answer is still to come, and nobody takes steps before it"
-    before = clock()
+    before = seconds_since_boot()
     pair.member.tick(time.monotonic())
     asked = next(message["asked"] for message in heard(pair.head) if message["op"] == "ping")
-    assert before <= asked <= clock()
+    assert before <= asked <= seconds_since_boot()
     pair.head.send({"op": "ping", "asked": asked, "for_s": 48.0})
     pair.loop.turn(1.0)
     pair.member.started(2, 12)  # it has begun since

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from paceline.comm.sharded_tensors import rows_of
 from paceline.parallel.mesh import Mesh, mesh_of
 from paceline.plan import Layout
-from paceline.schedule.micro_batches import deal, deal_to_replicas
+from paceline.schedule.micro_batches import split_among_replicas, split_evenly
 
 counts = st.integers(1, 6)
 
@@ -58,7 +58,7 @@ def test_rows_are_cut_as_torch_cuts_them(num_rows: int, size: int) -> None:
 def test_replicas_run_every_micro_batch_once_in_step_with_fewest_void_runs(
     num_micro: int, replicas: int, each: int
 ) -> None:
-    shares = deal_to_replicas(num_micro, replicas=replicas, each=each)
+    shares = split_among_replicas(num_micro, replicas=replicas, each=each)
     assert [place for share in shares for place in share.own] == list(range(num_micro))
     by_replica = [shares[number * each : (number + 1) * each] for number in range(replicas)]
     for replica in by_replica:
@@ -75,6 +75,6 @@ def test_replicas_run_every_micro_batch_once_in_step_with_fewest_void_runs(
 
 @given(st.integers(0, 60), counts)
 def test_replicas_of_one_worker_are_dealt_to_as_ever(num_micro: int, replicas: int) -> None:
-    shares = deal_to_replicas(num_micro, replicas=replicas, each=1)
-    assert [share.own for share in shares] == list(deal(num_micro, replicas))
+    shares = split_among_replicas(num_micro, replicas=replicas, each=1)
+    assert [share.own for share in shares] == list(split_evenly(num_micro, replicas))
     assert all(share.num_runs == len(share.own) and share.spare is None for share in shares)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from paceline.schedule.allreduce.build import ALGORITHMS, FLAT, build, num_chunks_of
 from paceline.schedule.allreduce.correctness_proof import problems
 from paceline.schedule.allreduce.cost_model import LinkCost, NetworkCost, predict, seconds
-from paceline.schedule.allreduce.diagram import draw
-from paceline.schedule.allreduce.rounds import Schedule, Send
+from paceline.schedule.allreduce.rounds import Schedule, Send, draw
 from paceline.schedule.allreduce.tree import parents
 
 SLOW = LinkCost(latency_s=0.02, bytes_per_s=1e8)
@@ -128,7 +127,7 @@ def test_rings_and_halving_send_the_least_there_is_and_others_at_most_as_promise
             sent[send.source] += send.stop - send.first
         if name == "ring" or (name == "halving" and num_workers & (num_workers - 1) == 0):
             assert set(sent) == {2 * (num_workers - 1) * num_chunks // num_workers}
-        else:  # of other numbers than powers of two, halving sends a whole tensor to a guest besides
+        else:  # of other numbers than powers of two, halving also sends a whole tensor to a partner
             assert max(sent) <= (3 if name == "halving" else 2) * num_chunks, name
 
 

@@ -50,28 +50,28 @@ def drive(
 ) -> dict[str, list[int]]:
     """Let pretended workers do everything in a random order; the slow ones act seldom. Returns what happened.
 
-    A model of its own keeps which step each worker's weights are of, which shares were dealt and have come, and which
-    steps are in somebody's books. Who `breaks` off asks again without having noted what it was to note.
+    A model of its own keeps which step each worker's weights are of, which shares were handed out and have arrived, and
+    which steps are in some log. A worker that `breaks` off asks again without having recorded its steps.
     """
     chance = random.Random(seed)
     saves = frozenset(chance.sample(range(1, limit + 1), k=3))
     clock = clock_of(workers, drop=drop, limit=limit, saves=saves, num_micro=num_micro)
     told: dict[str, list[int]] = {"late": [], "chosen": [], "saves": [], "pauses": []}
     here, hand, sent = set(range(workers)), dict[int, BackupShare](), dict[int, BackupShare]()
-    dealt, came = dict[int, set[int]](), dict[int, set[int]]()  # by step
+    handed_out, came = dict[int, set[int]](), dict[int, set[int]]()  # by step
     over, paused = set[int](), set[int]()
-    unnoted, books = {worker: set[int]() for worker in here}, set[int]()
+    unnoted, logged = {worker: set[int]() for worker in here}, set[int]()
 
     def note(worker: int) -> None:
-        books.update(unnoted[worker])
+        logged.update(unnoted[worker])
         unnoted[worker].clear()
-        clock.noted(worker)
+        clock.recorded(worker)
 
     def ask(worker: int) -> BackupShare | Save | Pause | StreamEnd | None:
         unnoted[worker].clear()
         turn = clock.ask(worker)
         if turn is not None:
-            unnoted[worker].update(clock.take_passed_over(worker))
+            unnoted[worker].update(clock.claim_unrecorded(worker))
         if not isinstance(turn, BackupShare | None):
             note(worker)
         return turn
@@ -83,7 +83,7 @@ def drive(
             break
         worker = chance.choices(sorted(acting), [1 / speed[one] for one in sorted(acting)])[0]
         if chance.random() < wishes:
-            clock.wish()
+            clock.request_pause()
         if not paused and len(here) > 1 and (worker in hand or worker in sent) and chance.random() < leaves:
             here.discard(worker)  # with its share in hand, or while it waits for how the step ends, or is to end it
             clock.lost(worker)
@@ -117,11 +117,11 @@ def drive(
             match ask(worker):
                 case BackupShare(number=number, index=index, count=count) as share:
                     assert number == clock.done and index < count <= num_micro(number)
-                    assert index not in dealt.setdefault(number, set())
-                    dealt[number].add(index)
+                    assert index not in handed_out.setdefault(number, set())
+                    handed_out[number].add(index)
                     hand[worker] = share
                 case Save(number=number):
-                    assert worker == 0 and number == clock.done and clock.is_idle and books == {*range(number)}
+                    assert worker == 0 and number == clock.done and clock.is_idle and logged == {*range(number)}
                     told["saves"].append(number)
                     clock.saved(number)
                 case Pause(number=number):
@@ -131,7 +131,7 @@ def drive(
                         told["pauses"].append(number)
                         paused.clear()
                 case StreamEnd():
-                    assert clock.done == limit and books == {*range(limit)}
+                    assert clock.done == limit and logged == {*range(limit)}
                     over.add(worker)
                 case None:
                     pass
@@ -153,7 +153,7 @@ def test_each_step_is_made_of_all_shares_but_those_that_are_dropped(drop: int) -
     assert num_late > 250
 
 
-def test_whoever_leaves_or_passes_a_batch_over_holds_up_nobody() -> None:
+def test_a_worker_that_leaves_or_skips_a_batch_delays_no_other() -> None:
     for seed in range(40):
         told = drive(seed, drop=1, workers=2 + seed % 4, limit=40, leaves=0.01, passes=0.1, breaks=0.1)
         assert all(told["chosen"]) and len(told["chosen"]) > 30
@@ -209,7 +209,7 @@ def test_a_wish_waits_for_the_step_under_way_and_for_the_late_ones() -> None:
     clock.arrive(0)
     clock.arrive(1)
     clock.settle()
-    clock.wish()
+    clock.request_pause()
     assert clock.ask(0) is None and clock.ask(1) is None  # no further step begins
     clock.arrive(2)
     assert clock.ask(2) == Pause(1)
@@ -217,15 +217,15 @@ def test_a_wish_waits_for_the_step_under_way_and_for_the_late_ones() -> None:
     assert clock.ask(0) == BackupShare(1, 0, 3)
 
 
-def test_before_a_step_that_is_due_the_writer_saves_whoever_is_late() -> None:
+def test_before_a_step_that_is_due_the_writer_saves_even_if_others_are_late() -> None:
     clock = clock_of(3, saves=[1])
     shares(clock, 2, 0, 1)
     clock.arrive(0)
     clock.arrive(1)
     clock.settle()
-    clock.noted(0)
-    assert clock.ask(0) is None  # the step may not be in the other one's books yet
-    clock.noted(1)
+    clock.recorded(0)
+    assert clock.ask(0) is None  # the step may not be in the other one's log yet
+    clock.recorded(1)
     assert clock.ask(1) is None
     assert clock.ask(0) == Save(1)
     clock.saved(1)
@@ -251,16 +251,16 @@ def test_a_step_whose_only_share_so_far_has_lost_its_worker_is_ended_by_the_next
 def test_a_step_that_nobody_will_note_is_told_of_once() -> None:
     clock = clock_of(2)
     shares(clock, 0, 1)
-    assert clock.ask(0) is None and clock.take_passed_over(0) == []  # the other one may take it
+    assert clock.ask(0) is None and clock.claim_unrecorded(0) == []  # the other one may take it
     assert clock.ask(1) == BackupShare(1, 0, 2)
-    assert clock.take_passed_over(1) == [0]
-    clock.noted(1)
+    assert clock.claim_unrecorded(1) == [0]
+    clock.recorded(1)
     clock.arrive(1)
     clock.settle(without=1)  # its closer has broken off
     assert clock.ask(0) == BackupShare(2, 0, 2)
     clock.arrive(0)
     clock.settle()
-    assert clock.take_passed_over(1) == [1] and clock.take_passed_over(0) == []
+    assert clock.claim_unrecorded(1) == [1] and clock.claim_unrecorded(0) == []
 
 
 def test_at_the_end_nobody_goes_on_before_the_last_step_is_noted() -> None:
@@ -269,7 +269,7 @@ def test_at_the_end_nobody_goes_on_before_the_last_step_is_noted() -> None:
     clock.arrive(1)
     clock.settle()
     assert clock.ask(0) is None
-    clock.noted(1)
+    clock.recorded(1)
     assert clock.ask(0) == StreamEnd()
 
 
@@ -280,20 +280,20 @@ def test_what_its_worker_has_not_noted_when_it_asks_again_is_for_the_writer_to_n
     clock.settle()
     assert clock.ask(0) is None
     assert clock.ask(1) is None  # an error was caught
-    assert clock.ask(0) == Save(1) and clock.take_passed_over(0) == [0]
+    assert clock.ask(0) == Save(1) and clock.claim_unrecorded(0) == [0]
 
 
 def test_nobody_saves_before_who_was_told_of_a_step_has_noted_it_or_asks_again() -> None:
     clock = clock_of(3, saves=[2])
     shares(clock, 0, 1, 2)
     assert [clock.ask(0), clock.ask(1), clock.ask(2)] == [None, None, BackupShare(1, 0, 3)]
-    assert clock.take_passed_over(2) == [0]
+    assert clock.claim_unrecorded(2) == [0]
     assert [clock.ask(0), clock.ask(1)] == [BackupShare(1, 1, 3), BackupShare(1, 2, 3)]
     for worker in (0, 1):
         clock.arrive(worker)
     clock.settle()
     for worker in (0, 1):
-        clock.noted(worker)
+        clock.recorded(worker)
     assert clock.ask(0) is None
     assert clock.ask(2) is None  # its weights were of two steps
-    assert clock.ask(0) == Save(2) and clock.take_passed_over(0) == [0]
+    assert clock.ask(0) == Save(2) and clock.claim_unrecorded(0) == [0]

@@ -1,4 +1,4 @@
-"""Who mixes with whom: matrices that keep the average, and bring replicas together."""
+"""Gossip: mixing matrices keep the average, and bring replicas together."""
 
 from __future__ import annotations
 

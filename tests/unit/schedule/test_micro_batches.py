@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.schedule.micro_batches import deal, micro_batches, step_ranges
+from paceline.schedule.micro_batches import micro_batches, split_evenly, step_ranges
 
 
 @given(st.integers(0, 10_000), st.integers(1, 300), st.integers(1, 70))
@@ -19,7 +19,7 @@ def test_micro_batches_cover_the_step_once_in_even_sizes(start: int, count: int,
 
 @given(st.integers(0, 500), st.integers(1, 70))
 def test_shares_cover_all_micro_batches_once_and_differ_by_at_most_one(num_micro: int, workers: int) -> None:
-    shares = deal(num_micro, workers)
+    shares = split_evenly(num_micro, workers)
     assert [index for share in shares for index in share] == list(range(num_micro))
     assert len(shares) == workers
     assert max(map(len, shares)) - min(map(len, shares)) <= 1

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline.schedule.balanced_partition import cut_evenly, part_costs
+from paceline.schedule.balanced_partition import part_costs, partition_evenly
 from paceline.schedule.pipeline import (
     BACKWARD,
     FORWARD,
@@ -174,18 +174,18 @@ def test_a_row_is_cut_as_evenly_as_by_trying_all_cuts() -> None:
         places = [place for place in range(1, len(costs)) if place not in closed]
         if len(places) < num_parts - 1:
             with pytest.raises(ValueError, match=f"cannot make {num_parts} parts"):
-                cut_evenly(costs, num_parts, extra=extra, closed=closed)
+                partition_evenly(costs, num_parts, extra=extra, closed=closed)
             continue
         least = min(
             max(part_costs(costs, (0, *cut), extra=extra)) for cut in itertools.combinations(places, num_parts - 1)
         )
-        starts = cut_evenly(costs, num_parts, extra=extra, closed=closed)
+        starts = partition_evenly(costs, num_parts, extra=extra, closed=closed)
         assert max(part_costs(costs, starts, extra=extra)) == least
         assert starts[0] == 0 and closed.isdisjoint(starts) and len(set(starts)) == num_parts
 
 
 def test_one_heavy_item_gets_a_part_for_itself() -> None:
-    assert cut_evenly([1, 1, 1, 9, 1, 1], 3) == (0, 3, 4)
-    assert cut_evenly([4, 4, 4, 4], 2, extra=(0, 8)) == (0, 3)
+    assert partition_evenly([1, 1, 1, 9, 1, 1], 3) == (0, 3, 4)
+    assert partition_evenly([4, 4, 4, 4], 2, extra=(0, 8)) == (0, 3)
     with pytest.raises(ValueError, match="1 extra costs were given for 2 parts"):
-        cut_evenly([1, 2], 2, extra=[1])
+        partition_evenly([1, 2], 2, extra=[1])

@@ -7,14 +7,15 @@ import random
 
 import pytest
 
-from paceline.schedule.staleness_clock import DealtBatch, Pause, Save, StalenessClock, StreamEnd
+from paceline.schedule.staleness_clock import AsyncBatch, Pause, Save, StalenessClock, StreamEnd
 
 
 class Pretended:
     """Two servers and a clock, and workers that do everything in a random order; the slow ones act seldom.
 
     It keeps for itself which updates are on each server and in each worker's weights, so that it knows how far behind
-    each one really is. An update is on the second server before it is on the first, and workers die in between, too.
+    each one really is. An update is on the second server before it is on the first, and workers are lost in between,
+    too.
     """
 
     def __init__(self, seed: int, *, staleness: int | None, workers: int, limit: int) -> None:
@@ -25,7 +26,7 @@ class Pretended:
         self.has_lost = False
         self.slow = dict[int, int]()
         self.hand = dict[int, tuple[int, list[set[int]]]]()  # batch, and the updates that a worker's weights have
-        self.permits = dict[int, int]()  # of whom an update is on its way, and its number
+        self.permits = dict[int, int]()  # by worker: the number of its update that is being sent
         self.half = set[int]()  # of them, it is on the second server
         self.missing = dict[int, int]()  # of them, what its weights lacked of what a server had when it came there
         self.on: list[set[int]] = [set(), set()]  # updates on each server
@@ -44,9 +45,9 @@ class Pretended:
             if self.chance.random() < joins and len(self.alive) < 6 and not self.over:
                 self.join()
             if self.chance.random() < wishes:
-                self.clock.wish()
+                self.clock.request_pause()
             if len(self.alive) > 1 and self.chance.random() < deaths:
-                self.die(worker)
+                self.lose(worker)
             else:
                 self.act(worker, deaths)
             self.resume()
@@ -59,7 +60,7 @@ class Pretended:
         self.alive.add(worker)
         self.clock.join(worker)
 
-    def die(self, worker: int) -> None:
+    def lose(self, worker: int) -> None:
         self.has_lost = True
         for one in (self.alive, self.over, self.paused, self.group, self.half):
             one.discard(worker)
@@ -70,7 +71,7 @@ class Pretended:
     def act(self, worker: int, deaths: float) -> None:
         if worker in self.unnoted:
             del self.unnoted[worker]
-            self.clock.noted(worker)
+            self.clock.recorded(worker)
         elif worker in self.permits:
             self.apply(worker)
         elif worker in self.hand:
@@ -109,14 +110,14 @@ class Pretended:
 
     def ask(self, worker: int, deaths: float) -> None:
         match self.clock.ask(worker):
-            case DealtBatch(number=number):
+            case AsyncBatch(number=number):
                 assert not self.paused and number not in self.batches[0]
                 self.hand[worker] = number, [set(one) for one in self.on]
             case Save(number=number):
                 assert worker == min(self.alive)
                 self.expect_all_before(number)
                 if len(self.alive) > 1 and self.chance.random() < 50 * deaths:
-                    self.die(worker)
+                    self.lose(worker)
                 else:
                     self.saved.append(number)
                     self.clock.saved(number)
@@ -161,7 +162,7 @@ def drive(
 
 @pytest.mark.parametrize("staleness", [0, 1, 3, None])
 @pytest.mark.parametrize(("deaths", "joins"), [(0.0, 0.0), (0.004, 0.0), (0.02, 0.02)])
-def test_whoever_dies_and_joins_the_bound_holds_and_each_batch_is_done_once(
+def test_the_bound_holds_and_each_batch_is_done_once_whatever_workers_are_lost(
     staleness: int | None, deaths: float, joins: float
 ) -> None:
     for seed in range(24):
@@ -181,48 +182,48 @@ def test_all_pause_where_one_wishes_it_and_each_batch_is_done_once_all_the_same(
 
 def test_in_the_last_batch_a_wish_changes_nothing() -> None:
     clock = StalenessClock(staleness=None, limit=2, workers=range(2))
-    assert [clock.ask(0), clock.ask(1)] == [DealtBatch(0, 0), DealtBatch(1, 0)]
+    assert [clock.ask(0), clock.ask(1)] == [AsyncBatch(0, 0), AsyncBatch(1, 0)]
     clock.permit(1)
     clock.finish(1)
-    clock.wish()
+    clock.request_pause()
     assert clock.ask(1) is None
     clock.permit(0)
     clock.finish(0)
-    clock.noted(0)
-    assert clock.ask(0) is None  # 1 has it not in its books yet
-    clock.noted(1)
+    clock.recorded(0)
+    assert clock.ask(0) is None  # 1 has not recorded it yet
+    clock.recorded(1)
     assert [clock.ask(0), clock.ask(1)] == [StreamEnd(), StreamEnd()]
 
 
 def test_a_wish_comes_before_a_save_and_after_it_the_save_is_made() -> None:
     clock = StalenessClock(staleness=None, limit=2, workers=range(2), saves=[1])
-    assert clock.ask(0) == DealtBatch(0, 0)
+    assert clock.ask(0) == AsyncBatch(0, 0)
     assert clock.ask(1) is None
     clock.permit(0)
     clock.finish(0)
-    clock.wish()
+    clock.request_pause()
     assert clock.ask(1) is None
-    clock.noted(0)
+    clock.recorded(0)
     assert clock.ask(0) == clock.ask(1) == Pause(1)
-    clock.wish()  # again, though it has led to nothing
+    clock.request_pause()  # again, though it has led to nothing
     assert clock.ask(1) is None
     assert clock.ask(0) == Save(1)
 
 
 def test_where_the_writer_has_left_nobody_waits_for_a_save() -> None:
     clock = StalenessClock(staleness=None, limit=2, workers=range(2), saves=[1, 2])
-    assert clock.ask(0) == DealtBatch(0, 0)
+    assert clock.ask(0) == AsyncBatch(0, 0)
     clock.left(0)
-    assert clock.ask(1) == DealtBatch(0, 0)
+    assert clock.ask(1) == AsyncBatch(0, 0)
     clock.permit(1)
     clock.finish(1)
-    assert clock.ask(1) == DealtBatch(1, 1)
+    assert clock.ask(1) == AsyncBatch(1, 1)
 
 
 @pytest.mark.parametrize("is_skipped", [False, True])
 def test_nobody_saves_before_all_have_noted_what_is_done(is_skipped: bool) -> None:
     clock = StalenessClock(staleness=None, limit=3, workers=range(2), saves=[2])
-    assert [clock.ask(0), clock.ask(1)] == [DealtBatch(0, 0), DealtBatch(1, 0)]
+    assert [clock.ask(0), clock.ask(1)] == [AsyncBatch(0, 0), AsyncBatch(1, 0)]
     clock.permit(0)
     clock.finish(0)
     if is_skipped:
@@ -231,56 +232,56 @@ def test_nobody_saves_before_all_have_noted_what_is_done(is_skipped: bool) -> No
         clock.permit(1)
         clock.finish(1)
     assert clock.ask(0) is None
-    clock.noted(1)
+    clock.recorded(1)
     assert clock.ask(0) is None
-    clock.noted(0)
+    clock.recorded(0)
     assert clock.ask(0) == Save(2)
 
 
 def test_where_the_writer_is_lost_another_one_saves() -> None:
     clock = StalenessClock(staleness=None, limit=2, workers=range(2), saves=[1])
-    assert clock.ask(0) == DealtBatch(0, 0)
+    assert clock.ask(0) == AsyncBatch(0, 0)
     clock.permit(0)
     clock.finish(0)
-    clock.noted(0)
+    clock.recorded(0)
     assert clock.ask(1) is None
     assert clock.ask(0) == Save(1)
     clock.lost(0)
     assert clock.ask(1) == Save(1)
     clock.saved(1)
-    assert clock.ask(1) == DealtBatch(1, 1)
+    assert clock.ask(1) == AsyncBatch(1, 1)
 
 
 def test_what_was_permitted_to_a_lost_worker_counts_and_its_batch_is_dealt_again() -> None:
-    """One of the servers may have the update, another one not: whoever computes without it is behind by it."""
+    """One of the servers may have the update, another one not: a worker that computes without it is behind by it."""
     clock = StalenessClock(staleness=1, limit=9, workers=range(2))
-    assert clock.ask(0) == DealtBatch(0, 0)
-    assert clock.ask(1) == DealtBatch(1, 0)
+    assert clock.ask(0) == AsyncBatch(0, 0)
+    assert clock.ask(1) == AsyncBatch(1, 0)
     assert clock.permit(0) == 0
     clock.lost(0)
     assert clock.permit(1) == 1
     clock.finish(1)
-    assert clock.ask(1) == DealtBatch(0, 2)
+    assert clock.ask(1) == AsyncBatch(0, 2)
 
 
 def test_nothing_is_dealt_to_who_joins_until_all_have_come_back_from_a_pause() -> None:
     clock = StalenessClock(staleness=None, limit=4, workers=range(2))
-    assert [clock.ask(0), clock.ask(1)] == [DealtBatch(0, 0), DealtBatch(1, 0)]
-    clock.wish()
+    assert [clock.ask(0), clock.ask(1)] == [AsyncBatch(0, 0), AsyncBatch(1, 0)]
+    clock.request_pause()
     assert [clock.ask(0), clock.ask(1), clock.ask(0)] == [None, Pause(2), Pause(2)]
     clock.join(2)
     assert [clock.ask(2), clock.ask(0), clock.ask(2)] == [None, None, None]
-    assert clock.ask(1) == DealtBatch(2, 0)
-    assert clock.ask(2) == DealtBatch(3, 0)
+    assert clock.ask(1) == AsyncBatch(2, 0)
+    assert clock.ask(2) == AsyncBatch(3, 0)
 
 
 def test_nobody_comes_to_the_end_before_who_has_joined_has_asked() -> None:
     clock = StalenessClock(staleness=None, limit=1, workers=range(1))
-    assert clock.ask(0) == DealtBatch(0, 0)
+    assert clock.ask(0) == AsyncBatch(0, 0)
     clock.join(1)
     clock.permit(0)
     clock.finish(0)
-    clock.noted(0)
+    clock.recorded(0)
     assert clock.ask(0) is None and not clock.is_over
     assert [clock.ask(1), clock.ask(0)] == [StreamEnd(), StreamEnd()]
     assert clock.is_over
@@ -288,9 +289,9 @@ def test_nobody_comes_to_the_end_before_who_has_joined_has_asked() -> None:
 
 def test_without_a_bound_nobody_waits_for_the_slow_one() -> None:
     clock = StalenessClock(staleness=None, limit=100, workers=range(2))
-    assert clock.ask(0) == DealtBatch(0, 0)
+    assert clock.ask(0) == AsyncBatch(0, 0)
     for number in range(1, 100):
-        assert clock.ask(1) == DealtBatch(number, number - 1)
+        assert clock.ask(1) == AsyncBatch(number, number - 1)
         assert clock.permit(1) == 0
         clock.finish(1)
     assert clock.ask(1) is None  # the last batch is still in the slow one's hands
@@ -299,12 +300,12 @@ def test_without_a_bound_nobody_waits_for_the_slow_one() -> None:
 
 def test_with_a_bound_the_fast_one_waits_when_the_slow_one_would_be_too_far_behind() -> None:
     clock = StalenessClock(staleness=2, limit=100, workers=range(2))
-    assert clock.ask(0) == DealtBatch(0, 0)
+    assert clock.ask(0) == AsyncBatch(0, 0)
     for number in (1, 2):
-        assert clock.ask(1) == DealtBatch(number, number - 1)
+        assert clock.ask(1) == AsyncBatch(number, number - 1)
         assert clock.permit(1) == 0
         clock.finish(1)
-    assert clock.ask(1) == DealtBatch(3, 2)
+    assert clock.ask(1) == AsyncBatch(3, 2)
     assert clock.permit(1) is None
     assert clock.permit(0) == 2
     clock.finish(0)
@@ -313,12 +314,12 @@ def test_with_a_bound_the_fast_one_waits_when_the_slow_one_would_be_too_far_behi
 
 def test_an_update_on_its_way_is_not_overtaken_by_more_than_it_may_be_behind() -> None:
     clock = StalenessClock(staleness=2, limit=100, workers=range(3))
-    assert [clock.ask(worker) for worker in range(3)] == [DealtBatch(0, 0), DealtBatch(1, 0), DealtBatch(2, 0)]
+    assert [clock.ask(worker) for worker in range(3)] == [AsyncBatch(0, 0), AsyncBatch(1, 0), AsyncBatch(2, 0)]
     assert clock.permit(0) == 0  # and then its connection is slow
     for worker, number in ((1, 3), (2, 4)):
         assert clock.permit(worker) is not None
         clock.finish(worker)
-        assert clock.ask(worker) == DealtBatch(number, number - 2)
+        assert clock.ask(worker) == AsyncBatch(number, number - 2)
     assert clock.permit(1) is None and clock.permit(2) is None
     assert clock.finish(0) == 2
     assert clock.permit(1) == 2 and clock.permit(2) is None  # which would be the third one before that of worker 1
@@ -328,9 +329,9 @@ def test_an_update_on_its_way_is_not_overtaken_by_more_than_it_may_be_behind() -
 
 def test_a_batch_without_an_update_is_passed_over() -> None:
     clock = StalenessClock(staleness=0, limit=2, workers=range(1))
-    assert clock.ask(0) == DealtBatch(0, 0)
-    assert clock.ask(0) == DealtBatch(1, 0)
+    assert clock.ask(0) == AsyncBatch(0, 0)
+    assert clock.ask(0) == AsyncBatch(1, 0)
     clock.skip(0)
     assert clock.ask(0) is None
-    clock.noted(0)
+    clock.recorded(0)
     assert clock.ask(0) == StreamEnd()

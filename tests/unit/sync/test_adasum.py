@@ -65,7 +65,7 @@ def test_the_setting_is_text_and_goes_with_no_other_algorithm() -> None:
         AllReduce(op="adasum", algorithm="ring")
 
 
-class Twins(SingleWorkerGroup):
+class SameGradients(SingleWorkerGroup):
     """Two replicas that give the same: this is the first. It looks at what a bucket holds when it sends."""
 
     size = 2
@@ -89,7 +89,7 @@ class Twins(SingleWorkerGroup):
 def test_gradients_are_sent_as_they_lie_and_their_shares_make_room_for_what_comes_of_them() -> None:
     parameter = Parameter(torch.zeros(5))  # no multiple of the replicas
     parameter.grad = torch.arange(1.0, 6.0)
-    group = Twins()
+    group = SameGradients()
     bucket = AdasumBucket([("w", parameter)], group=group, wire=Raw())
     bucket.depart()
     bucket.advance()

@@ -85,7 +85,7 @@ def test_another_wire_pays_where_replicas_are_awaited_and_the_link_is_why() -> N
     assert found.saved_s == pytest.approx(6 * MIB / 1e8 - 8 * MIB * 1e-10)
     assert judged(dataclasses.replace(waits, waited_s=0.03), is_exact=True, others=others).wire == "Cast()"  # as good
     assert judged(dataclasses.replace(waits, waited_s=0.01), is_exact=True, others=others) is None  # hidden already
-    lags = dataclasses.replace(waits, waited_s=0.15, num_raw=4096.0)  # whoever is awaited is slow, not the link
+    lags = dataclasses.replace(waits, waited_s=0.15, num_raw=4096.0)  # the awaited worker is slow, not the link
     assert judged(lags, is_exact=True, others=others) is None
     dear = {"PowerSGD(rank=4)": WireCost(ratio=0.01, seconds_per_byte=1e-8)}
     assert judged(waits, is_exact=True, others=dear) is None

@@ -89,7 +89,7 @@ class Waiting:
         self._error, self.shared = error, dist.HashStore()
         self.agreement = types.SimpleNamespace(present=(), ranks=(0, 1))
         self.shared.set(session.LEFT.format(1), "3")
-        self.blames_server = Knowing(self.shared).is_told_lost
+        self.blames_server = Knowing(self.shared).is_server_loss
 
     def train(self, _: Any) -> None:
         raise self._error

@@ -14,14 +14,14 @@ from torch.nn import Parameter
 from fake_listener import PretendedListener
 from paceline.comm.messages.tensor_messages import TensorMessage
 from paceline.plan import ParameterServer, Raw
-from paceline.schedule.backup_workers import BackupShare, DealtShares
+from paceline.schedule.backup_workers import AsyncShares, BackupShare
 from paceline.sync.parameter_server.async_updates import PendingCommit
 from paceline.sync.parameter_server.backup_server import BackupWorkersServer
 from paceline.sync.parameter_server.backup_workers import BackupWorkerGradients
 from paceline.sync.parameter_server.client import ServerClient
-from paceline.sync.parameter_server.server import ServerParameters, options_of
+from paceline.sync.parameter_server.served_parameters import ServerParameters, options_of
 
-DEALT = {"stream": "train", "limit": 10, "epochs": [10, 10], "micros": [8, 8, 8]}
+STREAM = {"stream": "train", "limit": 10, "epochs": [10, 10], "micros": [8, 8, 8]}
 
 
 class Told:
@@ -45,7 +45,7 @@ class Told:
     def say(self, worker: int, op: str, tensors: Sequence[Tensor] = (), **fields: Any) -> int:
         self._calls += 1
         header = {
-            **DEALT,
+            **STREAM,
             "op": op,
             "worker": worker,
             "workers": [*range(self._workers)],
@@ -53,7 +53,7 @@ class Told:
             "call": self._calls,
             **fields,
         }
-        self.server._take(b"%d" % worker, TensorMessage(header, tuple(tensors)))
+        self.server._handle(b"%d" % worker, TensorMessage(header, tuple(tensors)))
         return self._calls
 
     def answer(self, call: int) -> Mapping[str, Any] | None:
@@ -114,7 +114,7 @@ def test_a_step_is_made_of_the_shares_in_time_and_the_late_one_is_told_so() -> N
         record = told.answer(call)
         assert record is not None and not record["closes"]
         assert (record["shares"], record["numbers"], record["norm"]) == ([0, 1], [8.0, 0.0, 4.0, 0.0], 1.5)
-    assert not told.server._gatherings  # what came late is not kept
+    assert not told.server._pending_sums  # what came late is not kept
     following = told.share(2)
     assert (following["number"], following["index"], following["version"]) == (1, 0, 1)
 
@@ -176,7 +176,7 @@ def test_the_writer_who_has_asked_first_saves_as_soon_as_the_last_one_has_noted(
     assert answer is not None and (answer["turn"], answer["passed_over"]) == ("save", [])
 
 
-def test_what_the_one_who_was_told_of_a_step_has_not_noted_is_in_the_writers_books_before_it_saves() -> None:
+def test_what_another_worker_has_not_recorded_is_in_the_writers_log_before_it_saves() -> None:
     told = Told(saves=(2, 11, 1))
     for worker in (0, 1, 2):
         told.share(worker)
@@ -195,7 +195,7 @@ def test_what_the_one_who_was_told_of_a_step_has_not_noted_is_in_the_writers_boo
     assert answer is not None and (answer["turn"], answer["passed_over"]) == ("save", [0])
 
 
-def test_who_has_left_while_it_waited_is_dealt_nothing() -> None:
+def test_a_worker_that_has_left_while_it_waited_gets_no_share() -> None:
     told = Told(workers=2)
     shares = [told.share(worker) for worker in range(2)]
     told.arrive(0, shares[0], [1.0, 1.0])
@@ -248,7 +248,7 @@ def test_gradients_of_skipped_steps_do_not_pile_up() -> None:
         told.arrive(0, share, [1.0, 1.0])
         told.say(0, "settle", taken=False, norm=math.inf, verdict=None)
         told.say(0, "noted")
-    assert len(told.server._gatherings) <= 2
+    assert len(told.server._pending_sums) <= 2
     assert len(told.server._streams["train"].records) == 1
 
 
@@ -316,8 +316,8 @@ def backed_by(servers: ServerClient, weights: Sequence[Parameter]) -> BackupWork
 
 def next_of(gradients: BackupWorkerGradients) -> Any:
     about = {"workers": (0, 1, 2), "saves": (10, 10, 1), "step": 0, "epoch": 0, "position": 0}
-    dealt = DealtShares(stream="train", limit=9, **about, epochs=(9, 9), micros=(8, 8, 8))
-    return gradients.next(dealt, wants_pause=lambda: False)
+    stream = AsyncShares(stream="train", limit=9, **about, epochs=(9, 9), micros=(8, 8, 8))
+    return gradients.next(stream, wants_pause=lambda: False)
 
 
 def test_weights_of_two_versions_are_not_computed_on_their_share_is_late() -> None:

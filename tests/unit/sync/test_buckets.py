@@ -1,4 +1,4 @@
-"""How gradients are divided into buckets, and how views lie in them."""
+"""How gradients are split_by_server into buckets, and how views lie in them."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def test_a_bucket_has_one_type() -> None:
 
 def test_a_bucket_goes_to_one_group() -> None:
     parameters = named([1, 1, 1, 1])
-    everybody, twins = SingleWorkerGroup(), SingleWorkerGroup()
-    runs = assign(parameters, bucket_bytes=1000, group_of=lambda one: twins if one is parameters[2][1] else everybody)
-    assert [([name for name, _ in run], group is twins) for group, run in runs] == [
+    everybody, experts = SingleWorkerGroup(), SingleWorkerGroup()
+    runs = assign(parameters, bucket_bytes=1000, group_of=lambda one: experts if one is parameters[2][1] else everybody)
+    assert [([name for name, _ in run], group is experts) for group, run in runs] == [
         (["p2"], True),
         (["p3", "p1", "p0"], False),
     ]

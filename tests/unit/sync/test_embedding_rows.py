@@ -11,7 +11,8 @@ from paceline.comm.messages.tensor_messages import TensorMessage
 from paceline.comm.remote_tensors import sparse_rows
 from paceline.schedule.parameter_placement import rows_on
 from paceline.sync.parameter_server.embedding_rows import summed_rows
-from paceline.sync.parameter_server.server import Server, ServerParameters, options_of
+from paceline.sync.parameter_server.served_parameters import ServerParameters, options_of
+from paceline.sync.parameter_server.server import Server
 
 SERVERS, ROWS, WIDTH = 3, 8, 2
 
@@ -44,9 +45,9 @@ def test_whatever_the_servers_have_of_a_table_is_the_table_again() -> None:
         for first in (0, 2):  # pieces of two rows
             for server, one in enumerate(made):
                 header = {"op": "piece", "place": 4, "entry": entry, "first": first, "stop": first + 2}
-                again[rows_on(server, servers=SERVERS)][first : first + 2] = one.rows.told(header, ())
+                again[rows_on(server, servers=SERVERS)][first : first + 2] = one.rows.read(header, ())
         assert torch.equal(again, expected)
-    asked = made[1].rows.told({"op": "rows", "place": 4}, [torch.tensor([2, 0], dtype=torch.int32)])
+    asked = made[1].rows.read({"op": "rows", "place": 4}, [torch.tensor([2, 0], dtype=torch.int32)])
     assert torch.equal(asked, whole[[7, 1]])
     kept, none = made[2].state()
     assert kept["entries"] == [[0, 4, "step", False, 1]] and none == []

@@ -21,17 +21,17 @@ from paceline.monitor.hang.worker_activity import WorkerActivity, read_activity
 from paceline.sync.parameter_server import client
 from paceline.sync.parameter_server.async_server import AsyncServer
 from paceline.sync.parameter_server.client import ServerClient
-from paceline.sync.parameter_server.server import ServerParameters
+from paceline.sync.parameter_server.served_parameters import ServerParameters
 
 SECRET, LIMIT_S = b"s" * 32, 60.0
-DEALT = {"stream": "one", "limit": 1, "workers": [0, 1], "saves": [0, 0, 1], "step": 0, "epoch": 0, "position": 0}
+STREAM = {"stream": "one", "limit": 1, "workers": [0, 1], "saves": [0, 0, 1], "step": 0, "epoch": 0, "position": 0}
 
 
 class Worker(ServerClient):
     """One of two workers of one server that deals one batch."""
 
     def __init__(self, rank: int, endpoint: str, recorder: FlightRecorder, *, timeout_s: float) -> None:
-        self.rank, self.about = rank, {"worker": rank, "name": f"name {rank}", **DEALT}
+        self.rank, self.about = rank, {"worker": rank, "name": f"name {rank}", **STREAM}
         self.count = 1
         self._recorder, self._timeout_s = recorder, timeout_s
         self._callers = [TensorClient(endpoint, SECRET, name="the server", timeout_s=timeout_s)]
@@ -44,7 +44,7 @@ class Worker(ServerClient):
         return self.tell({"op": "turn", "num_losses": 0}).header["turn"]
 
     def note(self) -> None:
-        """What it was dealt is in its books."""
+        """What it has done is in its log."""
         self._callers[0].send({"op": "noted", **self.about})
 
     def end(self) -> None:

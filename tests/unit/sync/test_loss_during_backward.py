@@ -31,7 +31,7 @@ def walk(model: nn.Module, gradients: GradientReducer) -> None:
 
 
 class Losing(SingleWorkerGroup):
-    """A group of three, of whom one is lost after the first transfer."""
+    """A group of three; one member is lost after the first transfer."""
 
     size = 3
 
@@ -63,7 +63,7 @@ class Losing(SingleWorkerGroup):
     ],
     ids=["raw", "int8", "adasum"],
 )
-def test_a_bucket_that_cannot_leave_is_told_at_the_end_of_the_walk(sync: AllReduce, wire: Wire) -> None:
+def test_a_bucket_that_cannot_leave_is_told_at_the_end_of_the_pass(sync: AllReduce, wire: Wire) -> None:
     model, group = net(), Losing()
     gradients = GradientReducer(model.named_parameters(), group=group, sync=sync, wire=wire)
     walk(model, gradients)

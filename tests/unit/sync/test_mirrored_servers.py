@@ -23,12 +23,13 @@ from paceline.plan import ParameterServer
 from paceline.sync.parameter_server import client, mirrored_client, mirrored_server
 from paceline.sync.parameter_server.mirrored_client import MirroredServerClient, starter_of
 from paceline.sync.parameter_server.mirrored_server import MirroredServer
-from paceline.sync.parameter_server.server import ServerFactory, ServerParameters, options_of
+from paceline.sync.parameter_server.served_parameters import ServerParameters, options_of
+from paceline.sync.parameter_server.server import ServerFactory
 
 SIZES = [3, 5, 2, 4]  # of the parameters; even ones are on server 0, odd ones on server 1
 SERVERS, WORKERS, STEPS, FACTOR = 2, 3, 12, 0.25
 LIMIT_S = 60.0
-METHODS = ("_push", "_before_sum", "_before_step", "_after_step", "_tell_weights", "_add_sums", "_step", "_copy")
+METHODS = ("_push", "_before_sum", "_before_step", "_after_step", "_send_weights", "_add_sums", "_step", "_copy")
 
 
 class Counting(AdamW):
@@ -51,7 +52,7 @@ class Threads:
     """Servers that are threads. `deaths` are of whichever process comes by a method in a step, each once."""
 
     def __init__(self, deaths: Sequence[tuple[int, str, str]], *, until: threading.Event | None = None) -> None:
-        """`until`: nobody says that they have died, before that."""
+        """`until`: no loss is reported before that."""
         self._deaths, self._lock, self._until = list(deaths), threading.Lock(), until
         self._pids, self._all = itertools.count(1), list[threading.Thread]()
         self.failed: list[BaseException] = []
@@ -228,12 +229,12 @@ def drawn(seed: int) -> list[tuple[int, str, str]]:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_whoever_is_killed_wherever_no_bit_is_lost(seed: int, hosted: Callable[..., Threads]) -> None:
+def test_no_bit_is_lost_whichever_process_is_killed_and_where(seed: int, hosted: Callable[..., Threads]) -> None:
     train(hosted(drawn(seed)))
 
 
 # The server before it tells any worker of the step; the mirror when it gets sums; both in steps of their own.
-STOPS = [(3, "_tell_weights", "before"), (6, "_add_sums", "before")]
+STOPS = [(3, "_send_weights", "before"), (6, "_add_sums", "before")]
 
 
 def test_who_only_stands_still_is_given_up_and_no_bit_is_lost(hosted: Callable[..., Threads]) -> None:
@@ -272,7 +273,7 @@ def server(part: ServerParameters | None = None, said: Sequence[tuple[bytes, Ten
 def told(one: MirroredServer, header: Mapping[str, Any], tensors: Sequence[torch.Tensor] = ()) -> Mapping[str, Any]:
     """What it answers."""
     assert isinstance(one.listener, PretendedListener)
-    one._take(b"somebody", TensorMessage({"call": 1, **header}, tuple(tensors)))
+    one._handle(b"somebody", TensorMessage({"call": 1, **header}, tuple(tensors)))
     return one.listener.told[-1][1]
 
 
@@ -339,7 +340,7 @@ def test_a_mirror_that_fails_while_it_copies_leaves_its_server_as_it_was_and_is_
     asked = TensorMessage({"op": "take_over", "version": 0, "call": 1})
     one = server(said=[(b"one", begin), (b"one", begin), (b"one", asked)])
     one._mirror, gone = mirrors_of(Refusing()), list[Any]()
-    monkeypatch.setattr(one, "_let_go", lambda: gone.append(None))
+    monkeypatch.setattr(one, "_release_mirror", lambda: gone.append(None))
     one.serve()
     assert isinstance(one.listener, PretendedListener)
     assert [header["call"] for _, header, _ in one.listener.told] == [1]
@@ -376,11 +377,11 @@ class Board(MirroredServerClient):
         self.begun: list[int] = []
 
     def _first(self, number: int) -> tuple[int, Any]:
-        self._abouts["server"] = {"host": "a"}
+        self._addresses["server"] = {"host": "a"}
         return 0, Named()
 
     def _begin_mirror(self, number: int) -> None:
-        self.begun.append(self._num_walks)
+        self.begun.append(self._num_passes)
 
 
 class Named:

@@ -11,13 +11,13 @@ from torch.nn import Parameter
 
 from fake_listener import WALK, PretendedListener
 from paceline.comm.messages.tensor_messages import TensorMessage
-from paceline.sync.parameter_server.server import (
-    Server,
+from paceline.sync.parameter_server.served_parameters import (
     ServerParameters,
     check_parameter_groups,
     options_of,
     parameter_groups_of,
 )
+from paceline.sync.parameter_server.server import Server
 
 
 def test_a_worker_that_asks_for_the_sum_after_another_had_the_step_taken_is_told_it() -> None:
@@ -52,7 +52,7 @@ def test_gradients_of_steps_that_were_skipped_do_not_pile_up() -> None:
         ServerParameters({0: Parameter(torch.zeros(2))}, []), PretendedListener(said), is_deserted=lambda: True
     )
     server.serve()
-    assert sorted(server._gatherings) == [(0, 7, 0), (0, 8, 0)]
+    assert sorted(server._pending_sums) == [(0, 7, 0), (0, 8, 0)]
 
 
 def test_complex_gradients_have_a_norm() -> None:

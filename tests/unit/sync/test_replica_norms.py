@@ -1,4 +1,4 @@
-"""The norm of a replica of several workers, told with the tally: that of the gradients that are stepped with."""
+"""The norm of a replica of several workers, sent with the step metadata: that of the gradients of the step."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from paceline.comm.group import CompletedTransfer, SingleWorkerGroup
 from paceline.plan import AllReduce, Raw
-from paceline.sync.allreduce.codec_memory import CodecMemory
+from paceline.sync.allreduce.gradient_buckets import CodecMemory
 from paceline.sync.allreduce.gradient_reducer import GradientReducer
 
 
 class Idle(SingleWorkerGroup):
-    """A group of two, of whom the other has nothing to add."""
+    """A group of two; the other member adds nothing."""
 
     size = 2
 
@@ -36,27 +36,27 @@ def landed(gradients: GradientReducer, loss: Tensor, *, scale: float = 1.0) -> l
     return [parameter.grad for parameter in gradients.parameters if parameter.grad is not None]
 
 
-def spread_over(model: nn.Module, everybody: Idle) -> GradientReducer:
+def spread_over(model: nn.Module, all_workers: Idle) -> GradientReducer:
     """The sum of the only replica, which is spread over two workers."""
     return GradientReducer(
         model.named_parameters(),
         group=SingleWorkerGroup(),
-        everybody=everybody,
-        shard_group=everybody,
+        all_workers=all_workers,
+        shard_group=all_workers,
         sync=AllReduce(),
         wire=Raw(),
     )
 
 
 def test_it_counts_what_was_still_to_be_sent_when_there_were_other_replicas() -> None:
-    model, everybody = nn.Linear(3, 2), Idle()
-    gradients = spread_over(model, everybody)
+    model, all_workers = nn.Linear(3, 2), Idle()
+    gradients = spread_over(model, all_workers)
     gradients.remember(CodecMemory({"weight": torch.full((2, 3), 10.0)}, {}))
     for is_told in (False, True):  # then nothing is left to be sent
-        everybody.sums.clear()
+        all_workers.sums.clear()
         expected = torch.nn.utils.get_total_norm(landed(gradients, model(torch.ones(1, 3)).sum(), scale=0.5))
         torch.testing.assert_close(gradients.norm(), expected)
-        assert ("the norm of the gradients" not in everybody.sums) == is_told
+        assert ("the norm of the gradients" not in all_workers.sums) == is_told
         gradients.settle()
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +19,13 @@ from paceline.comm.group import SingleWorkerGroup
 from paceline.comm.messages.tensor_messages import ServerLost, ServerTimeout, TensorMessage
 from paceline.errors import SyncError
 from paceline.plan import ParameterServer, Raw
-from paceline.schedule.staleness_clock import DealtStream
+from paceline.schedule.staleness_clock import AsyncStream
+from paceline.sync.parameter_server import server_process
 from paceline.sync.parameter_server.async_updates import AsyncGradients
 from paceline.sync.parameter_server.client import ServerRequest
 from paceline.sync.parameter_server.embedding_tables import EmbeddingTables
-from paceline.sync.parameter_server.server import options_of
+from paceline.sync.parameter_server.served_parameters import ServerParameters, options_of
+from paceline.sync.parameter_server.server import Server
 from paceline.sync.parameter_server.sync_updates import SyncServerGradients
 
 
@@ -106,7 +111,7 @@ def test_a_walk_that_breaks_off_keeps_no_rows() -> None:
     assert tables.rows(table, first).tolist() == [[2.0, 2.0]]
 
 
-DEALT = DealtStream(stream="train", limit=9, workers=(0, 1), saves=(0, 0, 1), step=0, epoch=0, position=0)
+STREAM = AsyncStream(stream="train", limit=9, workers=(0, 1), saves=(0, 0, 1), step=0, epoch=0, position=0)
 
 
 class RunningServers(PretendedServers):
@@ -115,7 +120,7 @@ class RunningServers(PretendedServers):
     def ask_first(self, question: Mapping[str, Any], *_: Any, **__: Any) -> TensorMessage:
         self.asked.append(question["op"])
         options = [[{"lr": 0.01, "betas": [0.8, 0.9]}, {"lr": 0.02}]]
-        return TensorMessage({"dealt": DEALT.plain(), "is_over": False, "options": options})
+        return TensorMessage({"dealt": STREAM.plain(), "is_over": False, "options": options})
 
 
 def test_who_joins_a_run_goes_on_at_its_rates_and_not_at_those_of_the_script() -> None:
@@ -126,7 +131,7 @@ def test_who_joins_a_run_goes_on_at_its_rates_and_not_at_those_of_the_script() -
     named = [("first", weights[0]), ("second", weights[1])]
     gradients = AsyncGradients(named, models=[], worker_rank=1, **about)
     gradients.serve([optimizer])
-    assert gradients.join("train") == (DEALT, False)
+    assert gradients.join("train") == (STREAM, False)
     assert servers.asked == ["hello", "about"]
     first, second = optimizer.param_groups
     assert (first["lr"], first["betas"]) == (0.01, (0.8, 0.9))
@@ -149,3 +154,17 @@ def test_why_one_worker_has_given_a_server_up_is_what_the_others_say_of_its_end(
     assert Knowing(board).cause_of(lost) == said
     board.set("paceline/servers/1/given_up/there/4711", "parameter server 0 stood still")
     assert Knowing(board).cause_of(late) == "parameter server 0 stood still"
+
+
+def test_a_server_that_does_not_begin_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_process, "BEGIN_S", 0.1)
+
+    def make() -> ServerParameters:
+        (tmp_path / "pid").write_text(str(os.getpid()))
+        signal.pause()
+        raise AssertionError("nobody wakes it")
+
+    with pytest.raises(RuntimeError, match=r"did not begin within 0 s, and was killed"):
+        server_process.fork_server(make, address="127.0.0.1", secret=b"s", server=Server)
+    pid = (tmp_path / "pid").read_text() if (tmp_path / "pid").exists() else ""
+    assert not pid or not Path("/proc", pid).exists()  # it may have been killed before it had written anything

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.plan import ParameterServer, Plan
-from paceline.schedule.staleness_clock import DealtBatch, StreamEnd
+from paceline.schedule.staleness_clock import AsyncBatch, StreamEnd
 from paceline.worker.loop.async_batches import AsyncBatches
 
 BATCH = SimpleNamespace(micros=(), chosen=None, stream="train", step=1)
@@ -20,7 +20,7 @@ class Pretended:
 
     def __init__(self, **answers: Any) -> None:
         self.called: list[str] = []
-        self._answers = {"next": iter([DealtBatch(0, 0), DealtBatch(1, 1), StreamEnd()]), **answers}
+        self._answers = {"next": iter([AsyncBatch(0, 0), AsyncBatch(1, 1), StreamEnd()]), **answers}
         self.step, self.behind, self.pending_commits, self.is_sent, self.ranks = 0, None, [], False, (0,)
         self.max_steps = self.save_every = None
         self.is_newcomer = False
@@ -57,7 +57,7 @@ class Pretended:
 def test_what_is_done_is_noted_and_told_before_it_is_waited_for_enough_workers() -> None:
     loop = Pretended(batch_at=BATCH, num_left=2, is_committed=True)
     assert len(list(loop.batches())) == 2
-    assert loop.between("open", "next") == ["open", "pass_over", "close", "noted", "await_enough", "next"]
+    assert loop.between("open", "next") == ["open", "pass_over", "close", "recorded", "await_enough", "next"]
 
 
 def test_an_error_in_the_middle_of_a_step_that_is_caught_in_the_loop_gives_the_batch_back() -> None:
@@ -72,7 +72,7 @@ def test_who_breaks_the_loop_off_has_left_it(is_committed: bool) -> None:
     loop = Pretended(batch_at=BATCH, num_left=2, is_committed=is_committed)
     for _ in loop.batches():
         break
-    noted = ["leave", "forget", "noted", "leave", "refresh"] if is_committed else ["leave", "forget", "leave"]
+    noted = ["leave", "forget", "recorded", "leave", "refresh"] if is_committed else ["leave", "forget", "leave"]
     assert loop.called[loop.called.index("is_committed") + 1 :] == noted
 
 

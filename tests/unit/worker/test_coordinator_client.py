@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from paceline.comm.messages.json_channel import Channel
-from paceline.elastic.lease import clock
+from paceline.elastic.lease import seconds_since_boot
 from paceline.worker.membership import coordinator_client
 from paceline.worker.membership.coordinator_client import CoordinatorClient
 
@@ -101,9 +101,9 @@ def test_sigterm_ends_a_worker_whose_supervisor_has_gone_at_once(worker: Worker)
 
 def test_a_worker_goes_on_as_long_as_it_may_and_then_ends_itself(worker: Worker) -> None:
     worker.told("begun")
-    worker.head.send({"op": "until", "until": clock() + 3600.0})
+    worker.head.send({"op": "until", "until": seconds_since_boot() + 3600.0})
     worker.told("alive")
-    worker.head.send({"op": "until", "until": clock()})
+    worker.head.send({"op": "until", "until": seconds_since_boot()})
     assert worker.ended_by() == signal.SIGKILL
 
 
@@ -113,7 +113,7 @@ def test_who_has_done_with_the_run_goes_on_as_long_as_its_program_takes(monkeypa
     ours, theirs = socket.socketpair()
     with contextlib.closing(ours):
         one = CoordinatorClient(Channel(theirs), 0, silence_s=4.0)
-        one._take({"op": "until", "until": clock() - 1.0})
+        one._take({"op": "until", "until": seconds_since_boot() - 1.0})
         one.end_if_overdue()
         assert killed == [signal.SIGKILL]
         one.close()

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from paceline.schedule.micro_batches import deal, deal_by_speed
+from paceline.schedule.micro_batches import split_by_speed, split_evenly
 from paceline.worker.data.load_balancing import EVERY_STEPS, LoadBalancer
 
 
@@ -28,7 +28,7 @@ def counts(shares: tuple[range, ...]) -> list[int]:
     ],
 )
 def test_the_slower_get_fewer(num_micro: int, seconds: list[float], expected: list[int]) -> None:
-    assert counts(deal_by_speed(num_micro, seconds)) == expected
+    assert counts(split_by_speed(num_micro, seconds)) == expected
 
 
 def test_no_other_shares_are_done_earlier_and_none_is_left_out() -> None:
@@ -36,7 +36,7 @@ def test_no_other_shares_are_done_earlier_and_none_is_left_out() -> None:
     for _ in range(200):
         size, num_micro = choose.randint(1, 4), choose.randint(1, 9)
         seconds = [choose.uniform(0.1, 3.0) for _ in range(size)]
-        shares = deal_by_speed(num_micro, seconds)
+        shares = split_by_speed(num_micro, seconds)
         assert list(itertools.chain(*shares)) == list(range(num_micro))
         done = max(len(share) * one for share, one in zip(shares, seconds, strict=True))
         least = 1 if num_micro >= size else 0
@@ -73,7 +73,7 @@ def test_one_hiccup_is_no_slowness() -> None:
 def test_other_workers_begin_with_even_shares() -> None:
     balance = LoadBalancer(is_on=True)
     assert balance.agree([0.1, 0.3], 8)
-    assert counts(balance.shares(8, 3)) == counts(deal(8, 3))
+    assert counts(balance.shares(8, 3)) == counts(split_evenly(8, 3))
     balance.forget()
     assert counts(balance.shares(8, 2)) == [4, 4]
 

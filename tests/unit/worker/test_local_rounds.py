@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from paceline.comm.group import SingleWorkerGroup
 from paceline.plan import Int8, Layout, LocalSGD, Nesterov, Plan, Raw
-from paceline.schedule.micro_batches import deal, micro_batches
-from paceline.sync.allreduce.codec_memory import CodecMemory
+from paceline.schedule.micro_batches import micro_batches, split_evenly
+from paceline.sync.allreduce.gradient_buckets import CodecMemory
 from paceline.sync.local.local_sgd import OuterStep
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.loop.communication_rounds import CommunicationRounds, LoopPoint
@@ -39,7 +39,7 @@ class Replica:
             models=cast("Any", SimpleNamespace(reducers=SimpleNamespace(stepped=lambda: None))),
             weights_changed=lambda: None,
         )
-        dealt = {owner: MICROS[part.start : part.stop] for owner, part in enumerate(deal(len(MICROS), 4))}
+        dealt = {owner: MICROS[part.start : part.stop] for owner, part in enumerate(split_evenly(len(MICROS), 4))}
         self.ran += [micro.index for micro in dealt[number]]
         self.rounds.stepped(
             StepBatch(
@@ -100,7 +100,7 @@ def test_one_replica_alone_takes_what_the_wire_had_still_to_send() -> None:
     outer = OuterStep(
         [("w", parameter)],
         group=SingleWorkerGroup(),
-        everybody=SingleWorkerGroup(),
+        all_workers=SingleWorkerGroup(),
         sync=LocalSGD(every=2),
         wire=Int8(),
     )
@@ -126,7 +126,7 @@ def test_one_replica_alone_takes_what_the_wire_had_still_to_send() -> None:
 def test_what_one_replica_alone_moves_by_while_it_sends_counts_once(sync: LocalSGD) -> None:
     parameter = nn.Parameter(torch.randn(50, generator=torch.Generator().manual_seed(1)))
     outer = OuterStep(
-        [("w", parameter)], group=SingleWorkerGroup(), everybody=SingleWorkerGroup(), sync=sync, wire=Raw()
+        [("w", parameter)], group=SingleWorkerGroup(), all_workers=SingleWorkerGroup(), sync=sync, wire=Raw()
     )
     outer.begin()
     for step in (4, 8):
@@ -145,7 +145,7 @@ def test_what_is_thawed_in_a_round_is_agreed_on_at_its_end() -> None:
     sync = LocalSGD(every=4, outer=Nesterov(lr=0.5, momentum=0.0))
     frozen, other = nn.Parameter(torch.ones(3), requires_grad=False), nn.Parameter(torch.ones(3))
     named = [("frozen", frozen), ("other", other)]
-    outer = OuterStep(named, group=SingleWorkerGroup(), everybody=SingleWorkerGroup(), sync=sync, wire=Raw())
+    outer = OuterStep(named, group=SingleWorkerGroup(), all_workers=SingleWorkerGroup(), sync=sync, wire=Raw())
     outer.begin()
     frozen.requires_grad_(True)
     with torch.no_grad():

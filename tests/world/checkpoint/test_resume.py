@@ -100,12 +100,12 @@ def test_a_save_in_the_loop_counts_the_step_that_was_just_made(world: World) -> 
 
 
 def test_periodic_saves_happen_between_steps(world: World) -> None:
-    def dies(worker: Any) -> None:
+    def exits(worker: Any) -> None:
         train(worker)
         raise RuntimeError("gone")
 
     with pytest.raises(WorkersFailed, match="gone"):
-        world(dies, 2, PLAN, max_steps=8, save_every=3, save_at_end=False)
+        world(exits, 2, PLAN, max_steps=8, save_every=3, save_at_end=False)
     after, whole = world(train, 1, PLAN)[0]["steps"], world.one_process(train, PLAN)["steps"]
     assert sorted(after) == list(range(7, 13))
     assert all(after[step] == pytest.approx(whole[step], rel=1e-6) for step in after)

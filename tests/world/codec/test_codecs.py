@@ -1,4 +1,4 @@
-"""Codecs between real replicas: same bits on all, nothing lost, bytes as counted, whoever has nothing to send."""
+"""Codecs between real replicas: same bits on all, nothing lost, bytes as counted, even without gradients."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_every_wire_brings_all_replicas_the_same_and_holds_back_the_rest(world: 
     found = world(by_every_wire, replicas)
     exact = found[0]["Raw()"]
     raw_bytes = found[0]["Int8()"]["bytes"].num_raw
-    assert exact["bytes"].num_sent == exact["bytes"].num_raw > raw_bytes  # with the tally
+    assert exact["bytes"].num_sent == exact["bytes"].num_raw > raw_bytes  # with the step metadata
     for wire in map(repr, WIRES):
         results = [one[wire] for one in found]
         for name, whole in exact["total"].items():

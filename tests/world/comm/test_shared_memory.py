@@ -118,7 +118,7 @@ def spreads(group: SharedGroup) -> None:
     group.broadcast(torch.ones(LARGE), source=2, what="spreads")
 
 
-def die_in_the_second_piece(group: Any) -> None:
+def exit_in_the_second_piece(group: Any) -> None:
     """Have a member be killed in its next collective, when all others have put down two pieces and wait for its."""
     announce, num_pieces = group._announce, 0
 
@@ -139,9 +139,9 @@ def die_in_the_second_piece(group: Any) -> None:
 def test_who_is_killed_in_the_middle_of_a_collective_is_named_and_leaves_nothing(
     tmp_path: Path, collective: Callable[[SharedGroup], None]
 ) -> None:
-    def outcome(group: SharedGroup, *, dies: bool) -> str:
-        if dies:
-            die_in_the_second_piece(group)
+    def outcome(group: SharedGroup, *, is_lost: bool) -> str:
+        if is_lost:
+            exit_in_the_second_piece(group)
         try:
             collective(group)
         except SyncError as error:
@@ -152,7 +152,7 @@ def test_who_is_killed_in_the_middle_of_a_collective_is_named_and_leaves_nothing
 
     def work(workers: Workers, rank: int) -> Any:
         group, began = workers.join(rank, 4), time.monotonic()
-        told, took_s = outcome(group, dies=rank == 2), time.monotonic() - began
+        told, took_s = outcome(group, is_lost=rank == 2), time.monotonic() - began
         dist.destroy_process_group()
         del group
         gc.collect()
@@ -300,7 +300,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("axis", LAYOUTS)
-def test_whoever_is_in_a_replica_meets_in_the_memory_of_its_host(world: World, axis: str) -> None:
+def test_workers_of_a_replica_share_the_memory_of_their_host(world: World, axis: str) -> None:
     layout, expected = LAYOUTS[axis]
     assert world(ways, 2, Plan(layout=layout)) == [dict.fromkeys(expected, True)] * 2
 

@@ -66,5 +66,5 @@ def test_a_replica_of_several_workers_gives_what_it_would_as_one(
 @pytest.fixture(scope="module")
 def whole_replicas(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The oracle of layouts: two replicas of one worker each."""
-    plan = Plan(sync=ADASUM, batch=RESUME, compute=EXACT)  # of which each replica is dealt the same samples
+    plan = Plan(sync=ADASUM, batch=RESUME, compute=EXACT)  # each replica gets the same samples
     return World(tmp_path_factory.mktemp("whole"))(without_dropout, 2, plan, save_at_end=False)[0]

@@ -47,13 +47,13 @@ THREADS = {"threads": 1}
 PREEMPTED = 75
 
 
-def in_turns(replicas: int, *, staleness: int | None = None, servers: int = 2, batch: Batch = BATCH) -> Plan:
+def asynchronous(replicas: int, *, staleness: int | None = None, servers: int = 2, batch: Batch = BATCH) -> Plan:
     sync = ParameterServer(servers=servers, staleness=staleness)
     return Plan(layout=Layout(replicas=replicas), batch=batch, compute=EXACT, sync=sync)
 
 
 def test_one_replica_that_takes_all_turns_is_one_process(world: World) -> None:
-    results = world(without_dropout, 1, in_turns(1), **THREADS)
+    results = world(without_dropout, 1, asynchronous(1), **THREADS)
     assert_same(results, world.one_process(without_dropout, plan_of(Layout()), **THREADS))
 
 
@@ -97,7 +97,7 @@ def steps_of(world: World, workers: int) -> list[dict[str, Any]]:
 def test_without_a_bound_a_slow_replica_holds_up_nobody_and_each_sample_is_used_once(
     world: World, tmp_path: Path
 ) -> None:
-    results = world(gated(tmp_path), 2, in_turns(2), **THREADS)
+    results = world(gated(tmp_path), 2, asynchronous(2), **THREADS)
     assert sorted(results[0]["steps"] + results[1]["steps"]) == list(range(1, 21))
     assert results[1]["steps"][0] <= 4 and len(results[0]["steps"]) >= 12
     assert all(result["at"] == 20 for result in results)
@@ -112,10 +112,10 @@ def test_without_a_bound_a_slow_replica_holds_up_nobody_and_each_sample_is_used_
 
 def test_what_a_slow_replica_holds_up_is_saved_when_it_is_done(world: World, tmp_path: Path) -> None:
     """A checkpoint waits for all batches before it: resumed, each sample is used once, whatever the order was."""
-    world(gated(tmp_path), 2, in_turns(2, batch=RESUME), max_steps=16, **THREADS)
+    world(gated(tmp_path), 2, asynchronous(2, batch=RESUME), max_steps=16, **THREADS)
     after = world(train, 3, Plan(layout=Layout(replicas=3), batch=RESUME, compute=EXACT), max_steps=18, **THREADS)
     assert [*after[0]] == [17, 18]
-    last = world(train, 2, in_turns(2, batch=RESUME), **THREADS)
+    last = world(train, 2, asynchronous(2, batch=RESUME), **THREADS)
     assert sorted([*last[0], *last[1]]) == list(range(19, 25))
     judged = audit(world.run_dir)
     assert judged.verdict == "clean", judged
@@ -170,7 +170,7 @@ def noting_what_it_serves(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
         return call
 
-    monkeypatch.setattr(served, "_tell_weights", noting("weights", served._tell_weights))
+    monkeypatch.setattr(served, "_send_weights", noting("weights", served._send_weights))
     monkeypatch.setattr(served, "_update", noting("update", served._update))
 
 
@@ -210,7 +210,7 @@ def test_a_run_is_delayed_sgd_in_its_recorded_order_and_its_bound_binds(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int | None, ahead: int
 ) -> None:
     noting_what_it_serves(tmp_path / "served", monkeypatch)
-    plan = in_turns(3, staleness=staleness, servers=1, batch=Batch(size=8, micro=4))
+    plan = asynchronous(3, staleness=staleness, servers=1, batch=Batch(size=8, micro=4))
     weights = world(lagging(tmp_path, ahead), 3, plan, **THREADS)
     served = [json.loads(line) for line in (tmp_path / "served").read_text().splitlines()]
     lines, order = step_lines(world, 3), positions_in_order(world)
@@ -305,11 +305,11 @@ def test_where_one_is_asked_to_leave_all_finish_their_batches_save_and_leave(
 
     monkeypatch.setattr(forked, "run_worker", live_noticing)
     program = holding_up(tmp_path, epochs=50, when_held=ask)
-    assert world(program, 2, in_turns(2, batch=RESUME), **THREADS) == [PREEMPTED, PREEMPTED]
+    assert world(program, 2, asynchronous(2, batch=RESUME), **THREADS) == [PREEMPTED, PREEMPTED]
     stands = len(steps_of(world, 2))
     assert [path.name for path in (world.run_dir / "checkpoints").glob("step_*")] == [f"step_{stands:08}"]
     further = holding_up(tmp_path, epochs=50, when_held=lambda rank: None)
-    assert world(further, 1, in_turns(1, batch=RESUME), max_steps=stands + 2, **THREADS) == [stands + 2]
+    assert world(further, 1, asynchronous(1, batch=RESUME), max_steps=stands + 2, **THREADS) == [stands + 2]
     assert [event["step"] for event in steps_of(world, 1)] == [stands + 1, stands + 2]
     assert audit(world.run_dir).verdict == "clean"
 
@@ -323,7 +323,7 @@ def test_a_head_that_ends_the_run_while_one_waits_for_a_save_is_heeded_by_all(
 
     monkeypatch.setattr(forked, "run_worker", live_noticing)
     program = holding_up(tmp_path, epochs=2, when_held=tell, has_head=True)
-    assert world(program, 2, in_turns(2), save_every=4, **THREADS) == [PREEMPTED, PREEMPTED]
+    assert world(program, 2, asynchronous(2), save_every=4, **THREADS) == [PREEMPTED, PREEMPTED]
     assert [path.name for path in (world.run_dir / "checkpoints").glob("step_*")] == ["step_00000004"]
 
 
@@ -336,10 +336,10 @@ def test_a_head_that_ends_the_run_in_the_last_batch_comes_too_late(
 
     monkeypatch.setattr(forked, "run_worker", live_noticing)
     program = holding_up(tmp_path, epochs=1, when_held=tell, has_head=True)
-    assert world(program, 2, in_turns(2), **THREADS) == [4, 4]
+    assert world(program, 2, asynchronous(2), **THREADS) == [4, 4]
 
 
-def gathering(worker: Any) -> None:
+def gathers_objects(worker: Any) -> None:
     model = worker.prepare(Net())
     step = worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), next_word)
     for batch in worker.batches(Text()):
@@ -430,7 +430,7 @@ def unprepared(worker: Any) -> None:
 @pytest.mark.parametrize(
     ("program", "says"),
     [
-        (gathering, r"worker.gather\(\) was called in a loop over batches under ParameterServer"),
+        (gathers_objects, r"worker.gather\(\) was called in a loop over batches under ParameterServer"),
         (scheduled, r"got a StepLR .* count only its own batches. Set the rate from worker.step"),
         (reading_ahead, r"loaders=1 under ParameterServer"),
         (nested, r"the loop over 'other' began inside of the one over 'train'"),
@@ -442,7 +442,7 @@ def unprepared(worker: Any) -> None:
 )
 def test_what_cannot_be_says_so(world: World, program: Callable[[Any], None], says: str) -> None:
     with pytest.raises(WorkersFailed, match=says):
-        world(program, 1, in_turns(1), **THREADS)
+        world(program, 1, asynchronous(1), **THREADS)
 
 
 def by_rate(worker: Any) -> list[float]:
@@ -458,7 +458,7 @@ def by_rate(worker: Any) -> list[float]:
 
 
 def test_a_rate_that_is_set_on_the_worker_counts_on_the_servers(world: World) -> None:
-    assert set(world(by_rate, 1, in_turns(1), **THREADS)[0]) == {0.0}
+    assert set(world(by_rate, 1, asynchronous(1), **THREADS)[0]) == {0.0}
 
 
 def retrying(worker: Any) -> int:
@@ -481,7 +481,7 @@ def retrying(worker: Any) -> int:
 
 
 def test_a_step_that_has_failed_may_be_tried_again(world: World) -> None:
-    assert world(retrying, 1, in_turns(1), **THREADS) == [4]
+    assert world(retrying, 1, asynchronous(1), **THREADS) == [4]
     assert sorted(event["step"] for event in steps_of(world, 1)) == [1, 2, 3, 4]
     assert audit(world.run_dir).verdict == "clean"
 
@@ -502,7 +502,7 @@ def left_early(worker: Any) -> dict[str, Any]:
 
 
 def test_who_leaves_a_loop_has_its_own_last_update(world: World) -> None:
-    results = world(left_early, 1, in_turns(1), **THREADS)
+    results = world(left_early, 1, asynchronous(1), **THREADS)
     assert_same(results, world.one_process(left_early, plan_of(Layout()), **THREADS))
 
 
@@ -589,7 +589,7 @@ def test_a_batch_in_whose_step_one_is_interrupted_counts_once(
     world: World, tmp_path: Path, by: str, is_caught_inside: bool
 ) -> None:
     program = interrupted(tmp_path, by=by, is_caught_inside=is_caught_inside)
-    results = world(program, 2, in_turns(2), **THREADS)
+    results = world(program, 2, asynchronous(2), **THREADS)
     assert results[0] == results[1] and results[0][0] == results[0][1]
     judged = audit(world.run_dir)
     assert judged.verdict == "clean", judged
@@ -608,7 +608,7 @@ def kept_open(worker: Any) -> None:
 
 
 def test_a_loop_that_is_still_open_at_the_end_was_left_and_is_not_saved(world: World) -> None:
-    world(kept_open, 1, in_turns(1), **THREADS)
+    world(kept_open, 1, asynchronous(1), **THREADS)
     assert not [*world.run_dir.glob("checkpoints/step_*")]
 
 
@@ -629,5 +629,5 @@ def looking(worker: Any) -> dict[str, Any]:
 
 
 def test_sparse_gradients_of_a_module_of_the_users_own_train_like_one_process(world: World) -> None:
-    results = world(looking, 1, in_turns(1), **THREADS)
+    results = world(looking, 1, asynchronous(1), **THREADS)
     assert_same(results, world.one_process(looking, plan_of(Layout()), **THREADS))

@@ -24,7 +24,7 @@ POINTS = [
     (SERVER, "_before_step", "after"),  # the mirror is told to step, the server has not
     (SERVER, "_after_step", "before"),  # the server has, too
     (SERVER, "_after_step", "after"),
-    (SERVER, "_tell_weights", "after"),  # some worker has the new weights, another one not
+    (SERVER, "_send_weights", "after"),  # some worker has the new weights, another one not
     (MIRROR, "_add_sums", "before"),
     (MIRROR, "_add_sums", "after"),
     (MIRROR, "_step", "before"),

@@ -179,7 +179,7 @@ def without_its_server(worker: Any) -> None:
 def test_a_lost_server_ends_the_run_by_its_name(world: World) -> None:
     with pytest.raises(WorkersFailed) as caught:
         world(without_its_server, 2, served(2))
-    told = caught.value.errors.values()  # whoever only lost the other worker by it says so
+    told = caught.value.errors.values()  # a worker that only lost the other one says so
     assert any("parameter server 1 (pid" in error and "was lost" in error for error in told)
 
 

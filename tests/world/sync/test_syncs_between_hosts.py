@@ -28,7 +28,7 @@ PLANS = [
 
 def where_servers_are(worker: Any) -> list[str]:
     in_one_epoch(worker)
-    return [str(about["host"]) for _, about in sorted(worker._servers._abouts.items())]
+    return [str(about["host"]) for _, about in sorted(worker._servers._addresses.items())]
 
 
 def test_servers_are_on_both_hosts(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_mirrors_have_the_rows_of_tables_too(world: World, tmp_path: Path) -> No
         2: (SERVER, "_push_rows", "after"),
         4: (SERVER, "_before_sum", "after"),
         5: (SERVER, "_after_step", "before"),
-        6: (SERVER, "_tell_weights", "after"),  # the next forward asks for rows
+        6: (SERVER, "_send_weights", "after"),  # the next forward asks for rows
         7: (MIRROR, "_add_sums", "after"),
     }
 

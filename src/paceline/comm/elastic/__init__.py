@@ -1,3 +1,3 @@
-"""Groups that are built anew for each generation of the members, abort when a peer is lost, and keep the workers of a
-replica in lockstep; imports comm.group, comm.allreduce and the flight recorder.
+"""Process groups of elastic runs: rebuilt for each generation of members, aborted when a peer is lost, with the workers
+of a replica in lockstep; imports comm.group, comm.allreduce and the flight recorder.
 """

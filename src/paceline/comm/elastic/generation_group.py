@@ -1,9 +1,9 @@
-"""The groups of an elastic run: built anew for each generation of the membership, and left behind without waiting.
+"""The process groups of an elastic run: built anew for each generation of members, and aborted without waiting.
 
-Facts about gloo that shape this: a peer's death reaches only its direct neighbours, everybody else waits on until the
-group's own time limit; a group cannot be shrunk; to destroy one blocks while a transfer is pending. So a wait here
-looks up every few milliseconds, and an abandoned group is destroyed by a thread that may block. A transfer of an
-abandoned group may still write into its tensor: whoever gave the tensor must not use it for anything else.
+Three facts about gloo shape this. The loss of a peer reaches only its direct neighbors; all others wait until the
+group's own timeout. A group cannot be shrunk. And destroying one blocks while a transfer is pending. So a wait here
+checks for changes every few milliseconds, and an abandoned group is destroyed by a thread that may block. A transfer of
+an abandoned group may still write into its tensor, so the caller must not use that tensor for anything else.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ POLL_S = 0.002
 
 
 class GenerationGroup(Group):
-    """A gloo group of one generation; a lost peer, or a newer generation, is `Disrupted` in whatever waits."""
+    """A gloo group of one generation; a lost peer or a newer generation raises `Disrupted` in every wait."""
 
     def __init__(self, backend: Any, *, device: torch.device, check: Callable[[], None], timeout_s: float) -> None:
         super().__init__(backend, device=device)
@@ -66,17 +66,17 @@ class GenerationGroup(Group):
         self._begin(lambda: start(self._backend), what).wait()
 
     def send(self, tensor: Tensor, *, to: int, what: str) -> None:
-        """Send to one member; blocks until it is on its way."""
-        self._directly(lambda: self._backend.send([tensor], to, 0), what)
+        """Send to one member; blocks until the tensor was sent."""
+        self._transfer_to_peer(lambda: self._backend.send([tensor], to, 0), what)
 
     def receive(self, tensor: Tensor, *, source: int, what: str) -> None:
-        """Overwrite `tensor` by what one member sends; blocks."""
-        self._directly(lambda: self._backend.recv([tensor], source, 0), what)
+        """Overwrite `tensor` with what one member sends; blocks."""
+        self._transfer_to_peer(lambda: self._backend.recv([tensor], source, 0), what)
 
-    def _directly(self, start: Callable[[], dist.Work], what: str) -> None:
-        """Do a transfer with one member to its end; a thread waits for it, and is left behind where `check` raises.
+    def _transfer_to_peer(self, start: Callable[[], dist.Work], what: str) -> None:
+        """Run a transfer with one member. A thread waits for it, and is abandoned if `check` raises.
 
-        gloo takes a wait of limited time that runs out for the end of everything: it closes all connections.
+        This thread must not wait with a timeout itself: when one expires, gloo closes all connections.
         """
         done: queue.SimpleQueue[RuntimeError | None] = queue.SimpleQueue()
 
@@ -96,7 +96,7 @@ class GenerationGroup(Group):
             except queue.Empty:
                 self._check()
                 if time.monotonic() > deadline:
-                    raise SyncError(f"waited too long for the other one in {what}") from None
+                    raise SyncError(f"waited too long for the other worker in {what}") from None
                 continue
             if error is not None:
                 raise Disrupted(f"lost contact with a peer during {what}: {first_line(error)}") from error
@@ -104,9 +104,9 @@ class GenerationGroup(Group):
 
     def close(self) -> None:
         super().close()
-        held = [self._backend]
+        references = [self._backend]
         del self._backend
-        _destroy_in_background(held)
+        _destroy_in_background(references)
 
     def _begin(self, start: Callable[[], dist.Work], what: str) -> Transfer:
         self._check()
@@ -117,7 +117,7 @@ class GenerationGroup(Group):
 
 
 class _AbortableTransfer:
-    """A transfer under way; its wait looks up."""
+    """A transfer in flight, whose wait calls `check` again and again."""
 
     def __init__(self, work: dist.Work, what: str, check: Callable[[], None], timeout_s: float) -> None:
         self._work: dist.Work | None = work
@@ -137,14 +137,14 @@ class _AbortableTransfer:
                     raise Disrupted(f"lost contact with a peer during {self._what}: {text}") from None
                 self._check()
                 if time.monotonic() > self._deadline:
-                    raise SyncError(f"waited too long for the others in {self._what}") from None
+                    raise SyncError(f"waited too long for the other workers in {self._what}") from None
 
 
 class ElasticGroup:
-    """The group of a run that changes while it goes on: all hold this one, and it passes on to the current group.
+    """The group of an elastic run, which forwards to the group of the current generation.
 
-    A *newcomer* is in no group yet: nothing moves, and its index is -1. What moves is noted in `recorder`, whose group
-    for each generation (`generation_name`) has been joined before.
+    A *newcomer* is in no group yet: nothing is transferred, and its index is -1. Collectives are recorded in the flight
+    recorder, which has joined the group of each generation (`generation_name`) before.
     """
 
     def __init__(
@@ -157,10 +157,10 @@ class ElasticGroup:
         name: str | None = None,
     ) -> None:
         self.generation = generation
-        self.ranks = tuple(ranks)  # of the workers, by their index in the current group; a newcomer knows of none
+        self.ranks = tuple(ranks)  # worker ranks by index in the current group; empty for a newcomer
         self._group: WorkerGroup | None = group
         self._recorder = FlightRecorder.unread() if recorder is None else recorder
-        self._name = name  # under which the ring knows the group; None: it is the run's own
+        self._name = name  # of the group in the flight recorder; None: the run's own
         self._is_apart = False
 
     @property
@@ -173,7 +173,7 @@ class ElasticGroup:
 
     @property
     def shares_memory(self) -> bool:
-        return self._now().shares_memory
+        return self._current().shares_memory
 
     @property
     def hosts(self) -> tuple[int, ...]:
@@ -184,90 +184,90 @@ class ElasticGroup:
         return self._group is None
 
     def take(self, group: WorkerGroup, generation: int, *, ranks: Sequence[int]) -> None:
-        """From now on this group, of these workers, is the current one; the one before is abandoned."""
+        """Make this group, of these workers, the current one, and abandon the one before."""
         before, self._group, self.generation, self.ranks = self._group, group, generation, tuple(ranks)
         if before is not None:
             before.close()
 
     def part(self, rank: int) -> None:
-        """From now on nothing moves: the ring shows this worker, of that rank, in no group with the others."""
+        """Record in the flight recorder that this worker, of that rank, is in no group with others for now."""
         self._is_apart = True
         self._recorder.join(APART, [rank], is_main=True)
 
     def join(self) -> None:
-        """It is among them again, where it was not; all count their calls anew."""
+        """Record that this worker is in the group again after `part`; all members count their calls anew."""
         if self._is_apart and not self.is_newcomer:
             self._recorder.join(generation_name(self.generation), self.ranks, is_main=True)
         self._is_apart = False
 
     def all_reduce(self, tensor: Tensor, *, what: str) -> Transfer:
-        group = self._now()
+        group = self._current()
         if group.size == 1:
             return group.all_reduce(tensor, what=what)
         call = self._recorder.enter("all_reduce", what, dtype=tensor.dtype, numel=tensor.numel(), group=self._name)
         return _RecordedGroupTransfer(group.all_reduce(tensor, what=what), self._recorder, call)
 
     def begin_all_gather(self, tensor: Tensor, out: Tensor, *, what: str) -> Transfer:
-        group = self._now()
+        group = self._current()
         if group.size == 1:
             return group.begin_all_gather(tensor, out, what=what)
         call = self._recorder.enter("all_gather", what, dtype=tensor.dtype, numel=tensor.numel(), group=self._name)
         return _RecordedGroupTransfer(group.begin_all_gather(tensor, out, what=what), self._recorder, call)
 
     def begin_all_to_all(self, rows: Tensor, out: Tensor, *, what: str) -> Transfer:
-        group = self._now()
+        group = self._current()
         if group.size == 1:
             return group.begin_all_to_all(rows, out, what=what)
         call = self._recorder.enter("all_to_all", what, dtype=rows.dtype, numel=rows.numel(), group=self._name)
         return _RecordedGroupTransfer(group.begin_all_to_all(rows, out, what=what), self._recorder, call)
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self._now().allocate(numel, dtype=dtype, device=device)
+        return self._current().allocate(numel, dtype=dtype, device=device)
 
     def all_gather(self, tensor: Tensor, out: Sequence[Tensor], *, what: str) -> None:
-        with self._noted("all_gather", what, tensor):
-            self._now().all_gather(tensor, out, what=what)
+        with self._recorded("all_gather", what, tensor):
+            self._current().all_gather(tensor, out, what=what)
 
     def reduce_scatter(self, parts: Sequence[Tensor], out: Tensor, *, what: str) -> None:
-        with self._noted("reduce_scatter", what, out):
-            self._now().reduce_scatter(parts, out, what=what)
+        with self._recorded("reduce_scatter", what, out):
+            self._current().reduce_scatter(parts, out, what=what)
 
     def all_to_all(self, parts: Sequence[Tensor], out: Sequence[Tensor], *, what: str) -> None:
-        with self._noted(
+        with self._recorded(
             "all_to_all", what
         ):  # without a size: members may send as much as they have, and mean one call
-            self._now().all_to_all(parts, out, what=what)
+            self._current().all_to_all(parts, out, what=what)
 
     def broadcast(self, tensor: Tensor, *, source: int = 0, what: str = "broadcast") -> None:
-        with self._noted("broadcast", what, tensor):
-            self._now().broadcast(tensor, source=source, what=what)
+        with self._recorded("broadcast", what, tensor):
+            self._current().broadcast(tensor, source=source, what=what)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        with self._noted("gather_objects"):
-            return self._now().gather_objects(value)
+        with self._recorded("gather_objects"):
+            return self._current().gather_objects(value)
 
     def broadcast_object(self, value: Any, *, source: int = 0) -> Any:
-        with self._noted("broadcast_object"):
-            return self._now().broadcast_object(value, source=source)
+        with self._recorded("broadcast_object"):
+            return self._current().broadcast_object(value, source=source)
 
     def barrier(self) -> None:
-        with self._noted("barrier"):
-            self._now().barrier()
+        with self._recorded("barrier"):
+            self._current().barrier()
 
     def meet(self, value: Any) -> list[Any]:
-        """Gather objects from those who have come to a new generation; each finds out for itself whether it holds."""
-        with self._noted("gather_objects"):
-            return self._now().gather_objects(value)
+        """Gather objects from all members that have joined a new generation."""
+        with self._recorded("gather_objects"):
+            return self._current().gather_objects(value)
 
     def send_object(self, value: Any, *, to: int) -> None:
         """Send a picklable value, tensors and all, to one member."""
-        group, payload = self._direct(), to_bytes(value)
+        group, payload = self._transport(), to_bytes(value)
         group.send(torch.tensor([payload.numel()]), to=to, what="the size of a state")
         group.send(payload, to=to, what="a state")
 
     def receive_object(self, *, source: int) -> Any:
         """Return what `send_object` of member `source` sends."""
-        group = self._direct()
+        group = self._transport()
         size = torch.zeros(1, dtype=torch.int64)
         group.receive(size, source=source, what="the size of a state")
         payload = torch.empty(int(size), dtype=torch.uint8)
@@ -278,19 +278,19 @@ class ElasticGroup:
         if self._group is not None:
             self._group.close()
 
-    def _direct(self) -> GenerationGroup:
-        """The current group's own transport, from one member to another."""
-        group = backend_group_of(self._now())
+    def _transport(self) -> GenerationGroup:
+        """Return the current group's own transport from one member to another."""
+        group = backend_group_of(self._current())
         if not isinstance(group, GenerationGroup):
-            raise SyncError("this group's members do not come and go: nobody is handed a state")
+            raise SyncError("this group's members are fixed, so it has no newcomers to send a state to")
         return group
 
-    def _now(self) -> WorkerGroup:
+    def _current(self) -> WorkerGroup:
         return SINGLE_WORKER if self._group is None else self._group
 
     @contextlib.contextmanager
-    def _noted(self, kind: str, what: str = "", tensor: Tensor | None = None) -> Iterator[None]:
-        """Something that blocks until all have come. After an error the ring shows it still: it may be the cause."""
+    def _recorded(self, kind: str, what: str = "", tensor: Tensor | None = None) -> Iterator[None]:
+        """Record a blocking collective. After an error the flight recorder still shows it, as the possible cause."""
         if self.size == 1:
             yield
             return
@@ -301,7 +301,7 @@ class ElasticGroup:
 
 
 class _RecordedGroupTransfer:
-    """A transfer whose wait shows in the ring."""
+    """A transfer whose wait is shown in the flight recorder."""
 
     def __init__(self, transfer: Transfer, recorder: FlightRecorder, call: int) -> None:
         self._transfer, self._recorder, self._call = transfer, recorder, call
@@ -313,22 +313,22 @@ class _RecordedGroupTransfer:
 
 
 def generation_name(generation: int) -> str:
-    """What a ring calls the run's own group."""
+    """Return the name of the run's own group in the flight recorder."""
     return f"generation {generation}"
 
 
 def connect_gloo(store: dist.Store, *, index: int, size: int, timeout_s: float, check: Callable[[], None]) -> Any:
-    """Build the back end of a generation: gloo meets the others through `store`; blocks until all are there.
+    """Build the back end of a generation: a gloo rendezvous through `store`; blocks until all members are there.
 
-    Meeting happens in a thread, which is left behind when `check()` raises: gloo itself would wait for a dead peer
-    until its time limit.
+    The rendezvous runs in a thread, which is abandoned when `check()` raises: gloo itself would wait for a lost peer
+    until its timeout.
     """
     done: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def meet() -> None:
         try:
             done.put(dist.ProcessGroupGloo(store, index, size, timedelta(seconds=timeout_s)))
-        except BaseException as error:  # of whatever kind: it is raised where somebody waits
+        except BaseException as error:  # any kind: it is raised in the waiting caller
             done.put(error)
 
     threading.Thread(target=meet, name="paceline-rendezvous", daemon=True).start()
@@ -346,9 +346,9 @@ def connect_gloo(store: dist.Store, *, index: int, size: int, timeout_s: float, 
         return met
 
 
-def _destroy_in_background(held: list[Any]) -> None:
-    """Let a thread drop the last reference to a back end: that blocks while a transfer is pending."""
-    threading.Thread(target=held.clear, name="paceline-close", daemon=True).start()
+def _destroy_in_background(references: list[Any]) -> None:
+    """Drop the last reference to a back end in a thread, because that blocks while a transfer is pending."""
+    threading.Thread(target=references.clear, name="paceline-close", daemon=True).start()
 
 
 SINGLE_WORKER = SingleWorkerGroup()

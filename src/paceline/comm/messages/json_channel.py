@@ -22,11 +22,11 @@ CHUNK_BYTES = 1 << 16
 
 
 class ChannelClosed(ConnectionError):
-    """The other end has gone, or what it said made no sense; the message says which."""
+    """The other end has closed the connection, or sent an invalid message; the text says which."""
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    """One line. Raises ValueError where the message is too long, TypeError where it is not plain data."""
+    """Return a message as one line. Raises ValueError if it is too long, TypeError if it is not plain data."""
     line = json.dumps(message, allow_nan=False, separators=(",", ":")).encode() + b"\n"
     if len(line) > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {len(line)} bytes is too long: at most {MAX_MESSAGE_BYTES} bytes travel in one")
@@ -34,7 +34,7 @@ def encode(message: Mapping[str, Any]) -> bytes:
 
 
 def decode(line: bytes | bytearray) -> dict[str, Any]:
-    """Read one line; raises ValueError where it is not a JSON object."""
+    """Read one line; raise ValueError if it is not a JSON object."""
     try:
         message = json.loads(line)
     except RecursionError:
@@ -47,7 +47,7 @@ def decode(line: bytes | bytearray) -> dict[str, Any]:
 
 
 class LineBuffer:
-    """Collects the bytes of a stream and gives out the messages in them."""
+    """Collects the bytes of a stream and yields the messages in them."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
@@ -80,14 +80,14 @@ class Channel:
         self._arrived: list[dict[str, Any]] = []
         self._sending, self._calling = threading.Lock(), threading.Lock()
         self._last_id = 0
-        self._replies: dict[int, dict[str, Any]] | None = None  # while somebody listens
+        self._replies: dict[int, dict[str, Any]] | None = None  # while a thread listens
         self._news = threading.Condition()
         self._end: ChannelClosed | None = None
 
     @classmethod
     def inherited(cls, fd: int) -> Channel:
-        """The channel over the socket that this process was started with (`Assignment.channel_fd`)."""
-        os.set_inheritable(fd, False)  # programs that the user's code starts have no business with it
+        """Return the channel over the socket that this process was started with (`Assignment.channel_fd`)."""
+        os.set_inheritable(fd, False)  # programs that the user's code starts must not get it
         return cls(socket.socket(fileno=fd))
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -115,7 +115,7 @@ class Channel:
         return self._arrived.pop(0)
 
     def call(self, op: str, **fields: Any) -> Any:
-        """Ask for `op` and wait for the answer. Raises ChannelClosed, and ValueError where the request is refused."""
+        """Send a request and wait for the answer. Raises ChannelClosed, and ValueError if the request is refused."""
         with self._calling:
             self._last_id += 1
             self.send({"id": self._last_id, "op": op, **fields})
@@ -127,12 +127,12 @@ class Channel:
         return reply.get("value")
 
     def begin_listening(self) -> int:
-        """From now on one thread calls `take` whenever the returned descriptor can be read; `call` goes on working."""
+        """Let one thread call `take` whenever the returned descriptor is readable; `call` continues to work."""
         self._replies = {}
         return self._sock.fileno()
 
     def take(self) -> list[dict[str, Any]]:
-        """Read what has come, hand out replies, return the rest: what the other end says of itself. The listener's."""
+        """Read what has arrived, pass replies to their callers, and return the other messages. For the listener."""
         try:
             first = self.receive()
         except ChannelClosed as end:
@@ -152,8 +152,8 @@ class Channel:
         self._sock.close()
 
     def _reply(self, number: int) -> dict[str, Any]:
-        """Wait for the reply to call `number`; older ones answer calls that an exception cut short. What the other end
-        says of itself meanwhile is kept, for whoever listens."""
+        """Wait for the reply to call `number`; older replies belong to calls that an exception interrupted. Messages
+        that are not replies are kept for the listener."""
         if self._replies is None:
             kept = list[dict[str, Any]]()
             try:

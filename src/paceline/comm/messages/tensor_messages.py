@@ -1,10 +1,10 @@
 """Messages between clients and a server over ZeroMQ: a header in JSON, and tensors as they lie in memory.
 
-A client has one connection to each server (DEALER to ROUTER), so its messages arrive in order. Before anything is read,
-both sides prove a secret (`paceline.comm.messages.token_handshake`). Nothing is unpickled: a header is JSON, and a
-tensor is a dtype, a shape and its bytes, which are sent from where they lie and used where they arrive. A large tensor
-travels in pieces and is joined by the receiver. Each piece that arrives is a sign of life, even over a link that needs
-minutes for the whole.
+A client has one connection to each server (zmq.DEALER to zmq.ROUTER), so its messages arrive in order. Before anything
+is read, both sides prove a secret (`paceline.comm.messages.token_handshake`). Nothing is unpickled: a header is JSON,
+and a tensor is a dtype, a shape and its bytes, which are sent from where they lie and used where they arrive. A large
+tensor travels in pieces and is joined by the receiver. Each piece that arrives is a sign of life, even over a link that
+needs minutes for the whole.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from paceline.errors import SyncError
 
 __all__ = ["Secret", "ServerLost", "ServerTimeout", "TensorClient", "TensorMessage", "TensorServer"]
 
-POLL_S = 0.02  # how often a wait looks up
-LINGER_MS = 1000  # at an end, for what is still on its way
+POLL_S = 0.02  # how often a wait checks for changes
+LINGER_MS = 1000  # when closing, for messages still being sent
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.complex64)
 KINDS = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 DTYPES = {str(one).removeprefix("torch."): one for one in KINDS}
 HELLO = b"paceline"
-SMALL_BYTES = 1 << 14  # of a tensor that ZeroMQ may have received together with others, at an odd address
-HEADER_BYTES = 1 << 26  # as large as any header may become
+SMALL_BYTES = 1 << 14  # up to here ZeroMQ may have received a tensor together with others, at an odd address
+HEADER_BYTES = 1 << 26  # the largest header
 PIECE_BYTES = 1 << 20  # of a large tensor
-# What is said to a host that has gone without a word is noticed in time; who is only stopped still answers.
+# Detects hosts that have vanished; the system of a process that is only stopped still answers.
 KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 30, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 3}
 
-# A listener listens before anybody is told where: who cannot connect, or is cut off, has lost it.
+# A server listens before its address is published. So a client that cannot connect, or is disconnected, has lost it.
 CONNECTION_LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 
 Secret = bytes
@@ -48,7 +48,7 @@ Secret = bytes
 class ServerLost(SyncError):
     """The server is gone."""
 
-    listener = ""  # its name, for people
+    listener = ""  # its name, for messages
 
 
 class ServerTimeout(ServerLost):
@@ -67,8 +67,8 @@ class TensorServer:
     """Receives messages of clients that know the secret, and answers them; for one thread."""
 
     def __init__(self, address: str, secret: Secret, *, silence_s: float | None = None) -> None:
-        """Bind to a free port of `address`. Who is not heard for `silence_s`, because its process is stopped, or its
-        host out of reach, is cut off; None: who is stopped stays connected."""
+        """Bind to a free port of `address`. A client that is silent for `silence_s`, because its process is stopped or
+        its host unreachable, is disconnected; None: a stopped client stays connected."""
         self._secret = secret
         self._context = zmq.Context()
         self._socket = _socket(self._context, zmq.ROUTER, is_v6=":" in address)
@@ -77,10 +77,10 @@ class TensorServer:
         host = f"[{address}]" if ":" in address else address
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self.endpoint = f"tcp://{host}:{self._socket.bind_to_random_port(f'tcp://{host}')}"
-        self._open: set[int] = set()  # connections, by the numbers of their files
-        self._handshakes: dict[bytes, tuple[int, TokenHandshake]] = {}  # over which connection, and how far it is
-        self._known: dict[bytes, int] = {}  # who has proved the secret, and over which connection
-        self.had_any = False  # that has proved the secret
+        self._open: set[int] = set()  # connections, by file descriptor
+        self._handshakes: dict[bytes, tuple[int, TokenHandshake]] = {}  # by client: connection, unfinished handshake
+        self._known: dict[bytes, int] = {}  # clients that have proved the secret, and their connections
+        self.had_any = False  # some client has proved the secret
 
     @property
     def num_connected(self) -> int:
@@ -98,9 +98,9 @@ class TensorServer:
             self._update_connections()
             return None
         caller, *frames = self._socket.recv_multipart(copy=False)
-        self._update_connections()  # now it is known of the connection that this came over
+        self._update_connections()  # now the connection of this message is known
         peer, connection = caller.bytes, int(frames[0].get(zmq.SRCFD))
-        if self._known.get(peer) != connection:  # whoever takes the name of somebody who has gone is a stranger, too
+        if self._known.get(peer) != connection:  # a new connection under an old name has to prove the secret, too
             self._handshake(peer, frames, connection)
             return None
         return peer, _decoded_message(frames)
@@ -108,7 +108,7 @@ class TensorServer:
     def send(self, peer: bytes, header: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> None:
         """Answer; the tensors must not be written to afterwards."""
         frames = [peer, *_encoded_frames(header, tensors)]
-        with contextlib.suppress(zmq.ZMQError):  # it has gone meanwhile
+        with contextlib.suppress(zmq.ZMQError):  # it has disconnected meanwhile
             self._socket.send_multipart(frames, copy=False)
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ class TensorServer:
         while self._monitor.poll(0):
             event = zmq.utils.monitor.recv_monitor_message(self._monitor)
             connection = int(event["value"])
-            if event["event"] == zmq.EVENT_DISCONNECTED:  # what it has said before may still be unread
+            if event["event"] == zmq.EVENT_DISCONNECTED:  # its earlier messages may still be unread
                 self._open.discard(connection)
                 self._handshakes = {peer: one for peer, one in self._handshakes.items() if one[0] != connection}
             else:
@@ -174,9 +174,9 @@ class TensorClient:
         check: Callable[[], None] = lambda: None,
         waits: Callable[[float], None] = lambda _: None,
     ) -> None:
-        """`name`: of the listener, for people. It is lost when it is not heard for `silence_s`, as a `TensorServer`'s
-        callers are. `check()` is called while it waits, and ends a wait by raising; so is `waits(seconds)`, with how
-        long that has been."""
+        """`name`: of the server, for messages. The server is lost when it is silent for `silence_s`, as the clients of
+        a `TensorServer` are. In a wait, `check()` is called, and may raise to end it; `waits(seconds)` is called with
+        its length so far."""
         self.name = name
         self._timeout_s, self._check, self._waits = timeout_s, check, waits
         self._context = zmq.Context()
@@ -193,18 +193,18 @@ class TensorClient:
             raise
 
     def send(self, header: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> zmq.MessageTracker | None:
-        """Say something; returns what tells when the tensors may be written to again (None: now)."""
+        """Send a message; return a tracker that shows when the tensors may be overwritten (None: now)."""
         sent = self._socket.send_multipart(_encoded_frames(header, tensors), copy=False, track=bool(tensors))
         return sent if isinstance(sent, zmq.MessageTracker) else None
 
     def begin(self, header: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> int:
-        """Ask something; returns the number by which `answer` is waited for."""
+        """Send a request; return its number, for `answer`."""
         self._num_calls += 1
         self.send({**header, "call": self._num_calls}, tensors)
         return self._num_calls
 
     def wait_sent(self, sent: zmq.MessageTracker | None) -> None:
-        """Return when the tensors that `send` returned this for may be written to again. Raises as `answer` does."""
+        """Return when the tensors of that `send` may be overwritten. Raises as `answer` does."""
         deadline, what = time.monotonic() + self._timeout_s, f"{self.name} to take what was sent"
         while sent is not None:
             try:
@@ -221,11 +221,11 @@ class TensorClient:
         meanwhile: Callable[[], None] = lambda: None,
         heard: Callable[[TensorMessage], None] = lambda _: None,
     ) -> TensorMessage:
-        """Wait for the answer to a question; others, that nobody wanted any more, are passed over, or `heard`. Each
-        gives the listener as much time again. `meanwhile()` is called every now and then, and may say something more.
+        """Wait for the answer to a request. Answers to other requests are passed to `heard`; each gives the server the
+        full time again. `meanwhile()` is called repeatedly, and may send more messages.
 
-        Raises Lost where the listener has gone, Late where it says nothing in time, RuntimeError where it has failed,
-        and, unless without `checks`, what `check` raises.
+        Raises ServerLost if the server was lost, ServerTimeout if it sends nothing in time, RuntimeError if it has
+        failed, and, with `checks`, what `check` raises.
         """
         while True:
             message = _decoded_message(self._wait(self._timeout_s, f"an answer of {self.name}", checks, meanwhile))
@@ -236,7 +236,7 @@ class TensorClient:
             heard(message)
 
     def close(self, *, at_once: bool = False) -> None:
-        """End the connection, if it was not; unless `at_once`, what was said arrives before."""
+        """Close the connection; unless `at_once`, messages that were sent still arrive."""
         if self._socket.closed:
             return
         self._socket.disable_monitor()
@@ -291,23 +291,23 @@ class TensorClient:
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: zmq.SocketType, *, is_v6: bool) -> zmq.Socket[bytes]:
     made = context.socket(kind)
     made.setsockopt(zmq.IPV6, int(is_v6))
-    made.setsockopt(zmq.SNDHWM, 0)  # nothing is ever dropped because somebody is slow to take it
+    made.setsockopt(zmq.SNDHWM, 0)  # nothing is ever dropped because a receiver is slow
     made.setsockopt(zmq.RCVHWM, 0)
-    made.setsockopt(zmq.LINGER, LINGER_MS)  # where nobody closes it, what nobody takes would be waited for without end
+    made.setsockopt(zmq.LINGER, LINGER_MS)  # otherwise an unclosed socket would wait forever for a lost receiver
     for option, value in KEEPALIVE.items():
         made.setsockopt(option, value)
     return made
 
 
 def _cut_off_after(silence_s: float | None, socket: zmq.Socket[bytes]) -> None:
-    """End connections over which nothing comes for so long; None: never, while the other side's system answers."""
-    if silence_s is not None:  # a thread of ZeroMQ's own answers, whatever the others of a process do
+    """Close connections that are silent for so long; None: never, while the other side's system answers."""
+    if silence_s is not None:  # a thread of ZeroMQ answers, even while the other threads of a process are busy
         socket.setsockopt(zmq.HEARTBEAT_IVL, round(silence_s * 250))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(silence_s * 1000))
 
 
 def _encoded_frames(header: Mapping[str, Any], tensors: Sequence[Tensor]) -> list[Any]:
-    """The frames of a message."""
+    """Return the frames of a message."""
     for one in tensors:
         if one.dtype not in KINDS:
             raise TypeError(f"a tensor of {one.dtype} cannot be sent to a parameter server: only {', '.join(DTYPES)}")
@@ -317,7 +317,7 @@ def _encoded_frames(header: Mapping[str, Any], tensors: Sequence[Tensor]) -> lis
 
 
 def _pieces(whole: memoryview) -> list[memoryview]:
-    """The frames of a tensor; at least one."""
+    """Return the frames of a tensor; at least one."""
     return [whole[at : at + PIECE_BYTES] for at in range(0, max(1, len(whole)), PIECE_BYTES)]
 
 
@@ -327,7 +327,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _decoded_message(frames: Sequence[zmq.Frame]) -> TensorMessage:
-    """Read a message of somebody who has proved the secret; ValueError where it makes no sense."""
+    """Read a message of a client that has proved the secret; ValueError if it is malformed."""
     header = json.loads(frames[0].bytes)
     pieces, tensors = [*frames[1:]], list[Tensor]()
     for dtype, shape in header.pop("tensors", []):

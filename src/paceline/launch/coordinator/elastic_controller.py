@@ -84,7 +84,7 @@ class ElasticController:
         self._coming: set[int] = set()  # started workers that have taken no step yet
         self._left_at: dict[int, int] = {}  # worker -> the last step that it took part in, as it said when it left
         self._spread = (-1, False)  # the newest generation, and whether it spans several hosts
-        self._members: set[int] = set(self._membership.form.members)  # of the last announced generation
+        self._members: set[int] = set(self._membership.view.members)  # of the last announced generation
 
     @property
     def finish(self) -> Finish | None:
@@ -249,12 +249,12 @@ class ElasticController:
         self._emit(
             Regrouped(
                 causes=tuple(incident.causes),
-                members=self._membership.form.members,
+                members=self._membership.view.members,
                 step=incident.goes_on_at,
                 detected_s=round(max(0.0, incident.noticed - incident.began), 3),
                 regrouped_s=round(max(0.0, incident.formed - incident.noticed), 3),
                 steps_lost=max(0, incident.at_step - incident.goes_on_at),
-                holds=self._membership.form.holds,
+                holds=self._membership.view.holds,
                 workers_each=self.workers_each,
             )
         )
@@ -288,7 +288,7 @@ class ElasticController:
                 host=host,
                 step=step,
                 reason=reason,
-                members=self._membership.form.members,
+                members=self._membership.view.members,
                 resized=resized,
             )
         )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline.elastic.heartbeats import heartbeat_interval_s
-from paceline.elastic.lease import clock, head_silence_s
+from paceline.elastic.lease import coordinator_silence_s, seconds_since_boot
 from paceline.elastic.membership_messages import PREEMPTED, TOO_FEW, Finish
 from paceline.events import Event
 from paceline.launch.coordinator.job_end import REPORT_S, STOP_S, TERMINATE_S
@@ -71,8 +71,8 @@ class HostAgent:
         self._leave_by: float | None = None  # after the coordinator was lost: deadline for workers to save and leave
         self._patience: float | None = None  # deadline for a stopping coordinator to send the outcome
         self._next_ping, self._ping_s = 0.0, heartbeat_interval_s(silence_s)
-        self._silence_s = head_silence_s(silence_s)
-        self._until: float | None = None  # workers may go on until this time of `clock`
+        self._silence_s = coordinator_silence_s(silence_s)
+        self._until: float | None = None  # workers may go on until this time of `seconds_since_boot`
 
     @property
     def is_late(self) -> bool:
@@ -151,7 +151,7 @@ class HostAgent:
             return
         if now >= self._next_ping:
             self._next_ping = now + self._ping_s
-            self._link.send({"op": "ping", "asked": clock()})
+            self._link.send({"op": "ping", "asked": seconds_since_boot()})
         # The coordinator prepares the run's record first.
         limit_s = self._silence_s if self._until is not None else max(self._silence_s, SILENCE_S)
         if not self._coordinator_loss and now - self._link.last_received > limit_s:

@@ -24,7 +24,7 @@ def ranks_by_host(workers: int, hosts: int) -> tuple[range, ...]:
     """
     if not 1 <= hosts <= workers:
         raise ValueError(f"{workers} workers cannot be placed on {hosts} hosts: each host needs at least one")
-    return micro_batches.deal(workers, hosts)
+    return micro_batches.split_evenly(workers, hosts)
 
 
 def assignment_template(

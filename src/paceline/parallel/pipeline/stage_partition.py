@@ -16,7 +16,7 @@ from paceline.errors import PlanError, Reason
 from paceline.parallel.meta.meta_device import absent, own_tensors
 from paceline.parallel.model_units import ModelUnit
 from paceline.parallel.pipeline.tape import Tape
-from paceline.schedule.balanced_partition import cut_evenly
+from paceline.schedule.balanced_partition import partition_evenly
 
 __all__ = ["StagePartition", "ValueRoute", "closed_boundaries", "keep_stages", "partition_units", "route"]
 
@@ -113,7 +113,7 @@ def partition_units(
             ]
         else:
             row = costs or parameter_costs(tape, units)
-            places = list(cut_evenly(row, num_stages, closed=closed))[1:]
+            places = list(partition_evenly(row, num_stages, closed=closed))[1:]
     if wrong:
         said = "\n".join(f"- {reason}" for reason in wrong)
         raise PlanError(

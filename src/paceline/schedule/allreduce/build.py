@@ -1,4 +1,4 @@
-"""The all-reduce schedule of a name, for so many workers on their hosts."""
+"""Builds the all-reduce schedule of an algorithm's name, for a number of workers on their hosts."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["ALGORITHMS", "FLAT", "between_hosts", "build", "num_chunks_of"]
 FLAT = {"ring": ring, "tree": tree, "halving": halving}
 ALGORITHMS = (*FLAT, "hierarchical")
 
-CHUNK_BYTES = 512 * 1024  # of what travels at once: enough that its way counts, and little enough to be passed on soon
-TREE_CHUNK_BYTES = 128 * 1024  # where that is all there is to it: a worker in a tree has no part of its own
+CHUNK_BYTES = 512 * 1024  # sent at once: large against the latency, small enough to be forwarded soon
+TREE_CHUNK_BYTES = 128 * 1024  # smaller, because trees only forward: a worker has no part of its own
 MOST_PIECES = 16  # of a worker's part of the tensor
-MOST_CHUNKS, MOST_TREE_CHUNKS = 512, 128  # of all of it: a schedule is made in some tenths of a second
+MOST_CHUNKS, MOST_TREE_CHUNKS = 512, 128  # of the whole tensor: building a schedule must stay fast
 
 
 @functools.lru_cache(maxsize=128)
@@ -44,13 +44,13 @@ def build(name: str, *, num_workers: int, num_chunks: int, hosts: tuple[int, ...
 
 
 def between_hosts(num_hosts: int) -> str:
-    """The algorithm that the hierarchical one uses between hosts: the one with the fewest steps that sends the least;
-    of other numbers than powers of two that is the ring, as long as it is short."""
+    """Return the algorithm that the hierarchical one uses between hosts: the one with the fewest steps that sends the
+    least. For numbers of hosts that are not powers of two this is the ring, as long as it is short."""
     return "halving" if num_hosts & (num_hosts - 1) == 0 else "ring" if num_hosts < 8 else "tree"
 
 
 def num_chunks_of(name: str, *, num_bytes: int, num_workers: int) -> int:
-    """Return into how many chunks a tensor is cut: as many as the algorithm needs, and more where they were large."""
+    """Return the number of chunks of a tensor: as many as the algorithm needs, and more if they would be large."""
     if name == "tree":
         parts, each, most = 2, TREE_CHUNK_BYTES, MOST_TREE_CHUNKS // 2
     else:

@@ -1,8 +1,8 @@
-"""The proof of an all-reduce schedule: it is walked on paper, with every sum written down.
+"""Verifies an all-reduce schedule by simulating it symbolically, with every sum written down.
 
-Of each chunk at each worker is known what is in it (whose contributions, as a set) and how it came about (as a term,
-of which every distinct one has a number). A sum of floating numbers depends on its order, so it is not enough that all
-workers have everyone's contribution: their terms must be the same, and then so are their bits.
+For each chunk at each worker, the simulation knows the set of contributions in it, and the order of additions as a
+term; every distinct term has a number. A floating-point sum depends on its order. So it is not enough that all workers
+have all contributions: their terms must be equal, and then so are their bits.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ __all__ = ["problems"]
 
 
 def problems(schedule: Schedule) -> list[str]:
-    """Everything that is wrong with a schedule; empty when it is proved right.
+    """Return everything that is wrong with a schedule; empty if it is correct.
 
-    Proved: in the end every worker has everyone's contribution to every chunk exactly once, added up in one order; what
-    is added has nothing in common with what is there, and what replaces holds all of it; within a round nothing is read
-    or written at a place that another send writes, and nobody sends or receives twice.
+    Correct means: in the end every worker has every contribution to every chunk exactly once, added up in one order. A
+    chunk that is added has no contribution in common with the one there, and a chunk that replaces has all of its
+    contributions. Within a round, no send reads or writes what another one writes, and no worker sends or receives
+    twice.
     """
-    walk = _Simulation(schedule)
+    simulation = _Simulation(schedule)
     found: list[str] = []
     for number, sends in enumerate(schedule.rounds):
-        wrong = [*_illegal(schedule, sends)] or [*_races(sends), *_crowds(sends), *walk.take(sends)]
+        wrong = [*_illegal(schedule, sends)] or [*_races(sends), *_crowds(sends), *simulation.take(sends)]
         found += [f"round {number}: {text}" for text in wrong]
-    return found or list(walk.lacks())
+    return found or list(simulation.lacks())
 
 
 def _illegal(schedule: Schedule, sends: Round) -> Iterator[str]:
@@ -68,12 +69,12 @@ class _Simulation:
     def __init__(self, schedule: Schedule) -> None:
         self._size, self._name = schedule.num_workers, schedule.name
         self._everyone = (1 << self._size) - 1  # contributions are bits of a number
-        # Of each chunk by worker: whose contributions are in it, and the number of its term (its own: a leaf).
+        # For each chunk, by worker: the contributions in it, and the number of its term (its own: a leaf).
         self._held = [[(1 << worker, worker) for worker in range(self._size)] for _ in range(schedule.num_chunks)]
         self._terms: dict[tuple[int, int], int] = {}  # a sum of two terms, in either order
 
     def take(self, sends: Round) -> Iterator[str]:
-        """Do a round; yields what cannot be right."""
+        """Simulate a round; yield errors."""
         arriving = [
             (send, [self._held[chunk][send.source] for chunk in range(send.first, send.stop)]) for send in sends
         ]
@@ -100,6 +101,6 @@ class _Simulation:
 
 
 def _told(contributions: int) -> str:
-    """Whose contributions these are."""
+    """Name the workers whose contributions these are."""
     workers = [worker for worker in range(contributions.bit_length()) if contributions >> worker & 1]
     return f"worker {workers[0]}" if len(workers) == 1 else f"workers {', '.join(map(str, workers))}"

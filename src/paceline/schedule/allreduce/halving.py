@@ -53,11 +53,11 @@ def _half(first: int, stop: int, *, is_upper: bool) -> tuple[int, int]:
 def _exchanged(
     hosts: list[int], distance: int, sent: list[tuple[int, int]], pieces: int, *, adds: bool
 ) -> Iterator[Round]:
-    """What each sends to the one at a distance, piece by piece."""
-    cut = [list(split(first, stop, pieces)) for first, stop in sent]
-    for piece in range(max(map(len, cut))):
+    """Yield each worker's sends to the worker at `distance`, piece by piece."""
+    ranges_of = [list(split(first, stop, pieces)) for first, stop in sent]
+    for piece in range(max(map(len, ranges_of))):
         yield tuple(
             Send(hosts[index], hosts[index ^ distance], *ranges[piece], adds)
-            for index, ranges in enumerate(cut)
+            for index, ranges in enumerate(ranges_of)
             if piece < len(ranges)
         )

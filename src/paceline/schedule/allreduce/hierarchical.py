@@ -1,10 +1,10 @@
 """Hierarchical: inside each host first, then between the hosts, then inside again.
 
-The links between hosts are slower than those inside, and shared by all workers of a host. So the tensor is cut into as
-many slices as the smallest host has workers. The first workers of each host take a slice each: they add up what their
-neighbours have of it, sum it with those who have the same slice on the other hosts, and give it to their neighbours.
-Each host then sends 2 (h-1)/h of the tensor for h hosts, however many workers it has. Where a host has one worker, the
-first of each host is its leader, who sends for all.
+The links between hosts are slower than those within a host, and shared by all of its workers. So the tensor is split
+into as many slices as the smallest host has workers. The first workers of each host take a slice each. Each of them
+reduces its slice within the host, then with the workers of the same slice on the other hosts, and sends the result to
+the other workers of its host. Each of h hosts then sends 2 (h-1)/h of the tensor, however many workers it has. If a
+host has only one worker, the first worker of each host is its leader, which sends for all.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ def hierarchical(
     hosts: Sequence[int], num_chunks: int, *, between: Callable[[int, int], Iterator[Round]]
 ) -> Iterator[Round]:
     """Yield the rounds; `hosts[w]` is the host of worker w, and `between` the algorithm that hosts use."""
-    teams = hosts_of(hosts)
-    slices = slices_of(teams, num_chunks)
-    yield from merged([list(_gathered(team, slices)) for team in teams])
+    host_members = hosts_of(hosts)
+    slices = slices_of(host_members, num_chunks)
+    yield from merged([list(_reduce_to_owners(members, slices)) for members in host_members])
     across = [
-        relabelled(between(len(teams), stop - first), [team[place] for team in teams], first)
+        relabelled(between(len(host_members), stop - first), [members[place] for members in host_members], first)
         for place, (first, stop) in enumerate(slices)
         if stop > first
     ]
     yield from merged(across)
-    yield from merged([list(_spread(team, slices)) for team in teams])
+    yield from merged([list(_broadcast_from_owners(members, slices)) for members in host_members])
 
 
 def hosts_of(hosts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -40,28 +40,28 @@ def hosts_of(hosts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, found.values()))
 
 
-def slices_of(teams: Sequence[Sequence[int]], num_things: int) -> tuple[tuple[int, int], ...]:
+def slices_of(host_members: Sequence[Sequence[int]], num_things: int) -> tuple[tuple[int, int], ...]:
     """Return the bounds of the slices: as many as the smallest host has workers."""
-    num_slices = min(map(len, teams))
+    num_slices = min(map(len, host_members))
     return tuple(bounds(num_things, num_slices, place) for place in range(num_slices))
 
 
-def _gathered(team: Sequence[int], slices: Sequence[tuple[int, int]]) -> Iterator[Round]:
-    """Everyone gives the owner of each slice what it has of it: in each round to another one."""
-    for distance in range(1, len(team)):
+def _reduce_to_owners(members: Sequence[int], slices: Sequence[tuple[int, int]]) -> Iterator[Round]:
+    """Every worker sends its part of each slice to the slice's owner: in each round to another owner."""
+    for distance in range(1, len(members)):
         sends: list[Send] = []
-        for place, worker in enumerate(team):
-            owner = (place + distance) % len(team)
+        for place, worker in enumerate(members):
+            owner = (place + distance) % len(members)
             if owner < len(slices) and slices[owner][0] < slices[owner][1]:
-                sends.append(Send(worker, team[owner], *slices[owner], True))
+                sends.append(Send(worker, members[owner], *slices[owner], True))
         yield tuple(sends)
 
 
-def _spread(team: Sequence[int], slices: Sequence[tuple[int, int]]) -> Iterator[Round]:
-    """The owner of each slice gives it to everyone."""
-    for distance in range(1, len(team)):
+def _broadcast_from_owners(members: Sequence[int], slices: Sequence[tuple[int, int]]) -> Iterator[Round]:
+    """The owner of each slice sends it to all other workers of the host."""
+    for distance in range(1, len(members)):
         sends: list[Send] = []
         for owner, (first, stop) in enumerate(slices):
             if first < stop:
-                sends.append(Send(team[owner], team[(owner + distance) % len(team)], first, stop, False))
+                sends.append(Send(members[owner], members[(owner + distance) % len(members)], first, stop, False))
         yield tuple(sends)

@@ -1,9 +1,10 @@
-"""Ring: every worker passes to its right neighbour, first partial sums, then the sums.
+"""Ring all-reduce: every worker sends to its right neighbor, first partial sums, then the sums.
 
-The tensor is cut into a segment for each worker. In step s of the first half worker w sends segment w - s, to which
-everyone on its way has added; after n - 1 steps worker w has the sum of segment w + 1. In the second half the sums go
-round once more. Each worker sends 2 (n-1)/n of the tensor, the least there is, in 2 (n-1) steps, the most there are:
-for large tensors (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
+The tensor is split into one segment for each worker. In step s of the first half worker w sends segment w - s, to which
+all workers on its way have added. After n - 1 steps worker w has the sum of segment w + 1. In the second half the sums
+go round once more. Each worker sends 2 (n-1)/n of the tensor, which is the minimum, in 2 (n-1) steps, which is the
+maximum: for large tensors (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+2009).
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Double binary tree: sums go up a tree and come down again, half of the chunks in each of two trees.
+"""Double binary tree all-reduce: sums go up a tree and come down again, half of the chunks in each of two trees.
 
-In a binary tree half of the workers are leaves, which have nothing to pass on. So there are two trees, and a worker
-that is inside of one is a leaf of the other: together all workers send about as much, chunk after chunk, so that
-everybody is busy. Each sends at most twice the tensor, and the first chunk is through after 2 log2 n steps: for many
-workers and middle sizes (Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and
-scan", 2009).
+In a binary tree half of the workers are leaves, which forward nothing. So there are two trees, and an inner worker of
+one is a leaf of the other. Together all workers send about the same, chunk after chunk, so that all are busy. Each
+sends at most twice the tensor, and the first chunk is done after 2 log2 n steps: for many workers and middle sizes
+(Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ __all__ = ["parents", "tree"]
 
 
 def parents(num_workers: int) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
-    """Return who is whose parent in each of the two trees; None for the root.
+    """Return the parent of each worker in each of the two trees; None for the root.
 
     The first is in the order of the workers, with leaves at 0, 2, 4, ... The second is its mirror image, or, for odd
     numbers, which have the same workers at both ends, the first moved by one place.
@@ -32,11 +31,11 @@ def parents(num_workers: int) -> tuple[tuple[int | None, ...], tuple[int | None,
 
 
 def tree(num_workers: int, num_chunks: int) -> Iterator[Round]:
-    """Yield the rounds; chunks take turns between the trees.
+    """Yield the rounds; chunks alternate between the trees.
 
-    Each round takes what is possible of what is left, with one send and one receive for each worker: what goes up
-    before what comes down, since nothing can come down that has not gone up, and old chunks first. That makes at most
-    a third more rounds than the two for each chunk that there must be, and those until the first chunk is through.
+    Each round takes what is possible of the remaining sends, with one send and one receive for each worker. Sends up
+    come before sends down, because nothing can come down that has not gone up, and old chunks come first. That makes at
+    most a third more rounds than the necessary two for each chunk, and those until the first chunk is done.
     """
     trees = [
         _Tree(above, range(which, num_chunks, 2)) for which, above in enumerate(parents(num_workers)) if num_workers > 1
@@ -72,7 +71,7 @@ class _Tree:
         return all(self._num_down[child] == len(self._chunks) for child, _ in self._edges)
 
     def possible(self) -> Iterator[_Step]:
-        """What may be sent next along each edge, each way."""
+        """Yield what may be sent next along each edge, in each direction."""
         for child, parent in self._edges:
             if (number := self._num_up[child]) < min(len(self._chunks), self._num_complete(child)):
                 yield _Step(number, Send(child, parent, *self._range(number), True), self)
@@ -90,16 +89,16 @@ class _Tree:
         return self._chunks[number], self._chunks[number] + 1
 
     def _num_complete(self, worker: int) -> int:
-        """Of how many chunks a worker has the sum of all below it."""
+        """Return for how many chunks a worker has the sum of all workers below it."""
         return min((self._num_up[child] for child in self._children[worker]), default=len(self._chunks))
 
     def _num_final(self, worker: int) -> int:
-        """Of how many chunks a worker has the whole sum."""
+        """Return for how many chunks a worker has the whole sum."""
         return self._num_complete(worker) if self._parents[worker] is None else self._num_down[worker]
 
 
 class _Step(NamedTuple):
-    """A send that is possible, and what decides whether it is taken."""
+    """A possible send, and its priority."""
 
     number: int  # of the chunk, in its tree
     send: Send
@@ -121,5 +120,5 @@ def _grow(parents: list[int | None], first: int, stop: int, above: int | None) -
 
 
 def _moved(worker: int, num_workers: int) -> int:
-    """Where a worker of the first tree stands in the second."""
+    """Return the position in the second tree of a worker of the first."""
     return num_workers - 1 - worker if num_workers % 2 == 0 else (worker + 1) % num_workers

@@ -1,8 +1,8 @@
-"""What one worker does of an all-reduce: its sends and receives in order, and what each has to wait for.
+"""One worker's part of an all-reduce: its sends and receives in order, and what each has to wait for.
 
-A round is no barrier. A send begins as soon as everything has been received that it carries; what is received is
-written as soon as it has come, and everything has been sent that lay at its place. Both are said by numbers: so many of
-the worker's receives, or sends, from the first one on.
+A round is not a barrier. A send begins as soon as everything that it carries was received. A received chunk is written
+as soon as it has arrived, and its old content was sent. Both conditions are numbers: how many of the worker's receives,
+or sends, must be done, counted from the first one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class SendStep(NamedTuple):
 
 
 class ReceiveStep(NamedTuple):
-    """A receive; what has come is written when `num_sent` sends are over, and all receives before it are done."""
+    """A receive; its data are written when `num_sent` sends and all earlier receives are done."""
 
     source: int
     first: int

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from paceline.codec.cast import HALF
+from paceline.codec.quantization import HALF
 from paceline.comm.group import WorkerGroup
 from paceline.comm.sharded_tensors import local_part
 from paceline.plan import Cast, Raw, Wire
@@ -120,15 +120,15 @@ class AdasumBucket(Bucket):
 
     def __init__(self, parameters: Sequence[NamedParameter], *, group: WorkerGroup, wire: Wire) -> None:
         num_elements = sum(local_part(parameter).numel() for _, parameter in parameters)
-        super().__init__(parameters, group=group, wire=Raw(), num_riders=-num_elements % group.size)
-        self.can_carry = False
+        super().__init__(parameters, group=group, wire=Raw(), metadata_capacity=-num_elements % group.size)
+        self.can_carry_metadata = False
         self._flat[num_elements:] = 0  # so that it can be sent as it is, in equal shares
         self.products: list[Tensor] = []
         self._half = HALF[wire.dtype] if isinstance(wire, Cast) else None
         self._shares = torch.empty(0)  # row r: this replica's share of replica r's gradients
         self._spans: list[tuple[int, int]] = []  # of each parameter, in this replica's share
 
-    def depart(self, riders: Sequence[float] = (), *, seed: int = 0) -> None:
+    def depart(self, metadata: Sequence[float] = (), *, seed: int = 0) -> None:
         """Start to send each replica its share of the gradients."""
         self._begin()
         numbers = self._numbers()

@@ -75,7 +75,7 @@ class Bucket:
     """
 
     def __init__(
-        self, parameters: Sequence[NamedParameter], *, group: WorkerGroup, wire: Wire, num_riders: int = 0
+        self, parameters: Sequence[NamedParameter], *, group: WorkerGroup, wire: Wire, metadata_capacity: int = 0
     ) -> None:
         self.names = [name for name, _ in parameters]
         self.parameters = [parameter for _, parameter in parameters]
@@ -87,12 +87,12 @@ class Bucket:
         self._locals = [local_part(parameter) for parameter in self.parameters]
         first = self._locals[0]
         self._codec = build_codec(wire, shapes=[_rows_and_columns(one) for one in self._locals], dtype=first.dtype)
-        self.can_carry = self._codec.exact and first.dtype in (torch.float32, torch.float64)
+        self.can_carry_metadata = self._codec.exact and first.dtype in (torch.float32, torch.float64)
         self._num_elements = sum(local.numel() for local in self._locals)
         self._num_sent = self._num_elements
-        num_riders = num_riders if self.can_carry else 0
+        metadata_capacity = metadata_capacity if self.can_carry_metadata else 0
         place = group if self._codec.exact else ALONE  # otherwise another tensor is sent
-        self._flat = place.allocate(self._num_elements + num_riders, dtype=first.dtype, device=first.device)
+        self._flat = place.allocate(self._num_elements + metadata_capacity, dtype=first.dtype, device=first.device)
         self._views = _views(self._flat, self._locals)
         self._gradients = [as_local_of(v, like=p) for v, p in zip(self._views, self.parameters, strict=True)]
         self._is_measured: Callable[[Parameter], bool] | None = None
@@ -113,12 +113,12 @@ class Bucket:
             self._square = square_of(filter(self._is_measured, self.parameters), device=self._flat.device)
         return self._square
 
-    def depart(self, riders: Sequence[float] = (), *, seed: int = 0) -> None:
+    def depart(self, metadata: Sequence[float] = (), *, seed: int = 0) -> None:
         """Start to sum the gradients over the replicas; a parameter without a gradient contributes zeros."""
         self._begin()
-        self._num_sent = self._num_elements + len(riders)
-        if riders:
-            self._flat[self._num_elements : self._num_sent] = torch.tensor(riders, dtype=self._flat.dtype)
+        self._num_sent = self._num_elements + len(metadata)
+        if metadata:
+            self._flat[self._num_elements : self._num_sent] = torch.tensor(metadata, dtype=self._flat.dtype)
         self.bytes.num_raw += bytes_of_sum(self._num_sent * self._flat.itemsize, self._group.size)
         self._num_rounds = 0
         replica = CodecContext(index=self._group.index, count=self._group.size, seed=seed)
@@ -200,7 +200,7 @@ class Bucket:
         here = enumerate(self.names)
         self._codec.fill(flats, {place: common[name] for place, name in here if name in common})
 
-    def riders(self) -> list[float]:
+    def metadata(self) -> list[float]:
         """Return the sums of the numbers that travelled along."""
         return self._flat[self._num_elements : self._num_sent].tolist()
 
@@ -259,7 +259,7 @@ class LocalBucket:
     If there were other replicas before, this worker's remaining error feedback is added in its first step.
     """
 
-    may_send_more = can_carry = False
+    may_send_more = can_carry_metadata = False
     encoding_s = waited_s = 0.0
 
     def __init__(self, parameters: Sequence[NamedParameter]) -> None:
@@ -275,7 +275,7 @@ class LocalBucket:
     def square(self) -> Tensor:
         return square_of(filter(self._is_measured, self.parameters), device=self.parameters[0].device)
 
-    def depart(self, riders: Sequence[float] = (), *, seed: int = 0) -> None:
+    def depart(self, metadata: Sequence[float] = (), *, seed: int = 0) -> None:
         for name, parameter in zip(self.names, self.parameters, strict=True):
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
@@ -308,7 +308,7 @@ class LocalBucket:
     def fill(self, own: Mapping[str, Tensor], common: Mapping[str, Mapping[str, Tensor]]) -> None:
         self._own = {name: own[name].clone() for name in self.names if name in own}
 
-    def riders(self) -> list[float]:
+    def metadata(self) -> list[float]:
         return []
 
     def scale(self, factor: float) -> None:

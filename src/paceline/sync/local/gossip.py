@@ -34,7 +34,7 @@ class GossipStep(OuterStep):
         parameters: Sequence[NamedParameter],
         *,
         group: WorkerGroup,
-        everybody: WorkerGroup,
+        all_workers: WorkerGroup,
         sync: Gossip,
         wire: Wire,
         seed: int = 0,
@@ -42,7 +42,7 @@ class GossipStep(OuterStep):
     ) -> None:
         average = LocalSGD(every=sync.average_every, bucket_bytes=sync.bucket_bytes)
         super().__init__(
-            parameters, group=group, everybody=everybody, sync=average, wire=wire, seed=seed, holders=holders
+            parameters, group=group, all_workers=all_workers, sync=average, wire=wire, seed=seed, holders=holders
         )
         self._gossip, self._seed = sync, seed
         self._mixed: list[tuple[list[Tensor], Tensor]] = []  # local parts, and their new values in one flat tensor

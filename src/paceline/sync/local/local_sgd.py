@@ -30,15 +30,15 @@ __all__ = ["OuterStep", "fragments_of"]
 
 
 class OuterStep:
-    """Agrees on named parameters. `group`: the workers with the same ones in other replicas; `everybody`: those of the
-    run."""
+    """Agrees on named parameters. `group`: the workers with the same ones in other replicas; `all_workers`: those
+    of the run."""
 
     def __init__(
         self,
         parameters: Sequence[NamedParameter],
         *,
         group: WorkerGroup,
-        everybody: WorkerGroup,
+        all_workers: WorkerGroup,
         sync: LocalSGD,
         wire: Wire,
         seed: int = 0,
@@ -57,7 +57,7 @@ class OuterStep:
         self.sums = GradientReducer(
             self.anchors,
             group=group,
-            everybody=everybody,
+            all_workers=all_workers,
             sync=sync.sums,
             wire=wire,
             seed=seed,

@@ -1,14 +1,17 @@
-"""A server of replicas that do not wait for each other: each update is applied as it comes.
+"""A parameter server with bounded staleness (stale synchronous parallel): each update is applied when it arrives.
 
-The first server also has the clock (`paceline.schedule.staleness_clock`), of each stream: it deals batches, permits
-updates, and holds an answer back until the clock allows it. It also keeps the buffers of the model: a replica tells by
-how much its batch has changed them, and that is added to what is here.
+The first server also has the staleness clock of each stream (`paceline.schedule.staleness_clock`): it hands out
+batches, permits updates, and holds an answer back until the clock allows it. It also keeps the model's buffers: a
+replica sends by how much its batch has changed them, and the server adds that.
 
-Each update is applied once on each server, whoever dies when. It is done when the first server, which gets it last, has
-it. Where a worker dies before that, its batch is dealt again; a server that has its update leaves the one of the second
-try out. That a worker is lost the first server sees by its connection; the others are told with the next question for
-weights. From then on nothing that it has said counts, so weights that are told afterwards have its update or never
-will. Where it dies when its update is done, and may not be in its books, the others are asked to note it in theirs.
+Each update is applied exactly once on each server, whenever a worker is lost. An update is done when the first server,
+which gets it last, has it. If a worker is lost before that, its batch is handed out again, and a server that already
+has its update skips the update of the second attempt. The first server notices a loss by the closed connection; the
+others learn of it with the next request for weights. From then on no earlier message of that worker counts. So weights
+that are sent afterwards either contain its update or never will.
+
+A worker may be lost when its update is done, but perhaps not recorded in its step log. Then the others are asked to
+record it in theirs.
 """
 
 from __future__ import annotations
@@ -20,8 +23,9 @@ import torch
 from torch import Tensor
 
 from paceline.comm.messages.tensor_messages import TensorMessage, TensorServer
-from paceline.schedule.staleness_clock import DealtBatch, DealtStream, Pause, Save, StalenessClock, StreamEnd
-from paceline.sync.parameter_server.server import Server, ServerParameters
+from paceline.schedule.staleness_clock import AsyncBatch, AsyncStream, Pause, Save, StalenessClock, StreamEnd
+from paceline.sync.parameter_server.served_parameters import ServerParameters
+from paceline.sync.parameter_server.server import Server
 
 __all__ = ["AsyncServer"]
 
@@ -31,7 +35,8 @@ StreamBatch = tuple[str, int]  # stream, and number in it
 class AsyncServer(Server):
     """`staleness` is the plan's; `buffers` those of the model, on the first server.
 
-    Workers have a rank and a *name*, which nobody else ever has: who replaces another one may have its rank.
+    Workers have a rank and a *name*. The name is unique in the run: a replacement has another name, but may have the
+    same rank.
     """
 
     def __init__(
@@ -48,35 +53,35 @@ class AsyncServer(Server):
         super().__init__(part, listener, is_deserted=is_deserted)
         self._staleness = staleness
         self._clocks: dict[str, StalenessClock] = {}
-        self._dealt: dict[str, DealtStream] = {}  # of each stream, as the first who asked has said
+        self._stream_of: dict[str, AsyncStream] = {}  # by name, as the first request described it
         self._buffers = [buffer.detach().clone() for buffer in buffers]
-        self._changed: set[int] = set()  # of them
+        self._changed: set[int] = set()  # numbers of buffers that have changed
         self._options = options  # those of the last update
-        self._held: list[tuple[bytes, Mapping[str, Any]]] = []  # questions that the clock has not answered
-        self._here: dict[int, tuple[bytes, str]] = {}  # workers by rank: connection and name
-        self._lost_ranks: set[int] = set()  # nobody who has joined a loop is there in their place
+        self._held: list[tuple[bytes, Mapping[str, Any]]] = []  # requests that the clock has not answered
+        self._connected: dict[int, tuple[bytes, str]] = {}  # workers by rank: connection and name
+        self._lost_ranks: set[int] = set()  # ranks without a worker that has joined a loop
         self._applied: dict[str, StreamBatch] = {}  # by name: the last update that is here
-        self._gone: dict[str, StreamBatch | None] = {}  # names of who is lost, and the same
-        self._unnoted: dict[str, tuple[str, int, bool]] = {}  # by name: done, skipped, and perhaps not in its books yet
-        self._losses: list[dict[str, Any]] = []  # in order: whose they are, and what they leave to be noted
+        self._lost: dict[str, StreamBatch | None] = {}  # the same of lost workers
+        self._unrecorded: dict[str, tuple[str, int, bool]] = {}  # by name: stream, number, whether skipped
+        self._losses: list[dict[str, Any]] = []  # in order: names of lost workers, and what they left unrecorded
 
-    def _look(self) -> None:
-        """Notice who is there no longer."""
-        gone = [worker for worker, (caller, _) in self._here.items() if not self.listener.is_connected(caller)]
-        for worker in gone:
-            self._lose(worker)
-        if gone:
+    def _poll(self) -> None:
+        """Notice workers whose connection was closed."""
+        lost = [worker for worker, (caller, _) in self._connected.items() if not self.listener.is_connected(caller)]
+        for worker in lost:
+            self._worker_lost(worker)
+        if lost:
             self._answer_all()
 
-    def _take_other(self, caller: bytes, message: TensorMessage) -> None:
+    def _handle_other(self, caller: bytes, message: TensorMessage) -> None:
         header = message.header
-        if header["name"] in self._gone:  # it was given up, or another one has come in its place
+        if header["name"] in self._lost:  # it was given up, or another one has come in its place
             if "call" in header:
                 self.listener.send(caller, {"call": header["call"], "is_lost": True})
             return
         match header["op"]:
             case "hello":
-                self._meet(caller, header)
+                self._register(caller, header)
             case "turn":
                 clock = self._clock(header)
                 clock.join(header["worker"])
@@ -88,20 +93,20 @@ class AsyncServer(Server):
             case "awaited":
                 self.listener.send(caller, {"call": header["call"], **self._awaited(header)})
             case "wish":
-                self._clock(header).wish()
+                self._clock(header).request_pause()
             case "saved":
                 self._clock(header).saved(header["number"])
             case "stand":
-                self.listener.send(caller, {"call": header["call"], "number": self._clock(header).num_dealt})
+                self.listener.send(caller, {"call": header["call"], "number": self._clock(header).num_begun})
             case "noted":
-                self._unnoted.pop(header["name"], None)
-                self._clock(header).noted(header["worker"])
+                self._unrecorded.pop(header["name"], None)
+                self._clock(header).recorded(header["worker"])
             case "left":
                 self._clock(header).left(header["worker"])
-                if header["is_broken"]:  # what it has said of the batch in hand is worth as much as a lost one's word
-                    self._lose(header["worker"])
+                if header["is_broken"]:  # its messages about the current batch count as those of a lost worker
+                    self._worker_lost(header["worker"])
             case "gone":
-                self._lose(header["worker"])
+                self._worker_lost(header["worker"])
             case "update":
                 self._update(caller, message)
             case "skip":
@@ -113,47 +118,47 @@ class AsyncServer(Server):
                     self._forget(name)
                 numbers = range(len(self._buffers)) if header["is_first"] else sorted(self._changed)
                 told = {number: self._buffers[number].clone() for number in numbers}
-                self._tell_weights(caller, header, buffers=told)
+                self._send_weights(caller, header, buffers=told)
             case op:
                 raise ValueError(f"a worker asked for {op!r}, which this server does not know")
         self._answer_all()
 
-    def _meet(self, caller: bytes, header: Mapping[str, Any]) -> None:
-        """A worker has come, or says so again; whoever had its rank before is lost."""
+    def _register(self, caller: bytes, header: Mapping[str, Any]) -> None:
+        """A worker has connected, or repeats its greeting; another worker of the same rank is lost."""
         worker = header["worker"]
-        if worker in self._here and self._here[worker][1] != header["name"]:
-            self._lose(worker)
-        self._here[worker] = caller, header["name"]
+        if worker in self._connected and self._connected[worker][1] != header["name"]:
+            self._worker_lost(worker)
+        self._connected[worker] = caller, header["name"]
         self.listener.send(caller, {"call": header["call"]})
 
-    def _lose(self, worker: int) -> None:
-        """A worker is there no longer."""
-        caller, name = self._here.pop(worker)
+    def _worker_lost(self, worker: int) -> None:
+        """Handle the loss of a worker."""
+        caller, name = self._connected.pop(worker)
         self._lost_ranks.add(worker)
         self._forget(name)
-        self._losses.append({"name": name, "unnoted": self._unnoted.pop(name, None)})
+        self._losses.append({"name": name, "unnoted": self._unrecorded.pop(name, None)})
         self._held = [one for one in self._held if one[0] != caller]
         for clock in self._clocks.values():
             clock.lost(worker)
 
     def _forget(self, name: str) -> None:
-        """What this worker has said, and is not done yet, does not count any more."""
-        self._gone.setdefault(name, self._applied.pop(name, None))
+        """Ignore what this worker has sent and has not finished."""
+        self._lost.setdefault(name, self._applied.pop(name, None))
 
     def _clock(self, header: Mapping[str, Any]) -> StalenessClock:
         stream = header["stream"]
         if stream not in self._clocks:
-            dealt = self._dealt[stream] = DealtStream.from_plain(header)
+            about = self._stream_of[stream] = AsyncStream.from_plain(header)
             self._clocks[stream] = StalenessClock(
                 staleness=self._staleness,
-                limit=dealt.limit,
-                workers={*dealt.workers} - self._lost_ranks,
-                saves=range(*dealt.saves),
+                limit=about.limit,
+                workers={*about.workers} - self._lost_ranks,
+                saves=range(*about.saves),
             )
         return self._clocks[stream]
 
     def _awaited(self, header: Mapping[str, Any]) -> dict[str, Any]:
-        """Who has asked for nothing that is held back: the others wait for some of them."""
+        """Report the workers without a held request: the others wait for some of them."""
         clock = self._clocks.get(header.get("stream", ""))
         if clock is None:
             return {"awaited": [], "done": 0}
@@ -165,22 +170,22 @@ class AsyncServer(Server):
             pass
 
     def _answer_held(self) -> bool:
-        """Answer what the clock allows now; returns whether that was anything."""
+        """Answer what the clock allows now; return whether there was anything."""
         held, self._held = self._held, []
         for caller, header in held:
-            answer = self._judged(header)
+            answer = self._answer_of(header)
             if answer is None:
                 self._held.append((caller, header))
             else:
                 self.listener.send(caller, {"call": header["call"], **answer})
         return len(self._held) < len(held)
 
-    def _judged(self, header: Mapping[str, Any]) -> dict[str, Any] | None:
+    def _answer_of(self, header: Mapping[str, Any]) -> dict[str, Any] | None:
         if header["op"] == "about":
-            dealt = self._dealt.get(header["stream"])
-            if dealt is None:
+            about = self._stream_of.get(header["stream"])
+            if about is None:
                 return None
-            return {"dealt": dealt.plain(), "is_over": not self._let_in(header), "options": self._options}
+            return {"dealt": about.plain(), "is_over": not self._admit(header), "options": self._options}
         clock, worker = self._clock(header), header["worker"]
         if header["op"] == "permit":
             return None if clock.permit(worker) is None else {}
@@ -188,7 +193,7 @@ class AsyncServer(Server):
         match clock.ask(worker):
             case None:
                 return None
-            case DealtBatch(number=number, base=base):
+            case AsyncBatch(number=number, base=base):
                 return {"turn": "batch", "number": number, "base": base, "losses": losses}
             case Save(number=number):
                 return {"turn": "save", "number": number, "losses": losses}
@@ -197,17 +202,17 @@ class AsyncServer(Server):
             case StreamEnd(has_left=has_left):
                 return {"turn": "over", "number": header["limit"], "has_left": has_left, "losses": losses}
 
-    def _let_in(self, header: Mapping[str, Any]) -> bool:
-        """Have all in this loop wait for who came later, unless it is over: the others may be in a later one by then,
-        and wait there for nobody who has not reached it."""
+    def _admit(self, header: Mapping[str, Any]) -> bool:
+        """Make all workers in this loop wait for a newcomer; return False if the loop is over. The others may then be
+        in a later loop, where they wait only for workers that have reached it."""
         clock, worker = self._clocks[header["stream"]], header["worker"]
         if not clock.is_over:
             clock.join(worker)
-            self._lost_ranks.discard(worker)  # and it goes with the others from loop to loop
+            self._lost_ranks.discard(worker)  # it takes part in later loops, too
         return not clock.is_over
 
     def _update(self, caller: bytes, message: TensorMessage) -> None:
-        """Have the optimizers step with one replica's gradients, and its change of the buffers added."""
+        """Make the optimizers step with one replica's gradients, and add its changes to the buffers."""
         header, gradients, tensors = message.header, dict[int, Tensor](), iter(message.tensors)
         for places in header["places"]:  # of each dtype
             flat, offset = next(tensors), 0
@@ -222,7 +227,7 @@ class AsyncServer(Server):
             buffer.copy_(buffer + change > 0 if buffer.dtype == torch.bool else buffer + change)
             self._changed.add(number)
         batch: StreamBatch = header["stream"], header["number"]
-        if batch not in self._gone.values():  # otherwise who had the batch before has brought it as far as here
+        if batch not in self._lost.values():  # otherwise a lost worker's update of this batch was applied here
             self.part.step(gradients, header["options"])
             self._options = header["options"]
         self._applied[header["name"]] = batch
@@ -233,4 +238,4 @@ class AsyncServer(Server):
         self.listener.send(caller, told)
 
     def _done(self, header: Mapping[str, Any], *, is_skipped: bool) -> None:
-        self._unnoted[header["name"]] = header["stream"], header["number"], is_skipped
+        self._unrecorded[header["name"]] = header["stream"], header["number"], is_skipped

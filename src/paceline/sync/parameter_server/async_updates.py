@@ -1,15 +1,14 @@
-"""Parameter servers without a common step, the workers' side: each replica takes whole batches, one after the other.
+"""Asynchronous updates with bounded staleness, the workers' side: each replica trains on whole batches by itself.
 
-A replica asks the first server for a batch, gets the weights, trains on the batch by itself, asks whether its update
-may be applied, and sends its gradient. An update is thus always the mean over `Batch.size` samples, however many
-replicas there are. The first server gets it last, and counts it then: so weights that are told afterwards have it, on
-all servers.
+A replica asks the first server for a batch, gets the weights, trains on the batch, asks for permission, and sends its
+gradient. So an update is always the mean over `Batch.size` samples, however many replicas there are. The first server
+gets the update last, and counts it then. So weights that are sent afterwards contain it on all servers.
 
-Who wants all to come together, because it was asked to leave, tells the first server so; all pause then, or none.
+A worker that was asked to leave requests a pause from the first server; then all workers pause, or none.
 
-Who comes later learns from the first server what is dealt, and from all of them what the model's tensors are: it needs
-nothing of another worker. With each answer workers hear who is lost, tell it to the other servers before they take
-weights, and keep what a lost one has left to be noted (`paceline.sync.parameter_server.async_server`).
+A newcomer learns from the first server which batches are handed out, and from all servers the model's tensors. It needs
+nothing from another worker. Each answer names lost workers. Workers report them to the other servers before they pull
+weights, and record what a lost worker left unrecorded (`paceline.sync.parameter_server.async_server`).
 """
 
 from __future__ import annotations
@@ -32,22 +31,22 @@ from paceline.errors import SyncError
 from paceline.plan import AllReduce, ParameterServer, Raw, Wire
 from paceline.schedule.backup_workers import BackupShare
 from paceline.schedule.parameter_placement import placed_on
-from paceline.schedule.staleness_clock import DealtBatch, DealtStream, Pause, Save, StreamEnd
+from paceline.schedule.staleness_clock import AsyncBatch, AsyncStream, Pause, Save, StreamEnd
 from paceline.sync.allreduce.buckets import LocalBucket, NamedParameter, SentBytes
 from paceline.sync.allreduce.gradient_norm import gradients_here
 from paceline.sync.allreduce.gradient_reducer import GradientReducer
 from paceline.sync.parameter_server.async_server import AsyncServer
 from paceline.sync.parameter_server.client import ServerClient
 from paceline.sync.parameter_server.embedding_tables import EmbeddingTables
-from paceline.sync.parameter_server.server import (
+from paceline.sync.parameter_server.served_parameters import (
     ParameterGroups,
-    ServerFactory,
     ServerParameters,
     check_parameter_groups,
     options_of,
     parameter_groups_of,
     set_options,
 )
+from paceline.sync.parameter_server.server import ServerFactory
 from paceline.sync.parameter_server.sync_updates import wire_dtype_of
 
 __all__ = ["AsyncGradients", "PendingCommit"]
@@ -55,7 +54,7 @@ __all__ = ["AsyncGradients", "PendingCommit"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PendingCommit:
-    """A batch that counts, though who took it may have been lost before it could note that."""
+    """A batch that counts, although its worker may have been lost before it could record that."""
 
     stream: str
     number: int
@@ -63,11 +62,11 @@ class PendingCommit:
 
 
 class _LeaveRequested(Exception):
-    """Whoever waits for a batch is to leave."""
+    """This worker waits for a batch, and is asked to leave."""
 
 
 class AsyncGradients(GradientReducer):
-    """One replica's own gradients, which it sends to the servers in place of an optimizer's step."""
+    """One replica's own gradients; it sends them to the servers instead of running the optimizer's step."""
 
     def __init__(
         self,
@@ -87,31 +86,31 @@ class AsyncGradients(GradientReducer):
         self._by_rows = self._tables.settle(self._all)
         whole = {name: parameter for place, (name, parameter) in enumerate(self._all) if place not in self._by_rows}
         on = placed_on({name: one.numel() * one.element_size() for name, one in whole.items()}, servers=sync.servers)
-        self.behind: int | None = None  # the last update: how many others its weights lacked, at most
-        self.num_samples = 0  # of the batch in hand, that this replica has
-        self.is_sent = False  # servers may have a part of its update, or all, and it was not `noted`
-        self.pending_commits: list[PendingCommit] = []  # to be noted by this worker, and taken from here
+        self.behind: int | None = None  # staleness of the last update: how many others its weights lacked, at most
+        self.num_samples = 0  # of the current batch, on this replica
+        self.is_sent = False  # servers may have some or all of its update, and it is not `recorded`
+        self.pending_commits: list[PendingCommit] = []  # to be recorded by this worker, and removed from here
         self._servers, self._staleness, self._worker_rank = servers, sync.staleness, worker_rank
         self._name = _new_name(worker_rank)
         self._is_known = False  # to the servers
-        self._num_losses = 0  # that were told so far
-        self._lost: list[str] = []  # names of those whom the other servers have still to be told of
+        self._num_losses = 0  # reported so far
+        self._lost: list[str] = []  # names of lost workers that the other servers do not know of
         self._is_first_pull = True
         self._wire_dtype = wire_dtype_of(wire)
-        self._server_of = [on.get(name) for name, _ in self._all]  # None: a table, of which all have rows
-        self._kept = [*{id(one): one for model in models for one in model.buffers()}.values()]
+        self._server_of = [on.get(name) for name, _ in self._all]  # None: a table, of which all servers have rows
+        self._buffers_here = [*{id(one): one for model in models for one in model.buffers()}.values()]
         self._empty = _empty_buffers(models)
-        self._before: list[Tensor] = []  # what they were when the batch began
+        self._before: list[Tensor] = []  # the buffers when the batch began
         self._optimizers: tuple[Optimizer, ...] = ()
-        self._held: ParameterGroups = ()
-        self._dealt: DealtStream | None = None
-        self._number = 0  # of the batch in hand
-        self._is_taken = True  # the servers know what becomes of it
+        self._registered_groups: ParameterGroups = ()
+        self._stream: AsyncStream | None = None
+        self._number = 0  # of the current batch
+        self._is_settled = True  # the servers know whether it has an update
         self._sent = SentBytes()
 
     def begin(self, gradient_pass: int, *, step: int = 0, measures: bool = False) -> None:
-        """Raises RuntimeError where the servers know already what becomes of this batch."""
-        if gradient_pass and self._is_taken:
+        """Raises RuntimeError if this batch already has an update, or was skipped."""
+        if gradient_pass and self._is_settled:
             raise RuntimeError(
                 "step(batch) was called twice for one batch: under ParameterServer(staleness=...) a batch is one "
                 "update, which is on the servers, or was skipped. Call it once for each batch, with all losses in one "
@@ -129,61 +128,61 @@ class AsyncGradients(GradientReducer):
         self._tables.give_up()
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
-        factor = min(1.0, max_norm / (float(norm) + 1e-6))  # as torch has it, which takes no sparse gradients
+        factor = min(1.0, max_norm / (float(norm) + 1e-6))  # torch's formula; its function takes no sparse gradients
         for gradient in gradients_here(self.parameters):
             gradient.mul_(factor)
 
     def serve(self, optimizers: Sequence[Optimizer]) -> None:
-        """These optimizers are to run on the servers. Raises ValueError where others do."""
+        """Run these optimizers on the servers. Raises ValueError if others already run there."""
         if self._optimizers and self._optimizers != tuple(optimizers):
             raise ValueError("under ParameterServer one stepper trains a model: give it all optimizers at once")
         self._optimizers = tuple(optimizers)
 
     def meet(self, *, index: int, size: int) -> None:
-        """Start and reach the servers; all workers must call it."""
+        """Start the servers and connect to them; all workers must call it."""
         if not self._is_known:
-            self.begin(0)  # now it is known which parameters are trained
+            self.begin(0)  # finds out which parameters are trained
             self._tables.give_up()
             self._servers.meet(self._served_part, index=index, size=size, server=self._make_server())
-            self._held = parameter_groups_of(self._optimizers)
+            self._registered_groups = parameter_groups_of(self._optimizers)
             for optimizer in self._optimizers:
                 optimizer.state.clear()  # the servers have it now
             self._tables.leave()
-            self._greet()
+            self._register()
             self._is_known = True
 
-    def join(self, stream: str) -> tuple[DealtStream, bool]:
-        """Reach the servers, which others have started or will, and learn what is dealt of a stream, and whether that
-        is over.
+    def join(self, stream: str) -> tuple[AsyncStream, bool]:
+        """Connect to the servers, which others start; return how a stream's batches are handed out, and whether it is
+        over.
 
-        Otherwise nobody comes to its end before this worker has asked for a batch, or is lost.
+        If it is not, it does not end before this worker has asked for a batch, or is lost.
         """
         self.meet(index=self._servers.count, size=1)
         told = self._ask_first({"op": "about", "stream": stream}).header
         for optimizer, groups in zip(self._optimizers, told["options"], strict=True):
             for group, options in zip(optimizer.param_groups, groups, strict=True):
-                set_options(group, options)  # those of the run: the script's may be others
-        return DealtStream.from_plain(told["dealt"]), bool(told["is_over"])
+                set_options(group, options)  # the run's options may differ from those of the script
+        return AsyncStream.from_plain(told["dealt"]), bool(told["is_over"])
 
     def next(
-        self, dealt: DealtStream, *, wants_pause: Callable[[], bool], is_called: Callable[[], bool] = lambda: False
-    ) -> DealtBatch | BackupShare | Save | Pause | StreamEnd | None:
-        """Wait for what is to be done next, and take over the weights for it; None: this worker is to leave, and has
-        taken leave of the servers.
+        self, stream: AsyncStream, *, wants_pause: Callable[[], bool], is_called: Callable[[], bool] = lambda: False
+    ) -> AsyncBatch | BackupShare | Save | Pause | StreamEnd | None:
+        """Wait for the next task, and pull the weights for it; None: this worker has to leave, and has signed off from
+        the servers.
 
-        `wants_pause()`: whether all should come together, `is_called()`: whether this worker alone is to leave. Both
-        are asked again and again until there is an answer.
+        `wants_pause()`: whether all workers should pause. `is_called()`: whether this worker alone has to leave. Both
+        are polled until there is an answer.
         """
-        told = self._ask_for_more(dealt, wants_pause=wants_pause, is_called=is_called)
+        told = self._ask_for_more(stream, wants_pause=wants_pause, is_called=is_called)
         if told is None:
             return None
-        self._hear(told["losses"])
+        self._handle_losses(told["losses"])
         self._pull()
         number = self._number = int(told["number"])
-        self._is_taken, self.is_sent = told["turn"] != "batch", False
+        self._is_settled, self.is_sent = told["turn"] != "batch", False
         match told["turn"]:
             case "batch":
-                return DealtBatch(number, int(told["base"]))
+                return AsyncBatch(number, int(told["base"]))
             case "save":
                 return Save(number)
             case "pause":
@@ -192,54 +191,54 @@ class AsyncGradients(GradientReducer):
                 return StreamEnd(bool(told["has_left"]))
 
     def stand(self) -> int:
-        """Take over the newest weights, where nobody has a batch in hand; returns how many batches are done."""
+        """Pull the newest weights while no batch is in progress; return how many batches are done."""
         number = int(self._ask_first({"op": "stand"}).header["number"])
         self._pull()
         return number
 
     def refresh(self) -> None:
-        """Take over the newest weights."""
+        """Pull the newest weights."""
         self._pull()
 
     def saved(self, number: int) -> None:
-        """The state before this batch is kept."""
+        """The state before this batch is saved."""
         self._servers.caller(0).send({"op": "saved", "number": number, **self._about()})
 
-    def noted(self) -> None:
-        """All that this replica was to note is in its books."""
+    def recorded(self) -> None:
+        """All that this replica had to record is in its step log."""
         self.is_sent = False
         self._servers.caller(0).send({"op": "noted", **self._about()})
 
     def leave(self, *, is_broken: bool) -> None:
-        """This replica takes no more batches: what it has in hand is dealt to another one. `is_broken`: servers may
-        have a part of what it has in hand, or all, and it has noted nothing."""
+        """This replica takes no more batches: its current batch goes to another one. `is_broken`: servers may have some
+        or all of its update, and it has recorded nothing."""
         self._servers.caller(0).send({"op": "left", "is_broken": is_broken, **self._about()})
-        if is_broken:  # it goes on as somebody else
+        if is_broken:  # it continues under a new name
             self._name = _new_name(self._worker_rank)
 
     def give_back(self) -> None:
-        """What this replica has in hand, and may have sent, is as that of one that is lost; it goes on as somebody
-        else."""
+        """Return the current batch, as if this replica were lost, whatever it has sent of it; it continues under a new
+        name."""
         self._servers.caller(0).send({"op": "gone", **self._about()})
         self._name = _new_name(self._worker_rank)
-        self._greet()
+        self._register()
 
     def pass_over(self) -> None:
-        """Where the batch in hand has brought no update, it will not, and counts as used."""
-        if not self._is_taken:
+        """Skip the current batch if it has no update yet: it counts as used."""
+        if not self._is_settled:
             self.is_sent = True
             self._ask_first({"op": "skip", "number": self._number})
-            self._is_taken, self.is_sent = True, False
+            self._is_settled, self.is_sent = True, False
 
     @torch.no_grad()
     def apply(self, optimizers: Sequence[Optimizer]) -> None:
-        """Have the servers step with the gradients that are here."""
+        """Make the servers step with the gradients that are here."""
         began = time.perf_counter()
-        check_parameter_groups(optimizers, self._held)
+        check_parameter_groups(optimizers, self._registered_groups)
         options = [options_of(optimizer) for optimizer in optimizers]
         deltas = {number: _difference(now, self._before[number]) for number, now in self._changed_buffers().items()}
-        by_rows = self._divided()
-        self._is_taken = self.is_sent = True  # from here on others may wait for it
+        by_rows = self._rows_by_server()
+        self._is_settled = self.is_sent = True  # from here on other workers may wait for this update
         self._ask_first({"op": "permit"})
         for number in (*range(1, self._servers.count), 0):
             places, flats = self._flats(number)
@@ -264,13 +263,13 @@ class AsyncGradients(GradientReducer):
         self.waited_s += time.perf_counter() - began
 
     def fetch_state(self) -> None:
-        """Put what the servers' optimizers keep into the optimizers here: for a checkpoint."""
+        """Fetch the state of the servers' optimizers into the optimizers here, for a checkpoint."""
         if self._servers.are_there:
             by_rows = self._servers.fetch_state(self._optimizers, [parameter for _, parameter in self._all])
             self._tables.fetch(self._optimizers, by_rows)
 
     def drop_state(self) -> None:
-        """Forget what `fetch_state` brought."""
+        """Drop what `fetch_state` fetched."""
         if self._servers.are_there:
             self._servers.drop_state(self._optimizers)
             self._tables.leave()
@@ -280,10 +279,10 @@ class AsyncGradients(GradientReducer):
         return self._sent
 
     def _ask_for_more(
-        self, dealt: DealtStream, *, wants_pause: Callable[[], bool], is_called: Callable[[], bool]
+        self, stream: AsyncStream, *, wants_pause: Callable[[], bool], is_called: Callable[[], bool]
     ) -> Mapping[str, Any] | None:
-        """Wait for the first server to tell what is to be done next; None: this worker has taken leave."""
-        self._dealt, first, has_wished = dealt, self._servers.caller(0), False
+        """Wait for the next task from the first server; None: this worker has signed off."""
+        self._stream, first, has_wished = stream, self._servers.caller(0), False
 
         def look() -> None:
             nonlocal has_wished
@@ -304,8 +303,8 @@ class AsyncGradients(GradientReducer):
 
     @torch.no_grad()
     def _pull(self) -> set[int]:
-        """Take over all weights that are trained, and the buffers; the first time all that are in the models. Returns
-        how many updates they have had, by any server's count."""
+        """Pull all trained weights, and the buffers; the first time, all parameters of the models. Return the update
+        counts of the servers."""
         places = self._places(all_of_them=self._is_first_pull)
         about = {"op": "weights", "lost": self._lost, **self._about()}
         ask = [{**about, "places": some, "is_first": self._is_first_pull and n == 0} for n, some in enumerate(places)]
@@ -315,12 +314,12 @@ class AsyncGradients(GradientReducer):
             num_flats = self._servers.take(some, answer.tensors, [parameter for _, parameter in self._all])
             if number == 0:
                 for which, value in zip(answer.header["buffers"], answer.tensors[num_flats:], strict=True):
-                    self._kept[which].copy_(value)
-        self._before = [one.detach().clone() for one in self._kept]
+                    self._buffers_here[which].copy_(value)
+        self._before = [one.detach().clone() for one in self._buffers_here]
         return {int(answer.header["version"]) for answer in answers}
 
     def _changed_buffers(self) -> dict[int, Tensor]:
-        """The buffers that the batch in hand has changed, by their numbers. Raises ValueError where one was None."""
+        """Return the buffers that the current batch has changed, by number. Raises ValueError if one was None."""
         for name, module, own_name in self._empty:
             if getattr(module, own_name, None) is not None:
                 raise ValueError(
@@ -329,44 +328,44 @@ class AsyncGradients(GradientReducer):
                     f"stepper was made. Register a tensor in {type(module).__name__}.__init__, with its shape and "
                     "first value; for a cache of each worker's own, use persistent=False"
                 )
-        pairs = enumerate(zip(self._kept, self._before, strict=True))
+        pairs = enumerate(zip(self._buffers_here, self._before, strict=True))
         return {number: now.detach() for number, (now, before) in pairs if not torch.equal(now, before)}
 
     def _ask_first(self, question: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> TensorMessage:
         about = self._about()
         return self._checked(self._servers.ask_first(question, tensors, about=about, worker_rank=self._worker_rank))
 
-    def _greet(self) -> None:
-        """Tell the first server that this worker is there."""
+    def _register(self) -> None:
+        """Register this worker with the first server."""
         self._ask_first({"op": "hello"})
 
     def _checked(self, answer: TensorMessage) -> TensorMessage:
         if answer.header.get("is_lost"):
             raise SyncError(
                 f"the parameter servers have given worker {self._worker_rank} up: its connection to the first one was "
-                "closed, or another one has come in its place"
+                "closed, or another worker has replaced it"
             )
         return answer
 
-    def _hear(self, losses: Sequence[Mapping[str, Any]]) -> None:
-        """Somebody is lost."""
+    def _handle_losses(self, losses: Sequence[Mapping[str, Any]]) -> None:
+        """Handle newly lost workers."""
         self._num_losses += len(losses)
         self._lost += [loss["name"] for loss in losses]
         self.pending_commits += [PendingCommit(*loss["unnoted"]) for loss in losses if loss["unnoted"] is not None]
 
     def _about(self) -> dict[str, Any]:
-        who = {"worker": self._worker_rank, "name": self._name}
-        return who if self._dealt is None else {**who, **self._dealt.plain()}
+        sender = {"worker": self._worker_rank, "name": self._name}
+        return sender if self._stream is None else {**sender, **self._stream.plain()}
 
     def _places(self, *, all_of_them: bool = False) -> list[list[int]]:
-        """Of each server, the parameters that are trained, or all."""
-        some = range(len(self._all)) if all_of_them else self._followed
+        """Return the trained parameters of each server, or all."""
+        some = range(len(self._all)) if all_of_them else self._trained_places
         return [[place for place in some if self._server_of[place] == n] for n in range(self._servers.count)]
 
     def _flats(self, server: int) -> tuple[list[list[int]], list[Tensor]]:
-        """The gradients for a server: places and a flat tensor of each dtype."""
+        """Return the gradients for a server: places, and a flat tensor of each dtype."""
         by_dtype: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
-        for place in self._followed:
+        for place in self._trained_places:
             gradient = self._all[place][1].grad
             if gradient is not None and self._server_of[place] == server:
                 places, parts = by_dtype.setdefault(gradient.dtype, ([], []))
@@ -379,17 +378,20 @@ class AsyncGradients(GradientReducer):
 
     def _make_server(self) -> ServerFactory:
         return functools.partial(
-            AsyncServer, staleness=self._staleness, buffers=self._kept, options=[*map(options_of, self._optimizers)]
+            AsyncServer,
+            staleness=self._staleness,
+            buffers=self._buffers_here,
+            options=[*map(options_of, self._optimizers)],
         )
 
-    def _divided(self) -> list[tuple[list[int], list[Tensor]]]:
-        """The gradients of tables for each server: their places, and of each the numbers of rows there, and rows."""
+    def _rows_by_server(self) -> list[tuple[list[int], list[Tensor]]]:
+        """Return the gradients of tables for each server: their places, and for each the row numbers and the rows."""
         found: list[tuple[list[int], list[Tensor]]] = [([], []) for _ in range(self._servers.count)]
         for place, parameter in self._by_rows.items():
             if parameter.grad is None:
                 continue
             for (places, tensors), more in zip(
-                found, self._tables.divided(parameter, wire_dtype=self._wire_dtype), strict=True
+                found, self._tables.split_by_server(parameter, wire_dtype=self._wire_dtype), strict=True
             ):
                 places.append(place)
                 tensors.extend(more)
@@ -401,7 +403,7 @@ class AsyncGradients(GradientReducer):
         return _AsyncBucket(run, tables=self._tables)
 
     def _served_part(self, server: int) -> ServerParameters:
-        """What a server holds; called in its own process."""
+        """Return what a server holds; called in its own process."""
         parts = {place: p for place, (_, p) in enumerate(self._all) if self._server_of[place] == server}
         here = {**parts, **self._by_rows}
         others = [p for place, (_, p) in enumerate(self._all) if place not in here]
@@ -409,13 +411,13 @@ class AsyncGradients(GradientReducer):
 
 
 class _AsyncBucket(LocalBucket):
-    """As one that stays, but that gradients of tables, which go as rows, stay sparse, each row once."""
+    """A local bucket in which gradients of tables stay sparse, with each row once: they are sent as rows."""
 
     def __init__(self, parameters: Sequence[NamedParameter], *, tables: EmbeddingTables) -> None:
         super().__init__(parameters)
         self._tables = tables
 
-    def depart(self, riders: Sequence[float] = (), *, seed: int = 0) -> None:
+    def depart(self, metadata: Sequence[float] = (), *, seed: int = 0) -> None:
         for parameter in self.parameters:
             gradient = parameter.grad
             if gradient is not None and gradient.is_sparse:
@@ -427,12 +429,12 @@ class _AsyncBucket(LocalBucket):
 
 
 def _new_name(worker_rank: int) -> str:
-    """A name that nobody else has, before or after."""
+    """Return a name that is unique in the run."""
     return f"{worker_rank}-{secrets.token_hex(8)}"
 
 
 def _empty_buffers(models: Sequence[Module]) -> list[tuple[str, Module, str]]:
-    """The buffers of these models that are None, but are to be saved: full name, module, and name there."""
+    """Return the persistent buffers of these models that are None: full name, module, and name there."""
     return [
         (f"{prefix}.{name}" if prefix else name, module, name)
         for model in models
@@ -443,5 +445,5 @@ def _empty_buffers(models: Sequence[Module]) -> list[tuple[str, Module, str]]:
 
 
 def _difference(now: Tensor, before: Tensor) -> Tensor:
-    """What is to be added to a buffer; of truth values 1 where one became true, and -1 where it became false."""
+    """Return the change of a buffer; of booleans, 1 where one became true, and -1 where it became false."""
     return now.char() - before.char() if now.dtype == torch.bool else now - before

@@ -1,13 +1,13 @@
-"""A server of replicas of which the slowest are left out: a step is taken with the gradients that came in time.
+"""A parameter server with backup workers: a step is taken with the gradients that arrived in time.
 
-Gradients are filed by step and share. The first server also has the clock (`paceline.schedule.backup_workers`) of each
-stream: it deals shares, and holds the answer to who has arrived back until it is known how the step ends. The closer
-alone is told which shares are chosen; it has all servers add these up, and step. Then it tells the first server how
-that went, and all others are told the same, the *record* of the step. What is pushed for a step that was taken is
-thrown away.
+Gradients are kept by step and share. The first server also has the clock of each stream
+(`paceline.schedule.backup_workers`): it hands out shares, and holds its answer to an arrived worker back until the end
+of the step is known. Only the closer learns which shares are chosen; it makes all servers add these up, and step. Then
+it reports the result to the first server, which sends it to all others as the *record* of the step. Gradients pushed
+for a step that was taken are dropped.
 
-The first server also keeps the buffers of the model: those that chosen shares have changed become their mean, weighted
-by samples.
+The first server also keeps the model's buffers: those that chosen shares have changed become their mean, weighted by
+samples.
 """
 
 from __future__ import annotations
@@ -24,26 +24,19 @@ from torch import Tensor
 from paceline.comm.messages.tensor_messages import TensorMessage, TensorServer
 from paceline.schedule.backup_workers import BackupClock, BackupShare, num_micro_of
 from paceline.schedule.staleness_clock import Pause, Save, StreamEnd
-from paceline.sync.parameter_server.server import (
-    PassKey,
-    PendingSum,
-    Server,
-    ServerParameters,
-    pass_key_of,
-    places_of,
-    squared_norm,
-)
+from paceline.sync.parameter_server.served_parameters import ServerParameters
+from paceline.sync.parameter_server.server import PassKey, PendingSum, Server, pass_key_of, places_of, squared_norm
 
 __all__ = ["BackupWorkersServer"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Arrival:
-    """What a share that came in time has told."""
+    """The report of a share that arrived in time."""
 
     num_samples: int
     numbers: Sequence[float]  # to be summed
-    used: Sequence[int]  # the places of the parameters that it has a gradient of
+    used: Sequence[int]  # the places of the parameters for which it has a gradient
     buffers: Mapping[int, Tensor]  # those that it has changed
 
 
@@ -60,12 +53,12 @@ class _Stream:
             saves=range(*header["saves"]),
             writer=min(header["workers"]),
         )
-        self.workers = set[int](header["workers"])  # who takes shares
-        self.arrivals: dict[int, _Arrival] = {}  # by share, of the step under way
-        self.records: dict[int, dict[str, Any]] = {}  # by step: how it ended, for those who will ask
+        self.workers = set[int](header["workers"])  # those that take shares
+        self.arrivals: dict[int, _Arrival] = {}  # by share, of the current step
+        self.records: dict[int, dict[str, Any]] = {}  # by step: its result, for workers that will ask
 
     def sums(self) -> dict[str, Any]:
-        """What the chosen shares of the step under way come to."""
+        """Return the sums over the chosen shares of the current step."""
         chosen = [self.arrivals[share] for share in self.clock.chosen]
         return {
             "shares": list(self.clock.chosen),
@@ -104,12 +97,12 @@ class BackupWorkersServer(Server):
         self._norm = math.nan  # of the gradients of the step that was taken last
         self._held: list[tuple[bytes, Mapping[str, Any]]] = []  # questions that cannot be answered yet
 
-    def _take_other(self, caller: bytes, message: TensorMessage) -> None:
+    def _handle_other(self, caller: bytes, message: TensorMessage) -> None:
         header = message.header
         answer: dict[str, Any] | None = None
         match header["op"]:
             case "turn":
-                self._break_off(header)
+                self._abort_step(header)
                 self._forget_held(caller)
                 self._stream(header).clock.returned(header["worker"])  # others may have waited for that
                 self._held.append((caller, header))
@@ -117,13 +110,13 @@ class BackupWorkersServer(Server):
                 self._arrive(message)
                 self._held.append((caller, header))
             case "wish":
-                self._stream(header).clock.wish()
+                self._stream(header).clock.request_pause()
             case "saved":
                 self._stream(header).clock.saved(header["number"])
             case "noted":
-                self._stream(header).clock.noted(header["worker"])
+                self._stream(header).clock.recorded(header["worker"])
             case "left":
-                self._break_off(header)
+                self._abort_step(header)
                 self._forget_held(caller)
                 self._stream(header).clock.lost(header["worker"])
                 self._stream(header).workers.discard(header["worker"])
@@ -143,7 +136,7 @@ class BackupWorkersServer(Server):
                 self._settle(header)
             case "weights":
                 changed = {number: self._buffers[number].clone() for number in sorted(self._changed)}
-                self._tell_weights(caller, header, buffers=changed)
+                self._send_weights(caller, header, buffers=changed)
             case op:
                 raise ValueError(f"a worker asked for {op!r}, which this server does not know")
         if answer is not None:
@@ -158,7 +151,7 @@ class BackupWorkersServer(Server):
         return self._streams[name]
 
     def _awaited(self, header: Mapping[str, Any]) -> dict[str, Any]:
-        """Who has asked for nothing that is held back: the others wait for some of them."""
+        """Report the workers without a held request: the others wait for some of them."""
         stream = self._streams.get(header.get("stream", ""))
         if stream is None:
             return {"awaited": [], "done": 0}
@@ -166,33 +159,33 @@ class BackupWorkersServer(Server):
         return {"awaited": sorted(stream.workers - asking), "done": stream.clock.done}
 
     def _forget_held(self, caller: bytes) -> None:
-        """A worker that says something else waits no longer for an answer: its wait was broken off."""
+        """Drop a worker's held request: a new message shows that its wait was interrupted."""
         self._held = [one for one in self._held if one[0] != caller]
 
-    def _break_off(self, header: Mapping[str, Any]) -> None:
-        """Where a closer asks for something else, or leaves, its step was broken off: an error was caught. Where the
-        servers have taken it all the same, it counts."""
+    def _abort_step(self, header: Mapping[str, Any]) -> None:
+        """End the step of a closer that asks for something else or leaves, because its program has caught an error. If
+        the servers have taken the step nevertheless, it counts."""
         stream = self._stream(header)
         if stream.clock.closer != header["worker"]:
             return
-        if self._stepped == (stream.ordinal, stream.clock.done, 0):
+        if self._last_step == (stream.ordinal, stream.clock.done, 0):
             self._combine([stream.arrivals[share] for share in stream.clock.chosen])
             stream.settle(taken=True, norm=self._norm, verdict=None, without=header["worker"])
         else:
             stream.settle(taken=False, norm=math.nan, verdict=None, without=header["worker"])
 
-    def _gathering(self, walk: PassKey) -> PendingSum | None:
-        return super()._gathering(walk) if walk > self._stepped else None  # others are late
+    def _pending_sum(self, pass_key: PassKey) -> PendingSum | None:
+        return super()._pending_sum(pass_key) if pass_key > self._last_step else None  # others are late
 
     def _add(self, header: Mapping[str, Any]) -> float:
-        """Add up the gradients of the chosen shares, in their order; returns the square of the sum's norm."""
-        gathering = self._gatherings.setdefault(pass_key_of(header), PendingSum())  # new where nothing of it is here
+        """Add up the gradients of the chosen shares, in their order; return the square of the sum's norm."""
+        pending = self._pending_sums.setdefault(pass_key_of(header), PendingSum())  # new where nothing of it is here
         chosen = set(header["shares"])
         for place in places_of(header):
-            pushed = gathering.pushed[place]
-            gathering.pushed[place] = {share: one for share, one in pushed.items() if share in chosen}
-        gathering.add_up(places_of(header))
-        return squared_norm([gathering.sums[place] for place in places_of(header)])
+            pushed = pending.pushed[place]
+            pending.pushed[place] = {share: one for share, one in pushed.items() if share in chosen}
+        pending.add_up(places_of(header))
+        return squared_norm([pending.sums[place] for place in places_of(header)])
 
     def _arrive(self, message: TensorMessage) -> None:
         header = message.header
@@ -208,9 +201,9 @@ class BackupWorkersServer(Server):
             stream.arrivals[share.index] = arrival
 
     def _settle(self, header: Mapping[str, Any]) -> None:
-        """The closer tells how the step under way went, when all servers have taken it."""
+        """The closer reports the result of the current step, when all servers have taken it."""
         stream = self._stream(header)
-        if stream.clock.closer != header["worker"]:  # it was broken off, and has asked for another share since
+        if stream.clock.closer != header["worker"]:  # it was interrupted, and has asked for another share since
             return
         if header["taken"]:
             self._combine([stream.arrivals[share] for share in stream.clock.chosen])
@@ -218,8 +211,8 @@ class BackupWorkersServer(Server):
 
     @torch.no_grad()
     def _combine(self, chosen: Sequence[_Arrival]) -> None:
-        """Give buffers the mean of what chosen shares have made of them; one that has not changed it counts with what
-        it was."""
+        """Set buffers to the mean over the chosen shares; a share that has not changed a buffer counts with its old
+        value."""
         changed = sorted({number for one in chosen for number in one.buffers})
         num_samples = sum(one.num_samples for one in chosen)
         for number in changed:
@@ -233,10 +226,10 @@ class BackupWorkersServer(Server):
         self._changed.update(changed)
 
     def _answer_held(self) -> bool:
-        """Answer what can be answered now; returns whether that was anything."""
+        """Answer what can be answered now; return whether that was anything."""
         held, self._held = self._held, []
         for caller, header in held:
-            judge = self._ended if header["op"] == "arrive" else self._dealt
+            judge = self._answer_to_arrival if header["op"] == "arrive" else self._answer_to_turn
             answer = judge(self._stream(header), header)
             if answer is None:
                 self._held.append((caller, header))
@@ -244,8 +237,8 @@ class BackupWorkersServer(Server):
                 self.listener.send(caller, {"call": header["call"], **answer})
         return len(self._held) < len(held)
 
-    def _ended(self, stream: _Stream, header: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What a worker that has arrived is told: to close the step, or how it has ended."""
+    def _answer_to_arrival(self, stream: _Stream, header: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Answer a worker that has arrived: it closes the step, or gets the result."""
         number = header["number"]
         if stream.clock.closer == header["worker"] and stream.clock.done == number:
             return {"closes": True, **stream.sums()}
@@ -253,14 +246,14 @@ class BackupWorkersServer(Server):
             return None
         return {"closes": False, **stream.records[number]}
 
-    def _dealt(self, stream: _Stream, header: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What a worker that asks for a share is told."""
-        turn = stream.clock.ask(header["worker"])
-        if turn is None:
+    def _answer_to_turn(self, stream: _Stream, header: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Answer a worker that asks for a share."""
+        assigned = stream.clock.ask(header["worker"])
+        if assigned is None:
             return None
-        passed_over = stream.clock.take_passed_over(header["worker"])
+        passed_over = stream.clock.claim_unrecorded(header["worker"])
         about = {"version": self.part.version, "passed_over": passed_over}
-        match turn:
+        match assigned:
             case BackupShare(number=number, index=index, count=count):
                 share = {"number": number, "index": index, "count": count}
                 return {**about, "turn": "share", **share, "walk": [stream.ordinal, number, 0]}

@@ -1,11 +1,11 @@
-"""Parameter servers with backup workers, the workers' side: nobody waits for the slowest replicas of a step.
+"""Parameter servers with backup workers, the workers' side: a step does not wait for its slowest replicas.
 
-A replica asks the first server for a share of the batch under way, gets the weights if it does not have them, and
-pushes its gradients while backward runs. When all servers have them it says that it has arrived, and waits for how the
-step ends. The one whose share is the last that is needed learns which shares count; it has the servers add them up,
-judges, clips, and has them step. All others learn how that went, the late ones when they come.
+A replica asks the first server for a share of the current batch, pulls the weights if it does not have them, and pushes
+its gradients while backward runs. When all servers have them, it reports its arrival, and waits for the end of the
+step. The replica whose share is the last that is needed (the closer) learns which shares count. It makes the servers
+add them up, checks and clips, and makes them step. All others get the result, late replicas when they arrive.
 
-Weights of one step are the same on all replicas: where a step was taken while a replica got its weights, its share is
+The weights of a step are the same on all replicas: if a step was taken while a replica pulled its weights, its share is
 late anyway, and it asks for another one.
 """
 
@@ -25,18 +25,19 @@ from torch.optim import Optimizer
 from paceline.comm.group import SingleWorkerGroup, WorkerGroup
 from paceline.plan import ParameterServer, Wire
 from paceline.schedule.backup_workers import BackupShare
-from paceline.schedule.staleness_clock import DealtStream, Pause, Save, StreamEnd
+from paceline.schedule.staleness_clock import AsyncStream, Pause, Save, StreamEnd
 from paceline.sync.allreduce.buckets import LocalBucket, NamedParameter, SentBytes
 from paceline.sync.parameter_server.async_updates import AsyncGradients, PendingCommit
 from paceline.sync.parameter_server.backup_server import BackupWorkersServer
 from paceline.sync.parameter_server.client import ServerClient
 from paceline.sync.parameter_server.embedding_tables import EmbeddingTables, RowsBucket
-from paceline.sync.parameter_server.server import ServerFactory, check_parameter_groups, options_of
+from paceline.sync.parameter_server.served_parameters import check_parameter_groups, options_of
+from paceline.sync.parameter_server.server import ServerFactory
 from paceline.sync.parameter_server.sync_updates import ServerBucket
 
 __all__ = ["BackupWorkerGradients"]
 
-SUMMED = slice(4, 8)  # of a walk's numbers those that are summed over replicas: losses and weights, each in halves
+SUMMED = slice(4, 8)  # numbers of a gradient pass that are summed over replicas: losses and weights, each in halves
 
 
 class BackupWorkerGradients(AsyncGradients):
@@ -59,41 +60,39 @@ class BackupWorkerGradients(AsyncGradients):
             parameters, models=models, sync=sync, wire=wire, servers=servers, worker_rank=worker_rank, tables=tables
         )
         self._drop = sync.drop
-        self._homes = [
-            SingleWorkerGroup() for _ in range(sync.servers)
-        ]  # one for each server: buckets are made for each apart
-        self._home_of_rows = SingleWorkerGroup()
+        # One group for each server, so that each server gets buckets of its own.
+        self._server_groups = [SingleWorkerGroup() for _ in range(sync.servers)]
+        self._rows_group = SingleWorkerGroup()
         self._place_of = {id(parameter): place for place, (_, parameter) in enumerate(self._all)}
         self._version = -1  # of the weights that are here
         self._share = BackupShare(0, 0, 0)
-        self._key: Sequence[int] = ()  # by which servers know the step
-        self._closes = False  # it is for this replica to end the step
-        self._ended: Mapping[str, Any] = {}  # how it did, or what is chosen
+        self._key: Sequence[int] = ()  # the servers' key of the step
+        self._closes = False  # this replica has to end the step
+        self._ended: Mapping[str, Any] = {}  # the result of the step, or the chosen shares
         self._factor, self._norm = 1.0, 0.0
         self._verdict: Mapping[str, Any] | None = None
 
     def next(
-        self, dealt: DealtStream, *, wants_pause: Callable[[], bool], is_called: Callable[[], bool] = lambda: False
+        self, stream: AsyncStream, *, wants_pause: Callable[[], bool], is_called: Callable[[], bool] = lambda: False
     ) -> BackupShare | Save | Pause | StreamEnd | None:
-        """Wait for what is to be done next, and have the weights for it.
+        """Wait for the next task, and pull the weights for it.
 
-        `wants_pause()`: whether all should come together; asked again and again until there is an answer.
+        `wants_pause()`: whether all workers should pause; polled until there is an answer.
         """
         while True:
-            told = self._ask_for_more(dealt, wants_pause=wants_pause, is_called=is_called)
+            told = self._ask_for_more(stream, wants_pause=wants_pause, is_called=is_called)
             if told is None:
                 return None
             version = int(told["version"])
             if version == self._version:
-                self._before = [one.detach().clone() for one in self._kept]
+                self._before = [one.detach().clone() for one in self._buffers_here]
             elif self._pull() != {version}:  # the step is over: its share is late
                 self._version = -1
                 continue
             self._version = version
-            # Whoever asks again before it has noted them is told of them again.
-            self.pending_commits += [
-                PendingCommit(dealt.stream, number, is_skipped=True) for number in told["passed_over"]
-            ]
+            # They are reported again if this worker asks again before it has recorded them.
+            unrecorded = told["passed_over"]
+            self.pending_commits += [PendingCommit(stream.stream, number, is_skipped=True) for number in unrecorded]
             number = int(told["number"])
             match told["turn"]:
                 case "share":
@@ -112,12 +111,12 @@ class BackupWorkerGradients(AsyncGradients):
                 "step(batch) was called twice for one batch: under ParameterServer(drop=...) a replica's share of a "
                 "step is over when it has arrived. Call it once for each batch, or use drop=0"
             )
-        self._cold.clear()  # what others use, nobody knows before it is too late to send it
+        self._cold.clear()  # which parameters others use is known too late to send cold buckets
         self._ended, self._verdict, self.chosen, self.is_late = {}, None, None, False
         super().begin(gradient_pass, step=step)
 
     def collect(self) -> list[float]:
-        """Wait until it is known which shares of the step count; returns what they come to."""
+        """Wait until it is known which shares of the step count; return their sums."""
         numbers = super().collect()
         began, about = time.perf_counter(), self._about()
         others = [self._servers.caller(number) for number in range(1, self._servers.count)]
@@ -137,13 +136,13 @@ class BackupWorkerGradients(AsyncGradients):
         self.chosen = tuple(self._ended["shares"])
         self.is_late = self._share.index not in self.chosen
         used = set(self._ended["used"])
-        self._used = {place: place in used for place in self._followed}
+        self._used = {place: place in used for place in self._trained_places}
         numbers[SUMMED] = self._ended["numbers"] or [0.0] * 4
         self.waited_s += time.perf_counter() - began
         return numbers
 
     def land(self, *, scale: float) -> None:
-        """Learn the norm of the sums, which stay where they are."""
+        """Learn the norm of the sums, which stay on the servers."""
         began = time.perf_counter()
         self._factor = scale
         if self._closes:
@@ -165,7 +164,7 @@ class BackupWorkerGradients(AsyncGradients):
         return math.isfinite(self._norm)
 
     def broken(self) -> tuple[tuple[str, ...] | None, str | None]:
-        return None if self._look is None else self._look.broken(), None
+        return None if self._finite_check is None else self._finite_check.broken(), None
 
     def agree_on(self, verdict: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
         """The closer's verdict counts."""
@@ -178,8 +177,8 @@ class BackupWorkerGradients(AsyncGradients):
         self._factor *= min(1.0, max_norm / (float(norm) + 1e-6))
 
     def apply(self, optimizers: Sequence[Optimizer]) -> None:
-        """Have the servers step, where that is for this replica to do. All get the weights with their next share."""
-        check_parameter_groups(optimizers, self._held)
+        """Make the servers step if this replica is the closer. All replicas get the weights with their next share."""
+        check_parameter_groups(optimizers, self._registered_groups)
         if not self._closes:
             return
         began = time.perf_counter()
@@ -191,7 +190,7 @@ class BackupWorkerGradients(AsyncGradients):
         self.waited_s += time.perf_counter() - began
 
     def drop(self) -> None:
-        """Remove all gradients; where this replica was to end the step, there is no update."""
+        """Remove all gradients; if this replica is the closer, the step has no update."""
         super().drop()
         if self._closes:
             self._settle(is_taken=False)
@@ -201,37 +200,37 @@ class BackupWorkerGradients(AsyncGradients):
         return sum((bucket.bytes for bucket in self._buckets), self._bytes_before)
 
     def _settle(self, *, is_taken: bool) -> None:
-        """Tell all who took part how the step has ended."""
+        """Report the end of the step to all replicas that took part."""
         told = {"op": "settle", "taken": is_taken, "norm": self._norm, "verdict": self._verdict}
         self._servers.caller(0).send({**told, **self._about()})
         self._closes = False
 
     def _used_places(self) -> list[list[int]]:
-        """Of each server, the parameters that any chosen share has a gradient of."""
+        """Return, for each server, the parameters for which any chosen share has a gradient."""
         return [[place for place in some if self._used[place]] for some in self._places()]
 
-    def _greet(self) -> None:
-        """Its workers do not come and go."""
+    def _register(self) -> None:
+        """Do nothing: with backup workers, the set of workers is fixed."""
 
     def _used_tables(self) -> list[int]:
         return [place for place in self._by_rows if self._used.get(place)]
 
     def _make_server(self) -> ServerFactory:
-        return functools.partial(BackupWorkersServer, drop=self._drop, buffers=self._kept)
+        return functools.partial(BackupWorkersServer, drop=self._drop, buffers=self._buffers_here)
 
     def _group_of(self, parameter: Parameter) -> WorkerGroup:
         server = self._server_of[self._place_of[id(parameter)]]
-        return self._home_of_rows if server is None else self._homes[server]
+        return self._rows_group if server is None else self._server_groups[server]
 
     def _staying(self, run: Sequence[NamedParameter], group: WorkerGroup) -> LocalBucket:
-        if group is self._home_of_rows:
+        if group is self._rows_group:
             return RowsBucket(
                 run,
                 tables=self._tables,
                 about=lambda: {"walk": self._key, "replica": self._share.index},
                 wire_dtype=self._wire_dtype,
             )
-        number = next(number for number, home in enumerate(self._homes) if home is group)
+        number = next(number for number, home in enumerate(self._server_groups) if home is group)
         places = [self._place_of[id(parameter)] for _, parameter in run]
 
         def push(flat: Tensor) -> Callable[[], None]:

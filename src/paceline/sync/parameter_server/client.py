@@ -1,14 +1,13 @@
-"""The parameter servers of a run, as a worker reaches them: who starts which, where they are, and how all are asked.
+"""A worker's client of the parameter servers: starts them, connects to them, and sends requests to all of them.
 
-Workers start them in turn, host after host, and tell their endpoints and secrets over the run's board. A server that is
-there stays the same for the whole attempt, whoever comes and goes.
+Workers start the servers host after host, and publish endpoints and secrets in the run's key-value store. A server
+stays the same for the whole attempt, whichever workers join or leave.
 
-A question that a server may hold back until other workers have done something, and for whom its asker waits.
-
-A server that says nothing may be lost, or wait for a worker that is slow. So a worker that has waited for a while asks
-it, again and again, who is *awaited*, which is never held back: a server that answers this is there, however long the
-question itself takes. For whom it waits then stands in the worker's ring, as a call that those have not entered: so
-whoever looks out for hangs names them, with their stacks, and ends the wait when `timeout_s` is over.
+A *held* request is one that a server answers only when other workers have done something. A silent server may be lost,
+or may wait for a slow worker. So a worker that has waited for a while repeatedly asks it which workers it waits for,
+which is never held. A server that answers this is alive, however long the request itself takes. The flight recorder
+then shows the wait as a collective that the awaited workers have not entered. So the hang monitor names them, with
+their stacks, and ends the wait when `timeout_s` is over.
 """
 
 from __future__ import annotations
@@ -33,16 +32,17 @@ from paceline.comm.group import WorkerGroup
 from paceline.comm.messages.tensor_messages import ServerLost, ServerTimeout, TensorClient, TensorMessage
 from paceline.errors import SyncError
 from paceline.schedule.parameter_placement import in_turn
-from paceline.sync.parameter_server.server import PassKey, Server, ServerFactory, ServerParameters, write_option
+from paceline.sync.parameter_server.served_parameters import ServerParameters, write_option
+from paceline.sync.parameter_server.server import PassKey, Server, ServerFactory
 from paceline.sync.parameter_server.server_process import end_server, fork_server, is_stopped, reaped
 
 __all__ = ["HeldRequest", "ServerClient", "ServerRequest", "starting_turn"]
 
 KEY = "paceline/servers/{attempt}/{number}"
 POLL_S = 0.005
-END_S = 3.0  # until a server that this worker has started has noticed that all are gone
-TOLD_S = 10.0  # a wait of so long is told
-STARTER_FIRST_S = 0.5  # who has started a server knows by which signal it was killed, and may say so first
+END_S = 3.0  # for a server that this worker has started to notice that all clients have disconnected
+REPORT_AFTER_S = 10.0  # a wait of this length is reported
+STARTER_FIRST_S = 0.5  # the worker that started a server knows which signal killed it, so it may report first
 
 
 ServerRequest = tuple[Mapping[str, Any], Sequence[Tensor]]
@@ -65,17 +65,17 @@ class ServerClient:
         holds_back: bool = False,
         recorder: FlightRecorder | None = None,
     ) -> None:
-        """`store` is the run's board, `address` that of this host as others see it. `check()` is called in waits, and
-        ends them by raising. `say` warns the user; `holds_back`: a server may have good reason not to answer yet.
-        `recorder`: this worker's; None: one that nobody reads."""
+        """`store`: the run's key-value store. `address`: this host's address as other hosts see it. `check()` is called
+        in waits, and ends them by raising. `say` warns the user. `holds_back`: a server may have a good reason not to
+        answer yet. `recorder`: this worker's flight recorder; None: one that is never read."""
         self.count = count
-        self.silence_s: float | None = None  # a server gives up a worker, or its mirror, that is not heard for so long
+        self.silence_s: float | None = None  # a server gives up a worker, or its mirror, that is silent for so long
         self._store, self._attempt, self._address, self._host = store, attempt, address, host
         self._timeout_s, self._check = timeout_s, check
         self._say, self._holds_back = say, holds_back
         self._recorder = recorder or FlightRecorder.unread()
         self._callers: list[TensorClient] = []
-        self._abouts: dict[str, Mapping[str, Any]] = {}  # of each server by its name: where it is
+        self._addresses: dict[str, Mapping[str, Any]] = {}  # by a server's name: endpoint, secret, pid and host
         self._started: list[int] = []  # process numbers
         self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []  # before `fetch_state`: each group, and its copy
         self._is_closed = False
@@ -109,10 +109,10 @@ class ServerClient:
         self.join()
 
     def join(self) -> None:
-        """Connect to all; those that others start are waited for."""
+        """Connect to all servers; wait for those that other workers start."""
         self._require_open()
-        for number in range(len(self._callers), self.count):  # where a member was lost meanwhile, some are met already
-            about = self._found(KEY.format(attempt=self._attempt, number=number), f"parameter server {number}")
+        for number in range(len(self._callers), self.count):  # after the loss of a member, some are connected already
+            about = self._read_address(KEY.format(attempt=self._attempt, number=number), f"parameter server {number}")
             self._callers.append(self._connected(f"parameter server {number}", about))
 
     def _require_open(self) -> None:
@@ -122,11 +122,11 @@ class ServerClient:
                 "the training function returns, by model.state_dict(), or from a checkpoint (paceline export)"
             )
 
-    def begin(self, walk: PassKey, *, index: int, size: int) -> None:
-        """A walk begins, on this one of so many workers."""
+    def begin(self, pass_key: PassKey, *, index: int, size: int) -> None:
+        """Called when a gradient pass begins, on worker `index` of `size`."""
 
     def push(self, number: int, header: Mapping[str, Any], *tensors: Tensor) -> Callable[[], None]:
-        """Send what nobody answers; returns what waits until the tensors may be written to again."""
+        """Send a message without an answer; return a function that waits until the tensors may be overwritten."""
         caller = self._callers[number]
         return functools.partial(caller.wait_sent, caller.send(header, tensors))
 
@@ -134,9 +134,9 @@ class ServerClient:
         return self._callers[number]
 
     def ask(self, questions: Sequence[Mapping[str, Any]], *, checks: bool = True) -> list[TensorMessage]:
-        """Ask each server its question, all at once; returns the answers, in their order.
+        """Send each server its request, all at once; return the answers, in their order.
 
-        Without `checks` only the servers' end and the time limit end the wait, whoever else is lost meanwhile.
+        Without `checks`, only the servers' end and the time limit end the wait, not the loss of another worker.
         """
         calls = [caller.begin(question) for caller, question in zip(self._callers, questions, strict=True)]
         return [caller.answer(call, checks=checks) for caller, call in zip(self._callers, calls, strict=True)]
@@ -150,7 +150,8 @@ class ServerClient:
         worker_rank: int,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> TensorMessage:
-        """Ask the first server what it may hold back; `about` says who asks. `meanwhile()` is called in the wait."""
+        """Send the first server a request that it may hold; `about` names the sender. `meanwhile()` is called in the
+        wait."""
         caller = self.caller(0)
         held = HeldRequest(caller, about, recorder=self._recorder, worker_rank=worker_rank, timeout_s=self._timeout_s)
 
@@ -164,12 +165,12 @@ class ServerClient:
             held.close()
 
     def ask_some(self, questions: Mapping[int, ServerRequest]) -> dict[int, TensorMessage]:
-        """Ask these servers, all at once, whoever else is lost meanwhile; returns the answers."""
+        """Send requests to these servers, all at once, even if other workers are lost meanwhile; return the answers."""
         calls = {number: self._callers[number].begin(*question) for number, question in questions.items()}
         return {number: self._callers[number].answer(call, checks=False) for number, call in calls.items()}
 
     def take(self, places: Sequence[int], flats: Sequence[Tensor], parameters: Sequence[Parameter]) -> int:
-        """Overwrite parameters by the weights that a server has told; returns how many tensors these were."""
+        """Overwrite parameters with the weights that a server has sent; return how many tensors these were."""
         kinds = [*dict.fromkeys(parameters[place].dtype for place in places)]
         by_dtype, offsets = dict(zip(kinds, flats, strict=False)), dict.fromkeys(kinds, 0)
         for place in places:
@@ -180,7 +181,7 @@ class ServerClient:
         return len(kinds)
 
     def fetch_state(self, optimizers: Sequence[Optimizer], parameters: Sequence[Parameter]) -> Sequence[Sequence[Any]]:
-        """Put what the servers' optimizers keep into these, until `drop_state`; returns what goes by rows of tables."""
+        """Fetch the state of the servers' optimizers into these, until `drop_state`; return state by rows of tables."""
         self._groups = [(group, {**group}) for optimizer in optimizers for group in optimizer.param_groups]
         answers = self.ask([{"op": "state"}] * self.count, checks=False)  # a member's loss does not end a save
         for answer in answers:
@@ -192,7 +193,7 @@ class ServerClient:
         return answers[0].header.get("rows", ())
 
     def drop_state(self, optimizers: Sequence[Optimizer]) -> None:
-        """Have the optimizers as they were before `fetch_state`."""
+        """Restore the optimizers to what they were before `fetch_state`."""
         for optimizer in optimizers:
             optimizer.state.clear()
         for group, before in self._groups:
@@ -200,21 +201,21 @@ class ServerClient:
             group.update(before)
         self._groups = []
 
-    def is_told_lost(self, error: BaseException) -> bool:
-        """Whether an error says that one of these servers was lost, or has not answered in time."""
-        return isinstance(error, ServerLost) and error.listener in self._abouts
+    def is_server_loss(self, error: BaseException) -> bool:
+        """Whether an error reports that one of these servers was lost, or has not answered in time."""
+        return isinstance(error, ServerLost) and error.listener in self._addresses
 
     def cause_of(self, error: BaseException | None, *, at_once: bool = False) -> str:
-        """Return how a server was lost, where that is what an error says: "parameter server 1 (pid 4711 on node1)
-        killed by signal 9"; else "". One that stands still on this host is killed: nobody asks it again. Unless
-        `at_once`, who knows less than others lets them speak first."""
-        if not isinstance(error, ServerLost) or error.listener not in self._abouts:
+        """Return how a server was lost, if an error reports that: "parameter server 1 (pid 4711 on node1) killed by
+        signal 9"; else "". A stopped server on this host is killed, because it gets no more requests. Unless `at_once`,
+        workers that did not start the server wait a moment for the one that did."""
+        if not isinstance(error, ServerLost) or error.listener not in self._addresses:
             return ""
-        name, about = error.listener, self._abouts[error.listener]
+        name, about = error.listener, self._addresses[error.listener]
         if isinstance(error, ServerTimeout):
             how = "stood still (SIGSTOP, or a debugger)" if self._is_stopped(about) else "gave no answer"
             cause = f"{name} {how} for {self._timeout_s:.0f} s (timeout_s)"
-            if (known := self._given_up(about)) is not None:  # and it may have been killed before this one looked
+            if (known := self._given_up(about)) is not None:  # another worker may have killed it before this check
                 return known
             self._give_up(about, cause)
             if about["host"] == self._host:
@@ -232,13 +233,13 @@ class ServerClient:
         return f"{name} was lost"
 
     def close(self, *, others_stay: bool = False, at_once: bool = False) -> None:
-        """Leave them; those that this worker has started are waited for a moment, and end with the last caller. Where
-        `others_stay`, nobody waits for that, nor `at_once`, after an error: then what was said last need not arrive."""
+        """Disconnect, and wait a moment for the servers that this worker has started; they end with the last client.
+        There is no wait with `others_stay`, nor with `at_once` (after an error), when the last messages may be lost."""
         self._is_closed = True
         for caller in self._callers:
             caller.close(at_once=at_once)
         self._callers = []
-        if others_stay or at_once:  # whoever ends while this process lives is reaped all the same
+        if others_stay or at_once:  # servers that end while this process lives are reaped nevertheless
             if self._started:
                 threading.Thread(target=_reap, args=(self._started,), name="paceline-reaper", daemon=True).start()
             return
@@ -246,18 +247,18 @@ class ServerClient:
         while self._started and time.monotonic() < deadline:
             self._started = [pid for pid in self._started if os.waitpid(pid, os.WNOHANG)[0] == 0]
             if self._started:
-                time.sleep(POLL_S)  # a child that has left its parent's session tells nobody but waitpid
+                time.sleep(POLL_S)  # the end of a child in another session shows only in waitpid
         for pid in filter(is_stopped, self._started):  # the end of the others does not wake it
             end_server(pid)
             reaped(pid, within_s=END_S)
 
     def _give_up(self, about: Mapping[str, Any], cause: str) -> None:
-        """Say in the key-value store why a server is given up, before it is killed: others see no more than its end."""
-        with contextlib.suppress(RuntimeError):  # of a store that has gone, too: the cause is what is to be told
+        """Publish why a server is given up, before it is killed: other workers see only that it has ended."""
+        with contextlib.suppress(RuntimeError):  # the store may be closed; then the caller still reports the cause
             self._store.set(self._key_of_end(about), cause)
 
     def _given_up(self, about: Mapping[str, Any]) -> str | None:
-        """Why another worker has given a server up."""
+        """Return why another worker has given a server up; None if none has."""
         with contextlib.suppress(RuntimeError):
             if self._store.check([self._key_of_end(about)]):
                 return self._store.get(self._key_of_end(about)).decode()
@@ -267,25 +268,25 @@ class ServerClient:
         return f"{KEY.format(attempt=self._attempt, number='given_up')}/{about['host']}/{about['pid']}"
 
     def _connected(self, name: str, about: Mapping[str, Any]) -> TensorClient:
-        """A connection to a server."""
+        """Connect to a server."""
         name = f"{name} (pid {about['pid']} on {about['host']})"
-        self._abouts[name] = about
+        self._addresses[name] = about
         return TensorClient(
             about["endpoint"],
             bytes.fromhex(about["secret"]),
             name=name,
             timeout_s=self._timeout_s,
-            check=self._heed,
-            waits=self._teller(name, about),
+            check=self._check_wait,
+            waits=self._wait_reporter(name, about),
         )
 
-    def _heed(self) -> None:
-        """Called in waits for a server; ends them by raising."""
+    def _check_wait(self) -> None:
+        """Called while waiting for a server; ends the wait by raising."""
         self._check()
 
-    def _teller(self, name: str, about: Mapping[str, Any]) -> Callable[[float], None]:
-        """What tells of a wait that has become long, once."""
-        is_told, due_s = False, min(TOLD_S, self._timeout_s / 2)
+    def _wait_reporter(self, name: str, about: Mapping[str, Any]) -> Callable[[float], None]:
+        """Return a function that reports a long wait, once."""
+        is_told, due_s = False, min(REPORT_AFTER_S, self._timeout_s / 2)
 
         def waits(seconds: float) -> None:
             nonlocal is_told
@@ -306,37 +307,37 @@ class ServerClient:
     def _is_stopped(self, about: Mapping[str, Any]) -> bool:
         return about["host"] == self._host and is_stopped(about["pid"])
 
-    def _found(self, key: str, name: str) -> dict[str, Any]:
-        return json.loads(self._told(key, f"where {name} is"))
+    def _read_address(self, key: str, name: str) -> dict[str, Any]:
+        return json.loads(self._read_key(key, f"where {name} is"))
 
-    def _told(self, key: str, name: str) -> str:
-        """What another worker says in the key-value store, or will."""
+    def _read_key(self, key: str, name: str) -> str:
+        """Wait for a value that another worker stores in the key-value store."""
         deadline = time.monotonic() + self._timeout_s
         while not self._store.check([key]):
             self._check()
             if time.monotonic() > deadline:
                 raise SyncError(f"{name} was not told within {self._timeout_s:.0f} s (timeout_s)")
-            time.sleep(POLL_S)  # a board's wait would not look for lost members
+            time.sleep(POLL_S)  # the store's own wait would not check for lost members
         return self._store.get(key).decode()
 
 
 def starting_turn(group: WorkerGroup) -> int:
-    """Whether this member of a group is the first one that starts a server (0), the second one, and so on."""
+    """Return this member's position in the order in which members start servers, from 0."""
     return in_turn(group.hosts).index(group.index)
 
 
 def _reap(pids: Sequence[int]) -> None:
     for pid in pids:
-        with contextlib.suppress(ChildProcessError):  # somebody else has
+        with contextlib.suppress(ChildProcessError):  # it was reaped elsewhere
             os.waitpid(pid, 0)
 
 
-ASK_S = 1.0  # how often it is asked who is awaited; most waits are over before
-MARGIN_S = 15.0  # beyond `timeout_s`: whoever looks out for hangs knows more, and ends the wait before
+ASK_S = 1.0  # interval of asking which workers are awaited; most waits are shorter
+MARGIN_S = 15.0  # beyond `timeout_s`: the hang monitor knows more, and ends the wait before
 
 
 class HeldRequest:
-    """One such wait of a worker, from its making to `close`; `look` and `heard` are for `TensorClient.answer`."""
+    """The wait for a held request, until `close`; `look` and `heard` are callbacks of `TensorClient.answer`."""
 
     def __init__(
         self,
@@ -347,30 +348,30 @@ class HeldRequest:
         worker_rank: int,
         timeout_s: float,
     ) -> None:
-        """`about` says who asks, and of which stream."""
+        """`about` names the sender and the stream."""
         self._caller, self._about = caller, about
         self._recorder, self._worker_rank, self._timeout_s = recorder, worker_rank, timeout_s
-        self._since = time.monotonic()  # the wait has been for the same as now
+        self._since = time.monotonic()  # since when the wait is for the same workers
         self._next_at = self._since + ASK_S
-        self._asked: int | None = None  # the call by which it was asked who is awaited
-        self._known: tuple[Sequence[int], int] = ([], 0)  # who is, and how many updates are done
-        self._group = ""  # in the ring
+        self._asked: int | None = None  # the call that asks which workers are awaited
+        self._known: tuple[Sequence[int], int] = ([], 0)  # the awaited workers, and how many updates are done
+        self._group = ""  # in the flight recorder
 
     def look(self) -> None:
-        """Ask who is awaited, where it is time. Raises SyncError where the wait has been too long."""
+        """Ask which workers are awaited, once per `ASK_S`. Raises SyncError if the wait has been too long."""
         now = time.monotonic()
         if self._asked is None and now >= self._next_at:
             self._asked = self._caller.begin({**self._about, "op": "awaited"})
         if now - self._since > self._timeout_s + MARGIN_S:
-            who = ", ".join(map(str, self._known[0]))
-            told = f"worker {who} to do its part" if who else "others"
+            ranks = ", ".join(map(str, self._known[0]))
+            awaited = f"worker {ranks} to do its part" if ranks else "others"
             raise SyncError(
                 f"{self._caller.name} has held an answer back for {now - self._since:.0f} s (timeout_s is "
-                f"{self._timeout_s:g}): it waits for {told}"
+                f"{self._timeout_s:g}): it waits for {awaited}"
             )
 
     def heard(self, message: TensorMessage) -> None:
-        """An answer to another question."""
+        """Handle the answer to another request."""
         if message.header.get("call") != self._asked:
             return
         now = time.monotonic()
@@ -395,4 +396,4 @@ class HeldRequest:
             self._recorder.join(self._group, sorted([*awaited, self._worker_rank]))
             self._recorder.wait(
                 self._recorder.enter(HELD, "", group=self._group)
-            )  # all alike: they are no different calls
+            )  # without details, so that no difference shows between workers

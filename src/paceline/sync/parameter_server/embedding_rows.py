@@ -1,10 +1,8 @@
-"""The rows of tables that a server has: told to forwards, added up for steps, and read piece by piece for checkpoints.
+"""The rows of embedding tables on one parameter server: sent to forwards, summed for steps, read for checkpoints.
 
-A table is a matrix of which a step touches few rows: an embedding's. A server has every n-th row of each
-(`paceline.schedule.parameter_placement.rows_on`), as a parameter of its own, with which the optimizers go on: their
-gradients are sparse, so those for sparse gradients change the rows that were touched, and what they keep for each row.
-Whatever they keep of a table that has dims goes by rows; a number (a count of steps) each server has for itself, and
-all are equal.
+A server has every n-th row of each table (`paceline.schedule.parameter_placement.rows_on`) as a parameter of its own,
+which the optimizers train. Its gradients are sparse, so optimizers for sparse gradients change only the rows that were
+used, and their state. State with dims is kept by rows; a plain number (a count of steps) is equal on all servers.
 """
 
 from __future__ import annotations
@@ -23,12 +21,12 @@ __all__ = ["EmbeddingRows", "is_by_rows", "pieces_of", "summed_rows"]
 
 
 class EmbeddingRows:
-    """Of some tables, by their places in the model, the rows that are here; all else of them is let go."""
+    """The rows of some tables on this server, by the tables' places in the model; all other rows are freed."""
 
     def __init__(
         self, tables: Mapping[int, Parameter], rows: Mapping[int, slice], optimizers: Sequence[Optimizer]
     ) -> None:
-        """`tables` are whole, with what the optimizers keep of them; both are cut in place."""
+        """`tables` are whole, and so is their state in the optimizers; both are reduced to the rows in place."""
         self._tables, self._optimizers = dict(tables), tuple(optimizers)
         for place, parameter in self._tables.items():
             for state in self._states(parameter):
@@ -40,9 +38,9 @@ class EmbeddingRows:
         return place in self._tables
 
     @torch.no_grad()
-    def told(self, header: Mapping[str, Any], tensors: Sequence[Tensor]) -> Tensor:
-        """Return the rows that a forward asks for by their numbers here, or a piece for who reads all: `first` to
-        `stop`, of the table or of an `entry` that an optimizer keeps. It is a copy."""
+    def read(self, header: Mapping[str, Any], tensors: Sequence[Tensor]) -> Tensor:
+        """Return a copy of the rows that a forward asks for by their numbers here, or of a piece for a reader of all
+        rows: `first` to `stop`, of the table or of an optimizer's `entry`."""
         parameter = self._tables[header["place"]]
         if header["op"] == "rows":
             return parameter.detach().index_select(0, tensors[0])
@@ -63,7 +61,7 @@ class EmbeddingRows:
         return sparse_rows(numbers, values, self._tables[place].shape)
 
     def entries(self) -> list[list[Any]]:
-        """What optimizers keep by rows: [optimizer, place, key, dtype, shape of a row] of each."""
+        """Return the optimizers' state by rows: [optimizer, place, key, dtype, shape of a row] of each entry."""
         return [
             [number, place, key, str(value.dtype).removeprefix("torch."), [*value.shape[1:]]]
             for place, parameter in self._tables.items()
@@ -82,13 +80,13 @@ def pieces_of(gradient: Tensor) -> list[Tensor]:
 
 
 def is_by_rows(value: Any) -> bool:
-    """Whether something that an optimizer keeps of a table goes by the table's rows."""
+    """Whether an optimizer's state of a table is kept by rows."""
     return isinstance(value, Tensor) and value.dim() > 0
 
 
 def summed_rows(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum of sparse gradients, coalesced; of each row what has come is added in the order of `parts`, each
-    of which has it once."""
+    """Return the coalesced sum of sparse gradients; each row is added in the order of `parts`, which contain it at most
+    once each."""
     numbers = torch.cat([part._indices()[0] for part in parts])
     found, places = torch.unique(numbers, return_inverse=True)
     values = parts[0]._values()

@@ -1,10 +1,10 @@
-"""Tables that lie on the servers, the workers' side: the rows that a forward asks for come, and their gradients go.
+"""Embedding tables on parameter servers, the workers' side: pulls the rows that a forward needs, and pushes gradients.
 
-A table is the matrix of an embedding whose gradients are sparse. Every server has every n-th row of it, and a worker
-none, from its first step on: the parameter is *away* (`paceline.comm.remote_tensor`). A forward pulls the rows of its
-words, from all servers at once; within a walk each row comes once, however many micro-batches ask for it. Their
-gradients are pushed in the place of a bucket of numbers. Whole tables come only to who writes a checkpoint, and to who
-asks for a model's state, piece by piece.
+A table is the matrix of an embedding with sparse gradients. Each of n servers has every n-th row of it. From the first
+step on, workers have none: the parameter is a placeholder (`paceline.comm.remote_tensors`). A forward pulls the rows
+that it needs, from all servers at once. Within a gradient pass each row is pulled once, however many micro-batches use
+it. The rows' gradients are pushed instead of a bucket. Whole tables are read only for a checkpoint, or for a model's
+state, piece by piece.
 """
 
 from __future__ import annotations
@@ -36,39 +36,39 @@ class EmbeddingTables:
     def __init__(self, servers: ServerClient) -> None:
         self._servers = servers
         self._tables: dict[int, Parameter] = {}  # by id
-        self._places: dict[int, int] = {}  # and those that are trained on the servers, in the models' parameters
+        self._places: dict[int, int] = {}  # the places of those that are trained on the servers
         self._names: dict[int, str] = {}
-        self._known: dict[int, tuple[Tensor, Tensor]] | None = None  # numbers and rows that came in the walk under way
+        self._known: dict[int, tuple[Tensor, Tensor]] | None = None  # numbers and rows pulled in this gradient pass
         self._num_bytes_asked = 0
 
     def __contains__(self, parameter: object) -> bool:
         return id(parameter) in self._tables
 
     def add(self, parameter: Parameter) -> None:
-        """A parameter is the table of a module that asks for its rows."""
+        """Register a parameter as the table of a module that asks for its rows."""
         self._tables[id(parameter)] = parameter
 
     def settle(self, named: Sequence[NamedParameter]) -> dict[int, Parameter]:
-        """The servers are to have the tables among these parameters, under their places here; returns those tables."""
+        """Put the tables among these parameters on the servers, under their places here; return those tables."""
         found = {place: parameter for place, (_, parameter) in enumerate(named) if parameter in self}
         self._places = {id(parameter): place for place, parameter in found.items()}
         self._names = {id(parameter): named[place][0] for place, parameter in found.items()}
         return found
 
     def rows_of(self, server: int) -> dict[int, slice]:
-        """Of each table, by its place, the rows that a server has."""
+        """Return which rows of each table a server has, by the table's place."""
         return {place: rows_on(server, servers=self._servers.count) for place in self._places.values()}
 
     @torch.no_grad()
     def leave(self) -> None:
-        """The servers have the tables: this worker lets go of them."""
+        """Free this worker's tables, which the servers have now."""
         for key in self._places:
             self._tables[key].data = remote_tensor(self._tables[key])
 
     @torch.no_grad()
     def fetch(self, optimizers: Sequence[Optimizer], told: Sequence[Sequence[Any]]) -> None:
-        """Have the whole tables here, and in the optimizers what these keep by rows: `told` by a server of what it has
-        (`Rows.entries`). They stay until `leave`."""
+        """Fetch the whole tables, and the optimizers' state by rows, as a server lists it in `told`
+        (`EmbeddingRows.entries`). They stay until `leave`."""
         versions = set[tuple[int, int]]()
         for key, place in self._places.items():
             self._tables[key].data = self._read_table(self._tables[key], versions)
@@ -87,27 +87,27 @@ class EmbeddingTables:
             )
 
     def whole(self, parameter: Tensor) -> Tensor:
-        """Return a table with all of its rows, as they are on the servers. Where replicas do not wait for each other,
-        updates may come meanwhile, which some of the rows have then, and others not."""
+        """Return a table with all of its rows, as they are on the servers. With asynchronous updates, some rows may
+        contain an update that others do not."""
         return self._read_table(parameter, set())
 
     def begin(self) -> None:
-        """A walk begins, in which rows do not change that have come."""
+        """Begin a gradient pass, in which pulled rows do not change."""
         self._known = {}
 
     def give_up(self) -> None:
-        """No walk is under way any more: rows that came in it may change."""
+        """Abandon the gradient pass: its pulled rows are dropped."""
         self._known = None
 
     def end(self) -> int:
-        """The weights of the walk are not needed any more; returns the bytes of what was asked for since then."""
+        """End the gradient pass; return the bytes of the requests that it has sent."""
         self._known = None
         asked, self._num_bytes_asked = self._num_bytes_asked, 0
         return asked
 
     @torch.no_grad()
     def rows(self, parameter: Parameter, numbers: Tensor) -> Tensor:
-        """Return the rows of these numbers, which are sorted and of which none comes twice."""
+        """Return the rows of these numbers, which are sorted and unique."""
         key = id(parameter)
         if len(numbers) and not 0 <= int(numbers[0]) <= int(numbers[-1]) < parameter.shape[0]:
             which = int(numbers[0] if numbers[0] < 0 else numbers[-1])
@@ -126,16 +126,15 @@ class EmbeddingTables:
         return rows[torch.searchsorted(known, numbers)]
 
     def push(self, parameter: Parameter, about: Mapping[str, Any], *, wire_dtype: torch.dtype | None) -> int:
-        """Send each server its rows of a table's gradient, also that there are none; returns how many bytes."""
+        """Send each server its rows of a table's gradient, even if there are none; return the number of bytes."""
         header = {"op": "push_rows", **about, "place": self._place(parameter)}
-        sent = list(self.divided(parameter, wire_dtype=wire_dtype))
+        sent = list(self.split_by_server(parameter, wire_dtype=wire_dtype))
         for server, tensors in enumerate(sent):
-            self._servers.push(server, header, *tensors)  # nobody writes to them
+            self._servers.push(server, header, *tensors)  # they are not written to afterwards
         return sum(tensor.nbytes for tensors in sent for tensor in tensors)
 
-    def divided(self, parameter: Parameter, *, wire_dtype: torch.dtype | None) -> Iterator[list[Tensor]]:
-        """Yield what each server is to get of a table's gradient: the numbers of rows there, and the rows as the wire
-        has them."""
+    def split_by_server(self, parameter: Parameter, *, wire_dtype: torch.dtype | None) -> Iterator[list[Tensor]]:
+        """Yield each server's part of a table's gradient: the row numbers there, and the rows in the wire's type."""
         if parameter.grad is None:
             numbers, rows = torch.empty(0, dtype=torch.long), parameter.new_empty(0, *parameter.shape[1:])
         else:
@@ -152,7 +151,7 @@ class EmbeddingTables:
         return self._names.get(id(parameter), "a table")
 
     def _pull(self, parameter: Parameter, numbers: Tensor) -> Tensor:
-        """Ask the servers for rows, all at once; whoever else is lost meanwhile, they answer."""
+        """Ask all servers for rows at once; they answer even if other workers are lost meanwhile."""
         count, kind = self._servers.count, _kind_of(parameter)
         about = {"op": "rows", "place": self._place(parameter)}
         of, questions = [numbers % count == server for server in range(count)], dict[int, ServerRequest]()
@@ -172,9 +171,9 @@ class EmbeddingTables:
     def _read(
         self, parameter: Tensor, whole: Tensor, entry: list[Any] | None, versions: set[tuple[int, int]]
     ) -> Tensor:
-        """Fill `whole` by what the servers have by rows: of the table, or of an optimizer's entry for it.
+        """Fill `whole` with the servers' rows: of the table, or of an optimizer's entry for it.
 
-        `versions`: with those that the servers had then.
+        The servers' versions at that time are added to `versions`.
         """
         count = self._servers.count
         each = max(1, PIECE_BYTES // max(1, whole[:1].nbytes))
@@ -198,12 +197,12 @@ class EmbeddingTables:
 
 
 def _kind_of(parameter: Parameter) -> torch.dtype:
-    """Of the numbers of rows."""
+    """Return the type of row numbers."""
     return torch.int32 if parameter.shape[0] < 1 << 31 else torch.int64
 
 
 class RowsBucket(LocalBucket):
-    """Tables, of whose gradients the rows that were touched are pushed to all servers, to each its own."""
+    """Tables whose gradients are pushed as rows, to each server its own."""
 
     def __init__(
         self,
@@ -213,11 +212,11 @@ class RowsBucket(LocalBucket):
         about: Callable[[], Mapping[str, Any]],
         wire_dtype: torch.dtype | None,
     ) -> None:
-        """`about()`: by what servers know the walk, and whose gradient this is."""
+        """`about()`: the fields that name the gradient pass and the replica."""
         super().__init__(parameters)
         self._tables, self._about, self._wire_dtype = tables, about, wire_dtype
 
-    def depart(self, riders: Sequence[float] = (), *, seed: int = 0) -> None:
+    def depart(self, metadata: Sequence[float] = (), *, seed: int = 0) -> None:
         for parameter in self.parameters:
             pushed = self._tables.push(parameter, self._about(), wire_dtype=self._wire_dtype)
             self.bytes += SentBytes(pushed, parameter.nbytes)
@@ -226,4 +225,4 @@ class RowsBucket(LocalBucket):
                 parameter.grad = sparse_rows(none, parameter.new_empty(0, *shape[1:]), shape)
 
     def scale(self, factor: float) -> None:
-        """The servers are told of it."""
+        """Do nothing: the servers get the factor with the step."""

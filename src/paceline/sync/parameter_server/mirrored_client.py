@@ -1,13 +1,13 @@
-"""Parameter servers that have a mirror each, as a worker reaches them: where a server is lost, its mirror is asked.
+"""A worker's client of mirrored parameter servers: if a server is lost, its mirror takes over.
 
-The processes of a server's are numbered, in the run's key-value store: 0 is the first one, mirrors have the numbers
-that follow. Which of them answers now is in the store, too; who its mirror is, it tells with its weights. Workers are
-connected to both, so a mirror is there as long as they are.
+The processes of a server are numbered in the run's key-value store: 0 is the first one, and mirrors have the numbers
+that follow. The store also has the number of the process that serves now; a server reports its mirror with its weights.
+Workers are connected to both, so a mirror stays as long as they do.
 
-A worker that loses a server asks the mirror to take over, pushes once more what it has pushed in this walk, and repeats
-its question. Servers take a walk's sums and its step once, however often they are asked, so it does not matter when
-that was. Another mirror is then started by the first worker, from half of them further on, that is on another host than
-the server; where there is only one host, by the one half of them further on.
+A worker that loses a server asks the mirror to take over, pushes again what it has pushed in this gradient pass, and
+repeats its request. Servers take a pass's sums and its step once, however often they are asked, so the time of the loss
+does not matter. Then one worker starts another mirror: the first member on another host than the server, beginning with
+the member half the group further on; or that member itself, if there is only one host.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from torch import Tensor
 
 from paceline.comm.messages.tensor_messages import ServerLost, TensorClient, TensorMessage
 from paceline.events import Event, Note, ServerReplaced
-from paceline.sync.parameter_server.client import END_S, KEY, POLL_S, TOLD_S, ServerClient, ServerRequest
+from paceline.sync.parameter_server.client import END_S, KEY, POLL_S, REPORT_AFTER_S, ServerClient, ServerRequest
 from paceline.sync.parameter_server.mirrored_server import MirroredServer
-from paceline.sync.parameter_server.server import PassKey, Server, ServerFactory, ServerParameters
+from paceline.sync.parameter_server.served_parameters import ServerParameters
+from paceline.sync.parameter_server.server import PassKey, Server, ServerFactory
 from paceline.sync.parameter_server.server_process import end_server, fork_server, reaped
 
 __all__ = ["MirroredServerClient", "starter_of"]
 
 HOST = "paceline/servers/{attempt}/hosts/{generation}/{index}"  # of a member
-RAREST = 10  # at least every 2^10 walks another mirror is tried in place of those that could not begin
+RAREST = 10  # after failed starts, another mirror is tried at least every 2^10 gradient passes
 
 
 def starter_of(number: int, *, hosts: Sequence[str], of_server: str) -> int:
-    """Which member starts the mirror of a server that is on this host; `hosts` are those of the members."""
+    """Return the member that starts the mirror of a server on host `of_server`; `hosts` are those of the members."""
     size = len(hosts)
     rotation = [(number + size // 2 + place) % size for place in range(size)]
     return next((one for one in rotation if hosts[one] != of_server), rotation[0])
@@ -45,7 +46,7 @@ class MirroredServerClient(ServerClient):
     """One worker's connections to all servers and their mirrors."""
 
     def __init__(self, count: int, *, tell: Callable[[Event], None], **place: Any) -> None:
-        """`tell` takes an event for the run's record; `place` is that of `ServerClient`."""
+        """`tell` takes an event for the run's record; `place` are the arguments of `ServerClient`."""
         super().__init__(count, **place)
         self._tell = tell
         self._own: dict[tuple[int, int], int] = {}  # processes that this worker has started, by server and number
@@ -54,12 +55,12 @@ class MirroredServerClient(ServerClient):
         self._mirror_of: list[int | None] = [None] * count  # as it told then
         self._mirrors: list[TensorClient | None] = [None] * count
         self._tried = [0] * count  # mirrors that were started, since there was one
-        self._waits_until = [0] * count  # no other one is before this walk, as counted here
-        self._num_walks, self._walk = 0, (-1, -1, -1)
-        self._pushed: list[list[ServerRequest]] = [[] for _ in range(count)]  # in this walk
+        self._waits_until = [0] * count  # no other one is before this pass_key, as counted here
+        self._num_passes, self._pass_key = 0, (-1, -1, -1)
+        self._pushed: list[list[ServerRequest]] = [[] for _ in range(count)]  # in this pass_key
         self._sums: list[Mapping[str, Any]] = [{} for _ in range(count)]  # the newest question of this kind
         self._hosts: tuple[tuple[int, int, int], list[str]] = ((-1, -1, -1), [])  # of the members, and of which
-        self._heeds_others = True  # whether a wait ends where a member is lost
+        self._checks_others = True  # whether a wait ends where a member is lost
         self._fork: Callable[[int, bytes], tuple[int, str]] = _nothing
 
     def meet(
@@ -90,28 +91,28 @@ class MirroredServerClient(ServerClient):
             self._callers.append(caller)
             self._processes.append(process)
 
-    def begin(self, walk: PassKey, *, index: int, size: int) -> None:
-        self._walk, self._num_walks = walk, self._num_walks + 1
+    def begin(self, pass_key: PassKey, *, index: int, size: int) -> None:
+        self._pass_key, self._num_passes = pass_key, self._num_passes + 1
         self._pushed = [[] for _ in range(self.count)]
-        members = walk[0], index, size
+        members = pass_key[0], index, size
         if self._hosts[0] != members:
-            self._store.set(HOST.format(attempt=self._attempt, generation=walk[0], index=index), self._host)
+            self._store.set(HOST.format(attempt=self._attempt, generation=pass_key[0], index=index), self._host)
             self._hosts = members, []
         for number, mirror in enumerate(self._mirror_of):
-            if mirror is not None or self._num_walks < self._waits_until[number]:
+            if mirror is not None or self._num_passes < self._waits_until[number]:
                 continue
-            of_server = self._abouts[self._callers[number].name]["host"]
-            if index == starter_of(number, hosts=self._hosts_of(walk[0], size), of_server=of_server):
-                self._waits_until[number] = self._num_walks + (1 << min(self._tried[number], RAREST))
+            of_server = self._addresses[self._callers[number].name]["host"]
+            if index == starter_of(number, hosts=self._hosts_of(pass_key[0], size), of_server=of_server):
+                self._waits_until[number] = self._num_passes + (1 << min(self._tried[number], RAREST))
                 self._tried[number] += 1
                 self._begin_mirror(number)
 
     def _hosts_of(self, generation: int, size: int) -> list[str]:
-        """The hosts of all members, each of which says its own before its first walk."""
+        """The hosts of all members, each of which says its own before its first pass_key."""
         members, hosts = self._hosts
         if not hosts:
             keys = [HOST.format(attempt=self._attempt, generation=generation, index=one) for one in range(size)]
-            hosts = [self._told(key, f"the host of member {one}") for one, key in enumerate(keys)]
+            hosts = [self._read_key(key, f"the host of member {one}") for one, key in enumerate(keys)]
             self._hosts = members, hosts
         return hosts
 
@@ -173,7 +174,7 @@ class MirroredServerClient(ServerClient):
     def _answered(
         self, number: int, question: Mapping[str, Any], call: int, *, checks: bool, tensors: Sequence[Tensor] = ()
     ) -> TensorMessage:
-        """The answer of whoever is asked in the end."""
+        """Return the answer of the process that serves in the end."""
         while True:
             try:
                 return self._callers[number].answer(call, checks=checks)
@@ -185,7 +186,7 @@ class MirroredServerClient(ServerClient):
             call = self._callers[number].begin(question, tensors)
 
     def _move(self, number: int, lost: ServerLost) -> None:
-        """A server was lost: have its mirror take over, or ask whoever has done so. Raises `lost` where none can."""
+        """Make the mirror of a lost server take over, or use the process that did. Raises `lost` if there is none."""
         began, how = time.perf_counter(), self.cause_of(lost, at_once=True)
         question = {"op": "take_over", "version": self._versions[number]}
         for process, caller in self._candidates(number):
@@ -204,14 +205,14 @@ class MirroredServerClient(ServerClient):
             for header, tensors in self._pushed[number]:
                 caller.send(header, tensors)
             if told["is_first"]:
-                about, took_s = self._abouts[caller.name], round(time.perf_counter() - began, 4)
+                about, took_s = self._addresses[caller.name], round(time.perf_counter() - began, 4)
                 by = f"pid {about['pid']} on {about['host']}"
-                self._tell(ServerReplaced(server=number, lost=how, by=by, step=self._walk[1], took_s=took_s))
+                self._tell(ServerReplaced(server=number, lost=how, by=by, step=self._pass_key[1], took_s=took_s))
             return
         raise lost
 
     def _candidates(self, number: int) -> Iterator[tuple[int, TensorClient]]:
-        """Who might answer in place of a lost server: who does already, its mirror, and any other that there is."""
+        """Yield processes that may answer instead of a lost server: the serving one, the mirror, and all others."""
         own, mirror, process = self._mirror_of[number], self._mirrors[number], self._processes[number]
         self._mirrors[number] = None
         serving = self._serving(number)
@@ -221,31 +222,31 @@ class MirroredServerClient(ServerClient):
             mirror.close(at_once=True)
         newest = self._store.add(self._key(number, "count"), 0)
         for other in dict.fromkeys([serving, *range(newest, process, -1)]):
-            caller = self._reached(number, other) if other != process else None
+            caller = self._try_connect(number, other) if other != process else None
             if caller is not None:
                 yield other, caller
 
     def _learn(self, number: int, told: Mapping[str, Any]) -> None:
-        """Keep what a server has told of itself, and a connection to its mirror."""
+        """Keep what a server has reported about itself, and connect to its mirror."""
         self._versions[number], mirror = told["version"], told["mirror"]
         if mirror != self._mirror_of[number]:
             before, self._mirror_of[number] = self._mirrors[number], mirror
             if before is not None:
                 before.close(at_once=True)
-            self._mirrors[number] = None if mirror is None else self._reached(number, mirror)
-            self._tried[number] = self._waits_until[number] = 0  # where it is lost later, another one may begin as well
+            self._mirrors[number] = None if mirror is None else self._try_connect(number, mirror)
+            self._tried[number] = self._waits_until[number] = 0  # if it is lost later, another one may be started
         for (server, process), pid in [*self._own.items()]:
             if server == number and process not in (mirror, self._processes[number]):
                 del self._own[server, process]
-                if pid in self._started:  # nobody asks it any more
+                if pid in self._started:  # no worker asks it any more
                     end_server(pid)
                     reaped(pid, within_s=END_S)
                     self._started.remove(pid)
 
     def _first(self, number: int) -> tuple[int, TensorClient]:
-        """Meet whoever answers now; where that one was just lost, the others ask its mirror."""
-        about = self._found(self._key(number, 0), f"parameter server {number}")
-        deadline = time.monotonic() + TOLD_S
+        """Connect to the process that serves now; if it was just lost, wait until the others have asked its mirror."""
+        about = self._read_address(self._key(number, 0), f"parameter server {number}")
+        deadline = time.monotonic() + REPORT_AFTER_S
         while True:
             process = self._serving(number)
             if process:
@@ -256,23 +257,23 @@ class MirroredServerClient(ServerClient):
                 self._check()
                 if time.monotonic() > deadline:
                     raise
-                time.sleep(POLL_S)  # a board's wait would not look for lost members
+                time.sleep(POLL_S)  # the store's own wait would not check for lost members
 
-    def _reached(self, number: int, process: int) -> TensorClient | None:
-        """A connection to one of a server's processes, whoever else is lost meanwhile; None where it is not there."""
+    def _try_connect(self, number: int, process: int) -> TensorClient | None:
+        """Connect to one of a server's processes, even if other workers are lost meanwhile; None if it is not there."""
         key = self._key(number, process)
         if not self._store.check([key]):
             return None
-        self._heeds_others = False
+        self._checks_others = False
         try:
             return self._connected(f"parameter server {number}", json.loads(self._store.get(key)))
         except ServerLost:
             return None
         finally:
-            self._heeds_others = True
+            self._checks_others = True
 
     def _start(self, number: int, process: int) -> dict[str, Any]:
-        """Start a process, and say where it is."""
+        """Start a process, and publish its address."""
         drawn = secrets.token_bytes(32).hex()
         secret = bytes.fromhex(self._store.compare_set(self._key(number, "secret"), "", drawn).decode())
         pid, endpoint = self._fork(number, secret)
@@ -286,8 +287,8 @@ class MirroredServerClient(ServerClient):
         key = self._key(number, "serving")
         return int(self._store.get(key)) if self._store.check([key]) else 0
 
-    def _heed(self) -> None:
-        if self._heeds_others:
+    def _check_wait(self) -> None:
+        if self._checks_others:
             self._check()
 
     def _key(self, number: int, what: int | str) -> str:

@@ -1,16 +1,18 @@
-"""A parameter server and its mirror: the mirror has all that a worker was ever told of, so either may be lost.
+"""A parameter server and its mirror (hot standby): the mirror has everything that any worker was told.
 
-Both are the same program. The one that workers ask tells the other, before it tells any worker:
+So either of the two may be lost. Both are the same program. The server that workers ask sends the mirror, before it
+answers any worker:
 
-    copy      everything, when the mirror is new: weights, what the optimizers keep, the sums of steps under way
-    sums      the sums of a walk, before their norm is told: from then on no worker need send its gradients again
+    copy      everything, when the mirror is new: weights, the optimizers' state, the sums of unfinished steps
+    sums      the sums of a gradient pass, before their norm is sent: from then on no worker must push again
     follow    the step, as a worker has asked for it. Both take it at the same time, by the same code on the same
-              numbers, so they stay equal to the last bit; weights are told when both have taken it
+              numbers, so they stay bitwise equal; weights are sent when both have taken it
 
-What was pushed, and not summed, only one has: the workers still hold it, and push it again. A worker that has lost the
-server asks the mirror to *take over*. From then on that one refuses what the other may still say, which ends by it: so
-where a server was only cut off from some of the workers, no two of them ever go on. A mirror that has fallen behind,
-because the server went on without it, is told so by the first worker, and does not take over.
+Only the server has gradients that were pushed but not summed; the workers still hold them, and push them again. A
+worker that has lost the server asks the mirror to *take over*. From then on the mirror refuses messages of the old
+server, which then ends. So if a server was cut off from only some of the workers, never do both go on. A mirror may
+have fallen behind, because the server continued without it. It learns that from the first worker, and does not take
+over.
 """
 
 from __future__ import annotations
@@ -27,31 +29,32 @@ from torch import Tensor
 from paceline.comm.messages.tensor_messages import Secret, ServerLost, TensorClient, TensorMessage, TensorServer
 from paceline.errors import SyncError
 from paceline.sync.parameter_server.embedding_rows import pieces_of
-from paceline.sync.parameter_server.server import PassKey, Server, ServerParameters, pass_key_of
+from paceline.sync.parameter_server.served_parameters import ServerParameters
+from paceline.sync.parameter_server.server import PassKey, Server, pass_key_of
 
 __all__ = ["MirroredServer"]
 
-PATIENCE = 0.5  # of what workers wait for a server: so long it waits for its mirror, and then goes on without
-ORPHANED_S = 60.0  # without its server and without a worker: in the first step none has met its mirror yet
+PATIENCE = 0.5  # a server waits for its mirror this part of the workers' timeout, and then continues without it
+ORPHANED_S = 60.0  # without its server and without a worker: in the first step no worker is connected to the mirror
 
 
 class _Superseded(SystemExit):
-    """The mirror has taken over: this server has nothing more to say, and nobody to say it to."""
+    """The mirror has taken over, so this server ends."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Mirror:
-    """What a server has of its mirror."""
+    """A server's connection to its mirror."""
 
     number: int
     caller: TensorClient
-    walk: PassKey = (-1, -1, -1)  # whose sums it has last got, and of which parameters
-    places: set[int] = dataclasses.field(default_factory=set[int])
+    pass_key: PassKey = (-1, -1, -1)  # the pass of the newest sums that it has
+    places: set[int] = dataclasses.field(default_factory=set[int])  # the parameters of those sums
 
 
 class MirroredServer(Server):
-    """One of the two. `secret` is that of both, `timeout_s` what workers wait for an answer; a mirror that is not heard
-    for `silence_s` is lost."""
+    """One of the two. `secret`: of both. `timeout_s`: how long workers wait for an answer. A mirror that is silent for
+    `silence_s` is lost."""
 
     def __init__(
         self,
@@ -66,9 +69,9 @@ class MirroredServer(Server):
         super().__init__(part, listener, is_deserted=is_deserted)
         self._secret, self._timeout_s, self._silence_s = secret, timeout_s * PATIENCE, silence_s
         self._mirror: _Mirror | None = None
-        self._following: int | None = None  # the call by which the mirror was told of the step under way
-        self._has_told = False  # that there can be no mirror, since there was one
-        self._is_copy = False  # of a server, which has said everything
+        self._follow_call: int | None = None  # the call that sent the mirror the current step
+        self._has_warned = False  # that it has no mirror, since it last had one
+        self._is_copy = False  # it has received a server's complete state
         self._has_taken_over = self._is_dismissed = False
         self._orphaned_at: float | None = None
 
@@ -78,7 +81,7 @@ class MirroredServer(Server):
         except _Superseded:
             return
         finally:
-            self._let_go()
+            self._release_mirror()
 
     def _is_over(self) -> bool:
         if self._is_dismissed or not super()._is_over():
@@ -89,11 +92,11 @@ class MirroredServer(Server):
         self._orphaned_at = self._orphaned_at or time.monotonic()
         return time.monotonic() - self._orphaned_at > ORPHANED_S
 
-    # The side of the one that workers ask.
+    # The server that workers ask.
 
     def _begin_mirroring(self, header: Mapping[str, Any]) -> None:
-        """Tell a new mirror everything; where that fails there is the one before, or none, as the workers are told."""
-        walks = self._gatherings
+        """Send a new mirror everything. If that fails, the server keeps the one before, or none, and tells workers."""
+        passes = self._pending_sums
         kept, tensors = self.part.state(with_rows=True)
         weights = self.part.weights(self.part.places)
         told = {
@@ -101,12 +104,12 @@ class MirroredServer(Server):
             "version": self.part.version,
             "num_weights": len(weights),
             **kept,
-            "walks": [[walk, [*one.sums]] for walk, one in walks.items()],
+            "walks": [[pass_key, [*one.sums]] for pass_key, one in passes.items()],
             "generation": self._generation,
-            "stepped": self._stepped,
+            "stepped": self._last_step,
             "squared": self._squared,
         }
-        sums = [piece for one in walks.values() for gradient in one.sums.values() for piece in pieces_of(gradient)]
+        sums = [piece for one in passes.values() for gradient in one.sums.values() for piece in pieces_of(gradient)]
         caller = None
         try:
             caller = TensorClient(
@@ -117,63 +120,65 @@ class MirroredServer(Server):
                 silence_s=self._silence_s,
             )
             caller.answer(caller.begin(told, [*weights, *tensors, *sums]))
-        except (SyncError, RuntimeError) as error:  # gone, or failed by itself: what it cannot do, this one may
-            if not self._has_told:
+        except (SyncError, RuntimeError) as error:  # lost, or failed by itself, which need not happen here
+            if not self._has_warned:
                 print(f"this parameter server goes on without a mirror for now: {error}", file=sys.stderr)
-            self._has_told = True
+            self._has_warned = True
             if caller is not None:
                 caller.close(at_once=True)
         else:
-            self._let_go()
+            self._release_mirror()
             self._mirror = _Mirror(header["number"], caller)
-            self._has_told = False
+            self._has_warned = False
 
-    def _before_sum(self, walk: PassKey, places: Sequence[int]) -> None:
+    def _before_sum(self, pass_key: PassKey, places: Sequence[int]) -> None:
         mirror = self._mirror
         if mirror is None:
             return
-        known = mirror.places if mirror.walk == walk else set[int]()
+        known = mirror.places if mirror.pass_key == pass_key else set[int]()
         new = [place for place in places if place not in known]
-        if new or mirror.walk != walk:
-            told = {"op": "sums", "walk": walk, "places": new, "squared": self._squared}
-            sums = self._gatherings[walk].sums
-            self._hear(mirror, mirror.caller.begin(told, [piece for place in new for piece in pieces_of(sums[place])]))
-            mirror.walk, mirror.places = walk, known.union(new)
+        if new or mirror.pass_key != pass_key:
+            told = {"op": "sums", "walk": pass_key, "places": new, "squared": self._squared}
+            sums = self._pending_sums[pass_key].sums
+            self._await_mirror(
+                mirror, mirror.caller.begin(told, [piece for place in new for piece in pieces_of(sums[place])])
+            )
+            mirror.pass_key, mirror.places = pass_key, known.union(new)
 
     def _before_step(self, header: Mapping[str, Any]) -> None:
         mirror = self._mirror
         if mirror is not None:
             told = {name: header[name] for name in ("walk", "factor", "options", "places", "tables") if name in header}
-            self._following = mirror.caller.begin({**told, "op": "follow"})
+            self._follow_call = mirror.caller.begin({**told, "op": "follow"})
 
     def _after_step(self) -> None:
-        if self._mirror is not None and self._following is not None:
-            self._hear(self._mirror, self._following)
-        self._following = None
+        if self._mirror is not None and self._follow_call is not None:
+            self._await_mirror(self._mirror, self._follow_call)
+        self._follow_call = None
 
-    def _tells(self) -> Mapping[str, Any]:
+    def _status(self) -> Mapping[str, Any]:
         return {"mirror": None if self._mirror is None else self._mirror.number}
 
-    def _hear(self, mirror: _Mirror, call: int) -> None:
-        """Wait until the mirror has it. One that is lost is let go of, and the next worker that asks is told so."""
+    def _await_mirror(self, mirror: _Mirror, call: int) -> None:
+        """Wait for the mirror's answer. A lost mirror is released, and the next answer to a worker reports that."""
         try:
             answer = mirror.caller.answer(call)
-        except (ServerLost, RuntimeError):  # gone, or failed by itself: what it cannot do, this one may
-            self._let_go()
+        except (ServerLost, RuntimeError):  # lost, or failed by itself, which need not happen here
+            self._release_mirror()
             return
         if answer.header.get("refused"):
             raise _Superseded
 
-    def _let_go(self) -> None:
-        """Have no mirror any more; the one that there was ends, unless it has taken over."""
+    def _release_mirror(self) -> None:
+        """Disconnect the mirror; it ends, unless it has taken over."""
         if self._mirror is not None:
             self._mirror.caller.send({"op": "end"})
             self._mirror.caller.close()
             self._mirror = None
 
-    # The mirror's side.
+    # The mirror.
 
-    def _take_other(self, caller: bytes, message: TensorMessage) -> None:
+    def _handle_other(self, caller: bytes, message: TensorMessage) -> None:
         header, told = message.header, dict[str, Any]()
         match header["op"]:
             case "mirror":
@@ -194,12 +199,12 @@ class MirroredServer(Server):
             case "follow":
                 self._step(header)
             case _:
-                super()._take_other(caller, message)
+                super()._handle_other(caller, message)
                 return
         self.listener.send(caller, {"call": header["call"], **told})
 
     def _take_over(self, header: Mapping[str, Any]) -> dict[str, Any]:
-        """From now on answer in the other's place, if nothing is lacking that the worker was told."""
+        """Answer instead of the server from now on, unless this mirror lacks anything that the worker was told."""
         was, lacks = self._has_taken_over, not self._is_copy or self.part.version < header["version"]
         self._has_taken_over = was or not lacks
         return {"lacks": lacks, "is_first": self._has_taken_over and not was}
@@ -208,16 +213,16 @@ class MirroredServer(Server):
         header, tensors = message.header, iter(message.tensors)
         self.part.fill([*itertools.islice(tensors, header["num_weights"])], header, tensors)
         self.part.version, self._squared = header["version"], header["squared"]
-        self._generation, self._stepped = header["generation"], pass_key_of({"walk": header["stepped"]})
-        self._gatherings.clear()
-        for walk, places in header["walks"]:
-            self._add_sums(pass_key_of({"walk": walk}), places, tensors)
+        self._generation, self._last_step = header["generation"], pass_key_of({"walk": header["stepped"]})
+        self._pending_sums.clear()
+        for pass_key, places in header["walks"]:
+            self._add_sums(pass_key_of({"walk": pass_key}), places, tensors)
         self._is_copy = True
 
-    def _add_sums(self, walk: PassKey, places: Sequence[int], pieces: Iterator[Tensor]) -> None:
-        gathering, rows = self._gathering(walk), self.part.rows
+    def _add_sums(self, pass_key: PassKey, places: Sequence[int], pieces: Iterator[Tensor]) -> None:
+        pending, rows = self._pending_sum(pass_key), self.part.rows
         for place in places:
             first = next(pieces)
             summed = rows.summed(place, first, next(pieces)) if place in rows else first
-            if gathering is not None:
-                gathering.sums[place] = summed
+            if pending is not None:
+                pending.sums[place] = summed

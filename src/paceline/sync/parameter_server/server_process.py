@@ -1,8 +1,9 @@
-"""The process that a server is: forked by a worker, with its model and optimizers as they are at that moment.
+"""The process of a parameter server: forked by a worker, with its model and optimizers as they are at that moment.
 
-So a server needs no description of an optimizer, of whatever class, and begins with what a checkpoint has filled. It is
-cut off from the worker at once: it has a session of its own and none of the worker's connections, so it outlives the
-worker, and nobody who waits for the worker's end waits for it. It ends when all workers have gone.
+So a server needs no description of an optimizer of any class, and begins with the state that a checkpoint has filled.
+It is detached from the worker at once: it has a session of its own and none of the worker's connections. So it outlives
+the worker, and a process that waits for the worker's end does not wait for the server. It ends when all workers have
+disconnected.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from pathlib import Path
 import torch
 
 from paceline.comm.messages.tensor_messages import Secret, TensorServer
-from paceline.sync.parameter_server.server import ServerFactory, ServerParameters
+from paceline.sync.parameter_server.served_parameters import ServerParameters
+from paceline.sync.parameter_server.server import ServerFactory
 
 __all__ = ["end_server", "fork_server", "is_stopped", "reaped"]
 
-NAME = "paceline-server"  # of the process, where a system has such names
+NAME = "paceline-server"  # of the process, on systems with process names
 POLL_S = 0.005
 BEGIN_S = 60.0  # from the fork until it can be reached
-ALONE_S = 60.0  # without any caller, where the worker that forked it has gone
+ALONE_S = 60.0  # without any client, if the worker that forked it has ended
 
 
 def fork_server(
@@ -39,54 +41,54 @@ def fork_server(
     server: ServerFactory,
     silence_s: float | None = None,
 ) -> tuple[int, str]:
-    """Return the process number and the endpoint of a `server` that holds what `make()` gives in it.
+    """Return the process id and the endpoint of a `server` that holds the result of `make()`, called in its process.
 
-    `silence_s` is that of its `TensorServer`. Raises RuntimeError where it does not begin.
+    `silence_s`: as for `TensorServer`. Raises RuntimeError if the process does not begin to serve.
     """
     ours, theirs = os.pipe()
     parent = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
-        # Python warns of forks beside threads. They are not in the child, and of what they may have locked it uses
-        # nothing: as with torch's own loaders, which are forked at the same places.
+        # Python warns of forks beside threads. The child has none of them, and uses nothing that they may have locked,
+        # as torch's own data loader workers, which are forked at the same places.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
         os.close(ours)
-        _be(
+        _serve_in_child(
             make,
             address=address,
             secret=secret,
             server=server,
             silence_s=silence_s,
-            tell=theirs,
+            report_fd=theirs,
             parent=parent,
         )
     os.close(theirs)
-    endpoint = _told(ours, pid)
+    endpoint = _read_endpoint(ours, pid)
     if not endpoint:
         raise RuntimeError(f"the parameter server (pid {pid}) could not begin: this worker's stderr.log says why")
     return pid, endpoint
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process of this host stands still: SIGSTOP, or a debugger. False where that cannot be known."""
+    """Whether a process of this host is stopped, by SIGSTOP or a debugger. False if that cannot be known."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
-    except OSError:  # it has gone, or this is no Linux
+    except OSError:  # it has ended, or this is not Linux
         return False
 
 
 def end_server(pid: int) -> None:
-    """Kill a server of this host, whoever started it; nothing happens where it is not known that it is one."""
+    """Kill a server of this host, whichever process started it; do nothing if the process is not known to be one."""
     with contextlib.suppress(OSError):
         if Path(f"/proc/{pid}/comm").read_text().strip() == NAME:
             os.kill(pid, signal.SIGKILL)
 
 
 def reaped(pid: int, *, within_s: float) -> str:
-    """Wait for the end of a child; returns "killed by signal 9" or "ended with status 1", "" where it does not end."""
+    """Wait for the end of a child; return "killed by signal 9" or "ended with status 1"; "" if it does not end."""
     deadline = time.monotonic() + within_s
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)
@@ -95,11 +97,11 @@ def reaped(pid: int, *, within_s: float) -> str:
             return f"killed by signal {-code}" if code < 0 else f"ended with status {code}"
         if time.monotonic() > deadline:
             return ""
-        time.sleep(POLL_S)  # a child that has left its parent's session tells nobody but waitpid
+        time.sleep(POLL_S)  # the end of a child in another session shows only in waitpid
 
 
-def _told(ours: int, pid: int) -> str:
-    """The endpoint that a server tells, or nothing where it has ended; one that says nothing is ended."""
+def _read_endpoint(ours: int, pid: int) -> str:
+    """Return the endpoint that a server reports; "" if it has ended. A server that reports nothing is killed."""
     with os.fdopen(ours, "rb", buffering=0) as said:
         poll = select.poll()
         poll.register(said, select.POLLIN)
@@ -110,33 +112,32 @@ def _told(ours: int, pid: int) -> str:
     raise RuntimeError(f"the parameter server (pid {pid}) did not begin within {BEGIN_S:.0f} s, and was killed")
 
 
-def _be(
+def _serve_in_child(
     make: Callable[[], ServerParameters],
     *,
     address: str,
     secret: Secret,
     server: ServerFactory,
     silence_s: float | None,
-    tell: int,
+    report_fd: int,
     parent: int,
 ) -> None:
     """Serve, and end the process."""
     status = 1
     try:
         os.setsid()
-        tell = _cut_off(keeping=tell)
-        for signum in (signal.SIGTERM, signal.SIGINT):  # which may come to all of a job: workers save, and need it
+        report_fd = _cut_off(keeping=report_fd)
+        for signum in (signal.SIGTERM, signal.SIGINT):  # sent to a whole job, whose workers still save, and need it
             signal.signal(signum, signal.SIG_IGN)
-        torch.set_num_threads(1)  # those of the worker's pool are not here
+        torch.set_num_threads(1)  # the threads of the worker's pool are not in this process
         torch.set_grad_enabled(True)
         if sys.platform == "linux":
             Path("/proc/self/comm").write_text(NAME)
-        with contextlib.closing(
-            TensorServer(address, secret, silence_s=silence_s)
-        ) as listener:  # what was said last arrives, after a failure too
+        # Closing it delivers the last messages, after a failure too.
+        with contextlib.closing(TensorServer(address, secret, silence_s=silence_s)) as listener:
             part = make()
-            os.write(tell, f"{listener.endpoint}\n".encode())
-            os.close(tell)
+            os.write(report_fd, f"{listener.endpoint}\n".encode())
+            os.close(report_fd)
             alone_until = time.monotonic() + ALONE_S
             server(
                 part, listener, is_deserted=lambda: os.getppid() != parent and time.monotonic() > alone_until
@@ -151,9 +152,9 @@ def _be(
 
 
 def _cut_off(*, keeping: int) -> int:
-    """Put nothing in the place of every open file but the standard ones and `keeping`, whose new number is returned.
+    """Replace every open file by /dev/null, except the standard ones and `keeping`; return its new descriptor.
 
-    Closed numbers would be given to other files, which objects of the worker's might close later.
+    Closed descriptors would be given to other files, which objects of the worker might close later.
     """
     kept = os.dup(keeping)
     nothing = os.open(os.devnull, os.O_RDWR)

@@ -18,7 +18,14 @@ import torch
 from paceline.comm.group import WorkerGroup, total
 from paceline.errors import SyncError
 from paceline.plan import Batch
-from paceline.schedule.micro_batches import MicroBatch, WorkerShare, deal, deal_to_replicas, micro_batches, step_ranges
+from paceline.schedule.micro_batches import (
+    MicroBatch,
+    WorkerShare,
+    micro_batches,
+    split_among_replicas,
+    split_evenly,
+    step_ranges,
+)
 from paceline.worker.data.data_loading import (
     Collate,
     MapReader,
@@ -129,7 +136,7 @@ class BatchStream:
         """What each worker runs, of those who run different micro-batches."""
         size, each = self._place[1], self._axes.micro_batch_peers.size
         if each > 1:
-            return deal_to_replicas(num_micro, replicas=size // each, each=each)
+            return split_among_replicas(num_micro, replicas=size // each, each=each)
         return [WorkerShare(own, len(own)) for own in self._balance.shares(num_micro, size)]
 
     def _deal_anew(self) -> None:
@@ -214,7 +221,7 @@ class BatchStream:
         epoch, start = self._at(number, begun)
         stop = min(start + self._batch.size, self.num_samples)
         micros = micro_batches(start, stop, self._batch.resolved_micro)
-        (index, count), each = share, deal(len(micros), share[1])
+        (index, count), each = share, split_evenly(len(micros), share[1])
         own = micros[each[index].start : each[index].stop]
         reader, requests = MapReader(self._reading()), iter(own)
         return StepBatch(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from paceline.schedule.micro_batches import deal, deal_by_speed
+from paceline.schedule.micro_batches import split_by_speed, split_evenly
 
 __all__ = ["EVERY_STEPS", "LoadBalancer"]
 
@@ -47,7 +47,7 @@ class LoadBalancer:
             return False
         new = tuple(seconds)
         before, after = (
-            _slowest(shares, new) for shares in (self.shares(num_micro, len(new)), deal_by_speed(num_micro, new))
+            _slowest(shares, new) for shares in (self.shares(num_micro, len(new)), split_by_speed(num_micro, new))
         )
         if after > before * (1 - LEAST_GAIN):
             return False
@@ -57,8 +57,8 @@ class LoadBalancer:
     def shares(self, num_micro: int, size: int) -> tuple[range, ...]:
         """Which micro-batches of a step each worker runs, by index."""
         if self._seconds is None or len(self._seconds) != size:
-            return deal(num_micro, size)
-        return deal_by_speed(num_micro, self._seconds)
+            return split_evenly(num_micro, size)
+        return split_by_speed(num_micro, self._seconds)
 
     def forget(self) -> None:
         """The workers are others."""

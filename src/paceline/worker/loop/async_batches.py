@@ -15,8 +15,8 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from paceline.schedule.backup_workers import BackupShare, DealtShares
-from paceline.schedule.staleness_clock import DealtBatch, DealtStream, Pause, Save, StreamEnd
+from paceline.schedule.backup_workers import AsyncShares, BackupShare
+from paceline.schedule.staleness_clock import AsyncBatch, AsyncStream, Pause, Save, StreamEnd
 from paceline.sync.parameter_server.client import starting_turn
 from paceline.worker.data.batch_stream import BatchStream
 from paceline.worker.data.step_batch import StepBatch
@@ -100,7 +100,7 @@ class AsyncBatches:
         self._step_log.leave(name)
         self._forget(name)  # there is no step that all replicas share: nothing is saved
         if is_taken:
-            gradients.noted()
+            gradients.recorded()
         gradients.leave(is_broken=not is_taken)
         if is_taken:
             gradients.refresh()
@@ -132,7 +132,7 @@ class AsyncBatches:
             self.leave()
             raise
 
-    def _take(self, under_way: _OpenStream, gradients: AsyncGradients, order: DealtStream) -> Iterator[StepBatch]:
+    def _take(self, under_way: _OpenStream, gradients: AsyncGradients, order: AsyncStream) -> Iterator[StepBatch]:
         """Yield what this worker is given, and do what comes between."""
         while True:
             self._recorder.begin("waiting for a batch", self._step_log.step)
@@ -142,7 +142,7 @@ class AsyncBatches:
             )
             self._note_pending_commits(under_way, gradients)
             match answer:
-                case DealtBatch(number=number):
+                case AsyncBatch(number=number):
                     batch = under_way.batch(number)
                 case BackupShare(number=number, index=index, count=count):
                     batch = under_way.batch(number, share=(index, count))
@@ -179,7 +179,7 @@ class AsyncBatches:
         if gradients.behind is not None:
             self._step_log.report({"behind": gradients.behind})
         self._step_log.close(name)
-        gradients.noted()
+        gradients.recorded()
 
     def _pause(self, number: int) -> None:
         """All batches before this number are done, and no worker has one in hand: do what is due between two steps."""
@@ -199,7 +199,7 @@ class AsyncBatches:
         if self._files.is_last_step(self._step_log.step):
             self._stop()
 
-    def _begin(self, stream: BatchStream, gradients: AsyncGradients) -> DealtStream | None:
+    def _begin(self, stream: BatchStream, gradients: AsyncGradients) -> AsyncStream | None:
         """Reach the servers; returns what they hand out, which they also tell each newcomer. None: that is over, and
         the others are in a later loop, or at the end. From then on members are apart."""
         if self._agreement.is_newcomer:
@@ -212,7 +212,7 @@ class AsyncBatches:
         self._agreement.run(lambda: gradients.meet(index=starting_turn(self._everybody), size=self._everybody.size))
         self._agreement.part()
         begun = StreamPosition(stream.cursor.epoch, stream.cursor.position)
-        order = DealtStream(
+        order = AsyncStream(
             stream=stream.source.name,
             limit=limit,
             workers=self._agreement.ranks,
@@ -223,10 +223,10 @@ class AsyncBatches:
         )
         if self._plan.has_backup_workers:
             epochs, micros = stream.steps_of_epochs(begun), stream.num_micros(begun)
-            order = DealtShares(**order.plain(), epochs=epochs, micros=micros)
+            order = AsyncShares(**order.plain(), epochs=epochs, micros=micros)
         return order
 
-    def _join(self, stream: BatchStream, gradients: AsyncGradients) -> DealtStream | None:
+    def _join(self, stream: BatchStream, gradients: AsyncGradients) -> AsyncStream | None:
         """The same, for a newcomer: the servers know what the others take."""
         self._agreement.part()
         order, is_over = gradients.join(stream.source.name)
@@ -253,7 +253,7 @@ class AsyncBatches:
             self._files.ledger.committed(batch, (), step=batch.step, skipped=one.is_skipped, is_whole=True)
         if gradients.pending_commits:
             gradients.pending_commits.clear()
-            gradients.noted()
+            gradients.recorded()
 
     def _count_done(self, number: int) -> None:
         """All batches before this number are done, and their updates are here."""

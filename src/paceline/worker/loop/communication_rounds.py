@@ -113,7 +113,7 @@ class CommunicationRounds:
             OuterStep(
                 some,
                 group=group,
-                everybody=everybody,
+                all_workers=everybody,
                 sync=sync,
                 wire=self._plan.wire,
                 seed=mix(self._plan.batch.seed, number) >> 1,

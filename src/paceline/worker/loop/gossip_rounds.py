@@ -32,7 +32,7 @@ class GossipRounds(CommunicationRounds):
         made = GossipStep(
             parameters,
             group=group,
-            everybody=everybody,
+            all_workers=everybody,
             sync=sync,
             wire=wire,
             seed=seed,

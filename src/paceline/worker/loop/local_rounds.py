@@ -12,7 +12,7 @@ from typing import cast
 
 from paceline.comm.sharded_tensors import local_part
 from paceline.plan import Gossip, LocalSGD, Plan
-from paceline.schedule.micro_batches import deal_to_replicas
+from paceline.schedule.micro_batches import split_among_replicas
 from paceline.worker.data.batch_stream import BatchStream
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.loop.between_steps import BetweenSteps
@@ -211,7 +211,7 @@ class LocalRounds(StepMode):
         """Take a step of this replica on micro-batches that a lost member should have run."""
         batch, each = lost.batch, self._axes.micro_batch_peers.size
         own = self._axes.share_of(self._group)[0] % each  # among those with different micro-batches
-        share = deal_to_replicas(len(lost.micros), replicas=1, each=each)[own]
+        share = split_among_replicas(len(lost.micros), replicas=1, each=each)[own]
         read = lost.micros[share.reads.start : share.reads.stop]
         items = self._between.streams[batch.stream].read(batch, read)
         more = batch.part(

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from paceline.comm.group import WorkerGroup
-from paceline.schedule.micro_batches import MicroBatch, deal
+from paceline.schedule.micro_batches import MicroBatch, split_evenly
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.membership.consensus import Consensus
 
@@ -93,7 +93,7 @@ class RoundShares:
         done = {one for reported in self._group.gather_objects(self.run_for_others()) for one in reported}
         for number, share in lost:
             left = [micro for micro in share.micros if (number, micro.index) not in done]
-            part = deal(len(left), len(replicas))[replicas.index(self._own)]
+            part = split_evenly(len(left), len(replicas))[replicas.index(self._own)]
             if part:
                 micros = left[part.start : part.stop]
                 run_more(dataclasses.replace(share, owner=self._own, micros=tuple(micros)))

@@ -345,7 +345,7 @@ class Consensus:
         """Wait, where there are too few members, until there are enough; newcomers may join meanwhile."""
         while self.holds and self._coordinator is not None:
             finish = self._coordinator.wait_for_change(self._members.generation)
-            if self._lockstep.all_say(finish is not None) and finish is not None:
+            if self._lockstep.all_agree(finish is not None) and finish is not None:
                 self.run(lambda: self._members.gather_objects(None))  # a save needs all members
                 self._leave(finish)
             self._change_over()

@@ -31,7 +31,7 @@ from paceline import environment
 from paceline.comm.group import Disrupted
 from paceline.comm.messages.json_channel import Channel, ChannelClosed
 from paceline.elastic.heartbeats import heartbeat_interval_s
-from paceline.elastic.lease import clock
+from paceline.elastic.lease import seconds_since_boot
 from paceline.elastic.membership_messages import AT_ONCE, PREEMPTED, Finish, MembershipView
 from paceline.errors import SyncError
 
@@ -57,7 +57,7 @@ class CoordinatorClient:
         self._requests = {int(signal.SIGTERM)}  # signals that ask to leave
         self._closed: ChannelClosed | None = None
         self._sent_at = 0.0
-        self._until = math.inf  # by `clock`, this worker may go on
+        self._until = math.inf  # by `seconds_since_boot`, this worker may go on
         self._is_closed = False  # this worker has finished its part of the run
         self.acknowledges = False  # generations, for the training thread; each interrupts all before it
         self.has_acknowledged = False  # one since this was set to False
@@ -170,7 +170,7 @@ class CoordinatorClient:
 
     def end_if_overdue(self) -> None:
         """Kill this process where it may not go on without a newer answer: others may have begun again."""
-        if clock() >= self._until and not self._is_closed:
+        if seconds_since_boot() >= self._until and not self._is_closed:
             os.kill(os.getpid(), signal.SIGKILL)
 
     @property
@@ -212,7 +212,7 @@ class CoordinatorClient:
             if self._signals is not None:
                 selector.register(self._signals, selectors.EVENT_READ)
             while True:
-                due_s = min(self._sent_at + self._heartbeat_s - time.monotonic(), self._until - clock())
+                due_s = min(self._sent_at + self._heartbeat_s - time.monotonic(), self._until - seconds_since_boot())
                 ready = {key.fd for key, _ in selector.select(max(0.0, due_s))}
                 try:
                     if fd in ready:

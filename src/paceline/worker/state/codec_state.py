@@ -1,6 +1,6 @@
 """The codec state of a worker: what the wire's codecs remember between steps, and how each carrier keeps it.
 
-It has two parts (`paceline.sync.allreduce.codec_memory`):
+It has two parts (`paceline.sync.allreduce.gradient_buckets`):
 
 - *Own* state is error feedback: what a replica has still to send. A checkpoint holds that of every replica, under the
   parameters' names and in their shapes, so any layout can read it. As many replicas go on with what each had. Any other
@@ -26,7 +26,7 @@ from paceline.checkpoint.reader import Checkpoint
 from paceline.comm.group import WorkerGroup
 from paceline.comm.sharded_tensors import TensorSlice, as_local_of, is_sharded, local_part, part_like
 from paceline.plan import Wire
-from paceline.sync.allreduce.codec_memory import CodecMemory
+from paceline.sync.allreduce.gradient_buckets import CodecMemory
 from paceline.worker.state.prepared_models import PreparedModels
 from paceline.worker.state.state_registry import StateRegistry
 from paceline.worker.topology.parallel_groups import ParallelGroups, StateOwner

@@ -18,7 +18,7 @@ from paceline.errors import PlanError
 from paceline.parallel.fully_sharded.sharded_model import ShardedModels
 from paceline.plan import AllReduce, Gossip, LocalSGD, ParameterServer, Plan, Raw, Sync
 from paceline.sync.allreduce.buckets import NamedParameter, SentBytes
-from paceline.sync.allreduce.codec_memory import CodecMemory
+from paceline.sync.allreduce.gradient_buckets import CodecMemory
 from paceline.sync.allreduce.gradient_reducer import GradientReducer
 from paceline.sync.local.weight_averaging import WeightAveraging
 from paceline.worker.state.model_layout import ModelLayout
@@ -88,12 +88,12 @@ class GradientReducers:
             sync=_gradient_reducer_of(self._plan.sync),
             wire=Raw() if self._plan.is_local else self._plan.wire,
             seed=self._plan.batch.seed,
-            everybody=self._step_group,
+            all_workers=self._step_group,
             # With stages, `shardings` has the rows of their units.
             shard_group=None if self._axes.link is not None else self._axes.shard_group,
             is_used=self._shards.is_used,
             shardings=self._layout.shardings(models),
-            apart=self._expert_replicas if self._axes.is_expert_parallel_only else None,
+            group_for=self._expert_replicas if self._axes.is_expert_parallel_only else None,
         )
 
     def _on_servers(self, models: Sequence[nn.Module], named: Sequence[NamedParameter]) -> GradientReducer | None:

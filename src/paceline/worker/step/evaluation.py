@@ -20,7 +20,7 @@ from torch.utils.data import default_collate
 from paceline.comm.group import WorkerGroup, total
 from paceline.parallel.fully_sharded.sharded_model import ShardedModels
 from paceline.parallel.precision import computing, input_dtype
-from paceline.schedule.micro_batches import deal_to_replicas, micro_batches
+from paceline.schedule.micro_batches import micro_batches, split_among_replicas
 from paceline.worker.data import random_state
 from paceline.worker.data.data_loading import Collate, fetch_samples
 from paceline.worker.data.step_batch import to_device
@@ -143,7 +143,7 @@ def _micros(
     micros = micro_batches(0, len(dataset), micro)
     index, size = axes.share_of(group)
     each = axes.micro_batch_peers.size
-    share = deal_to_replicas(len(micros), replicas=size // each, each=each)[index]
+    share = split_among_replicas(len(micros), replicas=size // each, each=each)[index]
     data: Any = None
     for number in range(share.num_runs):
         item = micros[share.reads[min(number, len(share.reads) - 1)]]

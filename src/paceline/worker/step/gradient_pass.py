@@ -326,7 +326,7 @@ class StepExecutor:
             loss=float("nan") if mean_loss is None else mean_loss,
             finite=finite,
             unused=unused,
-            is_empty=not summed.weight_sum and len(unused) == gradients.num_followed and not is_idle,
+            is_empty=not summed.weight_sum and len(unused) == gradients.num_trained and not is_idle,
             communication_s=gradients.waited_s + self._waited_s() - self._waited_before_s,
             broken=broken,
             spike=spike,

@@ -1,7 +1,8 @@
-"""Workers are lost in the middle of a compressed sum, and others join: all stay equal to the last bit."""
+"""A worker is lost during Adasum, gossip or a compressed sum: the others repeat the step, and all stay equal."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,30 @@ from paceline.checkpoint.reader import open_checkpoint
 from paceline.monitor.audit.audit import audit
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 20)
+
+
+def test_a_step_that_lost_a_worker_is_combined_anew_by_those_who_are_left(tmp_path: Path) -> None:
+    plan = "replicas=2-4+allreduce(op=adasum,bucket_bytes=600)+batch(size=20,micro=2)"
+    job = {"max_steps": 10, "save_every": None, "workers": 3}
+    run = trained(tmp_path / "a", {"worker": 1, "step": 4, "where": "backward"}, plan=plan, job=job)
+    assert run.code == 0, run.output
+    assert [event["rank"] for event in run.events("WorkerLost")] == [1]
+    assert [row["step"] for row in run.metrics()] == list(range(1, 11))
+    assert run.weights() != 0, "all have the same"
+    assert run.losses()[-1] < run.losses()[0]
+    assert audit(run.run_dir).is_clean
+
+
+def test_those_who_are_left_mix_go_on_and_end_with_the_same_weights(tmp_path: Path) -> None:
+    plan = "replicas=2-4+gossip(average_every=5)+batch(size=20,micro=2)"
+    job = {"max_steps": 13, "save_every": None, "workers": 4}
+    run = trained(tmp_path / "a", {"worker": 1, "step": 8, "where": "vote"}, plan=plan, job=job)
+    assert run.code == 0, run.output
+    assert [event["rank"] for event in run.events("WorkerLost")] == [1]
+    assert [row["step"] for row in run.metrics()] == list(range(1, 14))
+    assert audit(run.run_dir).is_clean
+    assert math.isfinite(run.weights()), "all have the same"
+    assert run.losses()[-1] < run.losses()[0]
 
 
 @pytest.mark.parametrize(("wire", "where"), [("powersgd(rank=2)", "sum"), ("int8", "backward")])

@@ -1,4 +1,4 @@
-"""Two servers that deal batches, without processes: whoever dies when, each update is once on each of them."""
+"""Two servers with bounded staleness, without processes: each update is on each of them once, whatever is lost."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from paceline.comm.messages.tensor_messages import TensorMessage
-from paceline.schedule.staleness_clock import DealtStream
+from paceline.schedule.staleness_clock import AsyncStream
 from paceline.sync.parameter_server.async_server import AsyncServer
-from paceline.sync.parameter_server.server import ServerParameters
+from paceline.sync.parameter_server.served_parameters import ServerParameters
 
-DEALT = DealtStream(stream="train", limit=3, workers=(0, 1), saves=(4, 4, 1), step=0, epoch=0, position=0)
+STREAM = AsyncStream(stream="train", limit=3, workers=(0, 1), saves=(4, 4, 1), step=0, epoch=0, position=0)
 LATER: dict[str, Any] = {"stream": "later", "saves": (1, 4, 1)}  # another loop over batches
 
 
@@ -53,8 +53,8 @@ class Pair:
         """What a worker, whose name begins with its rank, is answered; None: nothing yet."""
         heard = self.listeners[server].told.setdefault(name.encode(), [])
         num_heard = len(heard)
-        header = {"op": op, "call": 1, "worker": int(name[0]), "name": name, **DEALT.plain(), **fields}
-        self.servers[server]._take(name.encode(), TensorMessage(header, tensors))
+        header = {"op": op, "call": 1, "worker": int(name[0]), "name": name, **STREAM.plain(), **fields}
+        self.servers[server]._handle(name.encode(), TensorMessage(header, tensors))
         return heard[-1] if len(heard) > num_heard else None
 
     def ask(self, name: str, *, num_losses: int = 0, **fields: Any) -> Mapping[str, Any] | None:
@@ -88,7 +88,7 @@ class Pair:
     def lose(self, name: str) -> None:
         """The first server sees a connection close."""
         self.listeners[0].gone.add(name.encode())
-        self.servers[0]._look()
+        self.servers[0]._poll()
 
 
 def begun(**fields: Any) -> Pair:
@@ -132,7 +132,7 @@ def test_what_a_lost_worker_has_said_and_a_server_has_not_read_is_not_heard() ->
     assert pair.weights("1a") == [-12.0, -12.0]
 
 
-def test_an_update_that_is_done_counts_and_whoever_is_there_hears_of_it() -> None:
+def test_an_update_that_is_done_counts_and_the_other_workers_learn_of_it() -> None:
     pair = begun()
     for server in (1, 0):
         pair.update("0a", 0, 1.0, server=server)
@@ -180,10 +180,10 @@ def test_a_batch_that_was_passed_over_is_not_taken_again() -> None:
     assert (told["number"], told["losses"]) == (1, [{"name": "0a", "unnoted": ("train", 0, True)}])
 
 
-def test_who_comes_in_the_place_of_a_lost_worker_is_told_what_is_dealt_and_gets_its_batch() -> None:
+def test_a_replacement_learns_the_stream_and_gets_the_lost_workers_batch() -> None:
     pair = begun()  # nobody has seen the connection of 0a close
     assert pair.say("0b", "hello") is not None
-    assert DealtStream.from_plain((pair.say("0b", "about") or {})["dealt"]) == DEALT
+    assert AsyncStream.from_plain((pair.say("0b", "about") or {})["dealt"]) == STREAM
     told = pair.ask("0b") or {}
     assert (told["number"], told["losses"]) == (0, [{"name": "0a", "unnoted": None}])
     assert (pair.update("0a", 0, 1.0, server=0) or {})["is_lost"] is True
@@ -232,13 +232,13 @@ def test_a_loop_begins_with_those_in_the_place_of_lost_ones_who_were_in_an_earli
     assert told is None if has_joined else told is not None and told["turn"] == "save"
 
 
-def test_who_comes_before_anything_is_dealt_waits() -> None:
+def test_a_worker_that_comes_before_the_stream_is_known_waits() -> None:
     pair = Pair()
     pair.say("2a", "hello")
     assert pair.say("2a", "about") is None
     pair.say("0a", "hello")
     pair.ask("0a")
-    assert DealtStream.from_plain(pair.listeners[0].told[b"2a"][-1]["dealt"]) == DEALT
+    assert AsyncStream.from_plain(pair.listeners[0].told[b"2a"][-1]["dealt"]) == STREAM
 
 
 def test_who_says_twice_that_it_is_there_is_no_other_one() -> None:
