@@ -1,3 +1,3 @@
-"""Which samples this worker reads in each step: streams, positions, loaders, per-micro-batch random state, load
-balancing; imports `membership` and `topology`.
+"""Data loading: the samples that this worker reads in each step, by stream and position; random state of each
+micro-batch, load balancing; imports `membership` and `topology`.
 """

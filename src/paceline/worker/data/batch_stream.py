@@ -1,10 +1,10 @@
-"""A stream of steps from one dataset: where it stands, which steps come next, and this worker's part of each.
+"""The distributed sampler of one dataset: its position, the next steps, and this worker's share of each.
 
-The position is two numbers (epoch, samples into it); the next step follows from them alone, so a restore costs the same
-anywhere in an epoch. Map-style datasets (`len` and `[]`) are read in the order of `schedule.sample_order`. Iterable
-datasets are passed over by every worker, which keeps its own micro-batches: exact at any number of workers as long as
-the dataset gives the same items in the same order everywhere, which is checked at each step by count; a restore passes
-over the items before the position.
+The position is two numbers (epoch, samples into it). The next step follows from them alone, so a restore costs the same
+anywhere in an epoch. Map-style datasets (`len` and `[]`) are read in the order of `schedule.sample_order`. Every worker
+reads all of an iterable dataset, and keeps its own micro-batches. This is exact at any number of workers as long as the
+dataset gives the same items in the same order everywhere, which each step checks by count. A restore skips the items
+before the position.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = ["StreamPosition", "StreamSource", "is_map_style"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StreamSource:
-    """What `worker.batches` was asked for."""
+    """The arguments of `worker.batches`."""
 
     dataset: Any
     epochs: int
@@ -59,7 +59,7 @@ class StreamSource:
 
 
 def is_map_style(dataset: Any) -> bool:
-    """Whether samples can be asked for by number."""
+    """Whether samples can be read by index."""
     is_iterable_kind = isinstance(dataset, torch.utils.data.IterableDataset)
     return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not is_iterable_kind
 
@@ -67,7 +67,7 @@ def is_map_style(dataset: Any) -> bool:
 class BatchStream:
     """Yields the remaining steps of a source as StepBatch objects, from the cursor on; commits move the cursor.
 
-    `cursor` is what a checkpoint says; what has changed since then is refused, or said in `notes`.
+    `cursor` is the checkpoint's; changes since then are refused, or reported in `notes`.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class BatchStream:
         axes: ParallelGroups | None = None,
         replicas: Callable[[], Sequence[int]] | None = None,
     ) -> None:
-        """`replicas()`: the numbers of the present ones, in order, where they take steps by themselves."""
+        """`replicas()`: the numbers of the present replicas, in order, where they take steps by themselves."""
         self.source = source
         self._axes = single_worker_replicas(group) if axes is None else axes
         self._batch, self._group, self._walk, self._timeout_s = batch, group, walk, timeout_s
         self._together, self._balance, self._replicas = together, balance, replicas
-        self._deal_anew()
+        self._update_share()
         self._items: Iterator[Any] = iter(())
-        self._is_stale = True  # what is read ahead, or would be, is another share than this worker's
+        self._is_stale = True  # what was read ahead is not this worker's present share
         self.num_samples = len(source.dataset) if is_map_style(source.dataset) else 0
         self._check()
         self._order = SampleOrder(
@@ -106,7 +106,7 @@ class BatchStream:
         self.was_finished = self._is_finished()
 
     def about(self) -> dict[str, Any]:
-        """For the ledger: what is read and how."""
+        """For the ledger: the order and the steps of the samples."""
         return dataclasses.asdict(self._order)
 
     def last_step(self, done: int) -> int | None:
@@ -119,7 +119,7 @@ class BatchStream:
         return done + self._order.num_steps(self.cursor.position) + self._order.num_steps(0) * (left - 1)
 
     def steps(self, next_step: Callable[[], int]) -> Iterator[StepBatch]:
-        """Yield the remaining steps; `next_step()` gives the number of the step to come."""
+        """Yield the remaining steps; `next_step()` gives the number of the next step."""
         yield from self._map_steps(next_step) if self.num_samples else self._iterable_steps(next_step)
 
     def mine(self, start: int, stop: int) -> tuple[MicroBatch, ...]:
@@ -130,22 +130,22 @@ class BatchStream:
     def _share(self, start: int, stop: int) -> tuple[tuple[MicroBatch, ...], WorkerShare]:
         """A step's micro-batches, and which of them are this worker's."""
         micros = micro_batches(start, stop, self._batch.resolved_micro)
-        return micros, self._shares(len(micros))[self._place[0]]
+        return micros, self._shares(len(micros))[self._index_and_size[0]]
 
     def _shares(self, num_micro: int) -> Sequence[WorkerShare]:
-        """What each worker runs, of those who run different micro-batches."""
-        size, each = self._place[1], self._axes.micro_batch_peers.size
+        """What each worker runs, for the workers that run different micro-batches."""
+        size, each = self._index_and_size[1], self._axes.micro_batch_peers.size
         if each > 1:
             return split_among_replicas(num_micro, replicas=size // each, each=each)
         return [WorkerShare(own, len(own)) for own in self._balance.shares(num_micro, size)]
 
-    def _deal_anew(self) -> None:
-        """Among the members of now."""
-        self._place = self._axes.share_of(self._group)
+    def _update_share(self) -> None:
+        """Take over this worker's index among the present members."""
+        self._index_and_size = self._axes.share_of(self._group)
         self._owners = None if self._replicas is None else tuple(self._replicas())
 
-    def _dealt(self, start: int, stop: int) -> dict[str, Any]:
-        """What a batch is told of this worker's share."""
+    def _share_fields(self, start: int, stop: int) -> dict[str, Any]:
+        """The fields of a batch that describe this worker's share."""
         micros, share = self._share(start, stop)
         found: dict[str, Any] = {
             "micros": micros[share.own.start : share.own.stop],
@@ -163,20 +163,20 @@ class BatchStream:
                 for first in range(0, len(shares), each)
             ]
             found["dealt"] = dict(zip(self._owners, of_each, strict=True))
-            found["num_here"] = sum(micro.num_samples for micro in of_each[self._place[0] // each])
+            found["num_here"] = sum(micro.num_samples for micro in of_each[self._index_and_size[0] // each])
         return found
 
     def read(self, batch: StepBatch, micros: Sequence[MicroBatch]) -> Iterator[Any]:
-        """The data of these micro-batches of a batch, whoever's they were."""
+        """The data of these micro-batches of a batch, which may be other workers'."""
         if self.num_samples:
             return self._open(
                 MapReader(self._reading()), (MicroBatchRequest(batch.epoch, micro) for micro in micros), loaders=0
             )
-        counted: StepItems = next(self._passed_over(batch.epoch, batch.start, mine=lambda start, stop: tuple(micros)))
+        counted: StepItems = next(self._items_from(batch.epoch, batch.start, mine=lambda start, stop: tuple(micros)))
         return iter(counted.data)
 
     def _is_finished(self) -> bool:
-        """Whether no step is left. An iterable tells only when it was read to its end."""
+        """Whether no step is left. An iterable must be read to its end first."""
         return self.last_step(0) == 0 if self.num_samples else self.cursor.epoch >= self.source.epochs
 
     def _map_steps(self, next_step: Callable[[], int]) -> Iterator[StepBatch]:
@@ -189,7 +189,7 @@ class BatchStream:
                 epoch=epoch,
                 start=start,
                 stop=stop,
-                **self._dealt(start, stop),
+                **self._share_fields(start, stop),
                 ends_epoch=stop == self._order.end_of_epoch(start),
                 fetch=lambda: next(self._items),
                 walk=self._walk,
@@ -204,20 +204,20 @@ class BatchStream:
         last = self.last_step(0)
         if last is None:
             raise ValueError(
-                f"stream {self.source.name!r} is read from an iterable, whose end nobody knows: under "
-                "ParameterServer(staleness=...) or (drop=...) batches are dealt by their numbers. Use a dataset with "
+                f"stream {self.source.name!r} is read from an iterable, whose end is not known: under "
+                "ParameterServer(staleness=...) or (drop=...) batches are handed out by number. Use a dataset with "
                 "len() and [], or staleness=0 and drop=0"
             )
         if self.source.loaders:
             raise ValueError(
                 f"loaders={self.source.loaders} under ParameterServer(staleness=...) or (drop=...): which batch a "
-                "replica gets is known only when it asks for one, so nothing can be read ahead yet. Use loaders=0, or "
+                "replica gets is known only when it requests one, so nothing can be read ahead. Use loaders=0, or "
                 "staleness=0 and drop=0"
             )
         return last
 
     def batch_at(self, number: int, *, begun: StreamPosition, step: int, share: tuple[int, int] = (0, 1)) -> StepBatch:
-        """A batch, counted from `begun`, as a worker runs one of so many shares of it."""
+        """A batch, counted from `begun`; `share` is (index, count) of the share that this worker runs."""
         epoch, start = self._at(number, begun)
         stop = min(start + self._batch.size, self.num_samples)
         micros = micro_batches(start, stop, self._batch.resolved_micro)
@@ -234,15 +234,15 @@ class BatchStream:
             ends_epoch=stop == self._order.end_of_epoch(start),
             fetch=lambda: reader[MicroBatchRequest(epoch, next(requests))],
             walk=self._walk,
-            dealt={place: micros[some.start : some.stop] for place, some in enumerate(each)} if count > 1 else None,
+            dealt={number: micros[some.start : some.stop] for number, some in enumerate(each)} if count > 1 else None,
         )
 
     def steps_of_epochs(self, begun: StreamPosition) -> tuple[int, int]:
-        """How many steps are left of the epoch in which `begun` stands, and how many a later one has."""
+        """How many steps are left of the epoch of `begun`, and how many a later one has."""
         return self._order.num_steps(begun.position), self._order.num_steps(0)
 
     def num_micros(self, begun: StreamPosition) -> tuple[int, int, int]:
-        """How many micro-batches a step has, the last one of the epoch in which `begun` stands, and of a later one."""
+        """How many micro-batches a step has, the last step of the epoch of `begun`, and that of a later epoch."""
         size, num_last = self._batch.size, [self._batch.size] * 2
         if not self._batch.drop_last:
             num_last = [left % size or size for left in (self.num_samples - begun.position, self.num_samples)]
@@ -250,7 +250,7 @@ class BatchStream:
         return self._batch.num_micro, first, later
 
     def stand_after(self, number: int, *, begun: StreamPosition) -> None:
-        """Move the cursor to where it is when so many batches are done."""
+        """Move the cursor to its position after this number of batches."""
         self.cursor.epoch, self.cursor.position = begun.epoch, begun.position
         if number:
             epoch, start = self._at(number - 1, begun)
@@ -261,22 +261,22 @@ class BatchStream:
         in_first, size = self._order.num_steps(begun.position), self._batch.size
         if number < in_first:
             return begun.epoch, begun.position + number * size
-        later, place = divmod(number - in_first, self._order.num_steps(0))
-        return begun.epoch + 1 + later, place * size
+        later, step = divmod(number - in_first, self._order.num_steps(0))
+        return begun.epoch + 1 + later, step * size
 
     def members_changed(self) -> None:
-        """Shares are others from the next step on; `redeal` has the one under way."""
+        """From the next step on this worker has another share; `redeal` changes that of the present step."""
         self._is_stale = True
-        self._deal_anew()
+        self._update_share()
 
     @property
     def is_dealt_anew(self) -> bool:
-        """Whether the members have changed since a batch was dealt last: their shares of it are others now."""
+        """Whether the members, and with them the shares, have changed since the newest batch was assigned."""
         return self._is_stale
 
     def redeal(self, batch: StepBatch) -> None:
-        """Give a batch this worker's present share, for a step that is taken again from its beginning."""
-        share = self._dealt(batch.start, batch.stop)
+        """Assign this worker's present share of a batch, for a step that is done again from its beginning."""
+        share = self._share_fields(batch.start, batch.stop)
         if self.num_samples:
             self._open_map(batch.epoch, batch.start)
             batch.redeal(lambda: next(self._items), **share)
@@ -287,7 +287,7 @@ class BatchStream:
         batch.redeal(lambda: next(parts), **share)
 
     def _open_map(self, epoch: int, position: int) -> None:
-        """Read ahead from here on; the loader runs ahead of the cursor."""
+        """Read ahead from this position on; the loader runs ahead of the cursor."""
         requests = (
             MicroBatchRequest(number, micro)
             for number, start, stop in self._plan(StreamPosition(epoch, position))
@@ -296,10 +296,10 @@ class BatchStream:
         self._items, self._is_stale = self._open(MapReader(self._reading()), requests), False
 
     def _open_iterable(self, epoch: int, position: int) -> None:
-        """Pass over what comes before, and read ahead from here on."""
-        self._items, self._is_stale = self._passed_over(epoch, position, mine=self.mine), False
+        """Skip the items before this position, and read ahead from it on."""
+        self._items, self._is_stale = self._items_from(epoch, position, mine=self.mine), False
 
-    def _passed_over(
+    def _items_from(
         self, epoch: int, position: int, *, mine: Callable[[int, int], tuple[MicroBatch, ...]]
     ) -> Iterator[StepItems]:
         """The items of an iterable from a position on, step by step, of these micro-batches."""
@@ -332,13 +332,13 @@ class BatchStream:
             if self._is_stale:
                 self._open_iterable(epoch, position)
             counted: StepItems = next(self._items)
-            self._agree_on_count(counted.num_samples, epoch, position)
-            if self._is_stale and counted.num_samples:  # a member was lost just now: the same step, another share
+            self._compare_counts(counted.num_samples, epoch, position)
+            if self._is_stale and counted.num_samples:  # a member was just lost: the same step, another share
                 self._open_iterable(epoch, position)
                 counted = next(self._items)
             if counted.num_samples == 0:
                 if (epoch, position) == (0, 0):
-                    raise ValueError(self._nothing_in_it())
+                    raise ValueError(self._empty_text())
                 epoch, position = epoch + 1, 0
                 self.cursor.epoch, self.cursor.position = epoch, position
                 continue
@@ -349,7 +349,7 @@ class BatchStream:
                 epoch=epoch,
                 start=position,
                 stop=position + counted.num_samples,
-                **self._dealt(position, position + counted.num_samples),
+                **self._share_fields(position, position + counted.num_samples),
                 ends_epoch=None,
                 fetch=lambda parts=parts: next(parts),
                 walk=self._walk,
@@ -358,7 +358,7 @@ class BatchStream:
             batch.let_go()
             position += counted.num_samples
 
-    def _agree_on_count(self, count: int, epoch: int, position: int) -> None:
+    def _compare_counts(self, count: int, epoch: int, position: int) -> None:
         """Raise on all workers when they did not all read the same number of items for this step."""
         group = self._group if self._replicas is None else self._axes.whole
         if group.size == 1:
@@ -378,7 +378,7 @@ class BatchStream:
                 "Seed it, sort its files, and do not split it by worker yourself"
             )
 
-    def _nothing_in_it(self) -> str:
+    def _empty_text(self) -> str:
         b, name = self._batch, self.source.name
         if b.drop_last:
             return (

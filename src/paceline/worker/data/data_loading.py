@@ -1,4 +1,4 @@
-"""Read micro-batches: the objects that run inside torch's DataLoader, in this process or in loader processes.
+"""Reads micro-batches with torch's DataLoader: the dataset and sampler that run in this process or in loader processes.
 
 A `MicroBatchRequest` names a micro-batch by numbers; the reader turns it into data. Random state is seeded from the
 request, so augmentation in a dataset's `__getitem__` gives the same sample wherever and whenever it is read.
@@ -46,7 +46,7 @@ class MicroBatchRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """What a data stream reads and how; numbers only, but for the user's dataset and collate function."""
+    """What a data stream reads, and how."""
 
     dataset: Any
     collate: Collate = default_collate
@@ -56,7 +56,9 @@ class ReadOptions:
 
 
 class MapReader(Dataset[Any]):
-    """Turns a Request into collated data. Seeds the global random state: read aside where that is a worker's own."""
+    """Turns a `MicroBatchRequest` into collated data. It seeds the global random state, so a worker preserves its
+    own.
+    """
 
     def __init__(self, reading: ReadOptions) -> None:
         self._reading = reading
@@ -103,14 +105,14 @@ class StepItems:
     data: tuple[Any, ...]
 
     def pin_memory(self) -> StepItems:
-        """Return the same in page-locked memory; torch's DataLoader calls it where it pins."""
+        """Return the same in page-locked memory; torch's DataLoader calls it for pinned memory."""
         return dataclasses.replace(self, data=tuple(map(pin_memory, self.data)))
 
 
 class StreamReader(IterableDataset[Any]):
     """Reads the whole of an iterable dataset and collates this worker's micro-batches of each step.
 
-    Every worker passes over every item, so the steps are the same at any number of workers, provided that the dataset
+    Every worker reads every item, so the steps are the same at any number of workers, provided that the dataset
     gives the same items in the same order everywhere.
     """
 
@@ -161,17 +163,17 @@ class StreamReader(IterableDataset[Any]):
             position += len(step)
 
     def _collated(self, items: list[Any], epoch: int, micro: MicroBatch) -> Any:
-        """Collate a micro-batch with random state of its own, the same on whichever worker."""
+        """Collate a micro-batch with random state of its own, the same on every worker."""
         with random_state.PreservedRandomState():
             random_state.seed_all(self._reading.seed, 2, epoch, micro.start)
             return self._reading.collate(items)
 
 
 def refuse_loader(dataset: Any) -> None:
-    """Raise TypeError for torch's DataLoader, which would cut and shuffle by itself."""
+    """Raise TypeError for torch's DataLoader, which would batch and shuffle by itself."""
     if isinstance(dataset, DataLoader):
         raise TypeError(
-            "worker.batches() got a DataLoader, which cuts batches and shuffles by itself. Pass its dataset, and the "
+            "worker.batches() got a DataLoader, which batches and shuffles by itself. Pass its dataset, and the "
             "rest as arguments: worker.batches(loader.dataset, collate=loader.collate_fn, "
             "loaders=loader.num_workers); the batch size and the shuffling belong to the plan, Batch(size=, shuffle=)"
         )
@@ -214,7 +216,7 @@ def _as_is(data: Any) -> Any:
 
 
 def _begin_loader(_: int) -> None:
-    """A loader process dies with its worker, ignores the terminal's Ctrl-C, and uses one thread."""
+    """Set up a loader process: it exits with its worker, ignores the terminal's Ctrl-C, and uses one thread."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)

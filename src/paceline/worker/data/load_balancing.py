@@ -1,7 +1,7 @@
-"""Uneven machines: a worker that is persistently slower is given fewer micro-batches of the same global batch.
+"""Load balancing: a worker that stays slower than the others gets fewer micro-batches of the same global batch.
 
-Every few steps all workers tell what a micro-batch takes them, and each computes the same shares from that. Gradients
-are weighted by samples, so shares change who works, and nothing else.
+Every few steps the workers exchange their times for a micro-batch, and each computes the same shares from them.
+Gradients are weighted by samples, so shares change only which worker runs a micro-batch.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ from paceline.schedule.micro_batches import split_by_speed, split_evenly
 
 __all__ = ["EVERY_STEPS", "LoadBalancer"]
 
-EVERY_STEPS = 10  # steps between two looks
-LEAST_GAIN = 0.05  # the slowest must get faster by this share, or nothing is changed
+EVERY_STEPS = 10  # steps between two comparisons
+LEAST_GAIN = 0.05  # the slowest must get faster by this share, or shares stay
 
 
 class LoadBalancer:
-    """One worker's part: measures, and remembers what all have agreed on."""
+    """Measures this worker's times, and keeps those of all workers."""
 
     def __init__(self, *, is_on: bool) -> None:
         self.is_on = is_on
-        self._measured: list[float] = []  # seconds for a micro-batch, in each step since the last look
-        self._seconds: tuple[float, ...] | None = None  # of all workers, by index; None: taken as equal
+        self._measured: list[float] = []  # seconds for a micro-batch, in each step since the last comparison
+        self._seconds: tuple[float, ...] | None = None  # of all workers, by index; None: equal
 
     def note(self, seconds: float, num_micro: int) -> None:
-        """A step's micro-batches have taken this worker so long."""
+        """Add the time that this worker needed for a step's micro-batches."""
         if self.is_on and num_micro:
             self._measured.append(seconds / num_micro)
 
     def is_due(self, step: int) -> bool:
-        """Whether all are to tell what they have measured, after this step."""
+        """Whether the workers exchange their times after this step."""
         return self.is_on and step > 0 and step % EVERY_STEPS == 0
 
     def measured(self) -> float:
-        """The typical time for a micro-batch since the last look; 0: none was run."""
+        """The typical time for a micro-batch since the last comparison; 0: none was run."""
         typical = statistics.median(self._measured) if self._measured else 0.0
         self._measured.clear()
         return typical
 
     def agree(self, seconds: Sequence[float], num_micro: int) -> bool:
-        """Take what all have measured, by index; returns whether shares of `num_micro` change."""
+        """Take over the times of all workers, by index; returns whether shares of `num_micro` change."""
         known = [one for one in seconds if one > 0]
         if len(known) < len(seconds):
             return False
@@ -61,7 +61,7 @@ class LoadBalancer:
         return split_by_speed(num_micro, self._seconds)
 
     def forget(self) -> None:
-        """The workers are others."""
+        """The members have changed: forget their times."""
         self._seconds = None
         self._measured.clear()
 

@@ -1,7 +1,7 @@
-"""Random state: each micro-batch has its own, seeded by numbers alone, and the code around the step never notices.
+"""Random state: each micro-batch has its own, seeded by its number alone, and code outside of the step keeps its own.
 
 Covered: torch on the CPU and on the worker's device, Python's `random`, and numpy's global generator. Generators that
-user code makes for itself are its own business.
+user code makes are not touched.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 
 class PreservedRandomState:
-    """A `with` block that leaves every global generator as it was before; may be used again, but not inside itself.
+    """A `with` block that leaves every global generator as it was before; may be used again, but not nested.
 
     numpy's generator is exchanged, not copied, which is far cheaper; a normal number that it drew in advance is lost.
     """

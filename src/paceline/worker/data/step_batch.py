@@ -1,4 +1,4 @@
-"""One step's data as one worker sees it: its micro-batches of the global batch."""
+"""`StepBatch`, what `worker.batches` yields: this worker's micro-batches of one step's global batch."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ class StepBatch:
         self.micros = tuple(micros)
         self.num_samples = stop - start
         self.num_here = self.num_samples if num_here is None else num_here
-        self.num_runs = len(self.micros) if num_runs is None else num_runs  # in a walk; beyond the micro-batches: void
-        self.spare = spare  # what the void ones run where this worker has none of its own
-        self.dealt = dealt or {}  # where each replica takes a step of its share, or some are left out: what each has
-        self.chosen: tuple[int, ...] | None = None  # of these shares those that count, when it is known; None: all
-        self.behind: int | None = None  # its update, by so many others that the weights did not have; None: not known
-        self.is_void = False  # the one under way
+        self.num_runs = len(self.micros) if num_runs is None else num_runs  # in a pass; beyond the micro-batches: void
+        self.spare = spare  # what void runs use where this worker has no micro-batch
+        self.dealt = dealt or {}  # each replica's share, where replicas step alone or late ones are left out
+        self.chosen: tuple[int, ...] | None = None  # of these shares those that count, once known; None: all
+        self.behind: int | None = None  # staleness: updates that the weights did not have; None: not known
+        self.is_void = False  # the present micro-batch
         self.num_passes = 0
-        self.serial = 0  # which one of all batches that this worker was given; set by the worker
+        self.serial = 0  # its number among all batches of this worker; set by the worker
         self.data_s = 0.0  # waited for data
         self._fetch, self._walk = fetch, walk
         self._kept: list[Any] = []
@@ -99,20 +99,20 @@ class StepBatch:
         return f"<step {self.step}, epoch {self.epoch}: {len(self)} micro-batches here of {self.num_samples} samples>"
 
     def runs(self) -> Iterator[tuple[int, MicroBatch, bool]]:
-        """What a walk runs: the number to `read`, the micro-batch, and whether it is void."""
+        """What a pass runs: the number to `read`, the micro-batch, and whether it is void."""
         for number, micro in enumerate(self.micros):
             yield number, micro, False
         last = self.micros[-1] if self.micros else self.spare
         for _ in range(len(self.micros), self.num_runs if last is not None else 0):
             yield max(0, len(self.micros) - 1), cast("MicroBatch", last), True
 
-    def read(self, place: int) -> Any:
-        """Return the data of this worker's micro-batch number `place`, on the CPU; at first waits for the loader."""
-        while len(self._kept) <= place:
+    def read(self, number: int) -> Any:
+        """Return the data of this worker's micro-batch `number`, on the CPU; the first time it waits for the loader."""
+        while len(self._kept) <= number:
             began = time.perf_counter()
             self._kept.append(self._fetch())
             self.data_s += time.perf_counter() - began
-        return self._kept[place]
+        return self._kept[number]
 
     def part(
         self,
@@ -123,7 +123,7 @@ class StepBatch:
         num_here: int,
         fetch: Callable[[], Any],
     ) -> StepBatch:
-        """Return some more micro-batches of the same step, in a walk of their own; `fetch` gives their data."""
+        """Return more micro-batches of the same step, for a pass of their own; `fetch` reads their data."""
         part = StepBatch(
             stream=self.stream,
             step=self.step,
@@ -151,7 +151,7 @@ class StepBatch:
         num_here: int | None = None,
         dealt: Mapping[int, tuple[MicroBatch, ...]] | None = None,
     ) -> None:
-        """Begin again with another share, of which all is told as of the first; `fetch` gives its data."""
+        """Begin again with another share; `fetch` reads its data."""
         self.micros, self._fetch = tuple(micros), fetch
         self.num_runs, self.spare = num_runs, spare
         self.num_here = self.num_samples if num_here is None else num_here
@@ -159,14 +159,14 @@ class StepBatch:
         self._kept.clear()
 
     def drain(self) -> None:
-        """Take what was not read from the loader, so that the next step gets its own."""
+        """Read the rest of this step from the loader, so that the next step gets its own data."""
         num_reads = len(self.micros) or (self.spare is not None)
         if len(self._kept) < num_reads:
             with random_state.PreservedRandomState():
                 self.read(num_reads - 1)
 
     def let_go(self) -> None:
-        """The loop has gone on: forget the data. Rounds keep their batches, and may be long."""
+        """The loop has gone on: drop the data. Local rounds keep their batches, and may be long."""
         self._kept.clear()
         self._fetch = _no_batches_left
 
@@ -208,6 +208,6 @@ UNPACKS = frozenset(dis.opmap[name] for name in ("UNPACK_SEQUENCE", "UNPACK_EX")
 
 
 def _is_unpacked(frame: types.FrameType) -> bool:
-    """Whether a frame is at an assignment to several names, `x, y = ...`, which asks for an iterator, too."""
-    code, place = frame.f_code.co_code, frame.f_lasti
-    return 0 <= place < len(code) and code[place] in UNPACKS
+    """Whether a frame is at an assignment to several names, `x, y = ...`, which also calls `iter`."""
+    code, offset = frame.f_code.co_code, frame.f_lasti
+    return 0 <= offset < len(code) and code[offset] in UNPACKS

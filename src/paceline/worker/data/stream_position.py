@@ -1,7 +1,7 @@
-"""Where a stream stands, and which order of samples its position counts in.
+"""The position of a data stream in its order of samples, for checkpoints and resumes.
 
-A position means something only in its order, which follows from the number of samples, the seed and whether they are
-shuffled: a checkpoint keeps them beside it, so that a position is never taken for one of another order.
+A position is valid only in its order, which follows from the number of samples, the seed and whether they are
+shuffled. A checkpoint keeps these beside it, so that a position is never used with another order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PLAIN_STREAM = "train"  # the default name: its seed is the plan's
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SampleOrder:
-    """The order of a stream's samples, and how it is cut into steps."""
+    """The order of a stream's samples, and how it is split into steps."""
 
     samples: int  # 0: not known (an iterable)
     seed: int
@@ -33,12 +33,12 @@ class SampleOrder:
 
     @property
     def order(self) -> tuple[int, int, bool]:
-        """Equal for two that put the same samples at the same positions."""
+        """Equal for orders that have the same samples at the same positions."""
         return self.samples, self.seed, self.shuffle
 
     @property
-    def cut(self) -> tuple[int, int, bool]:
-        """Equal for two that make the same steps of an order."""
+    def steps(self) -> tuple[int, int, bool]:
+        """Equal for orders with the same steps."""
         return self.batch, self.micro, self.drop_last
 
     def num_steps(self, position: int) -> int:
@@ -47,7 +47,7 @@ class SampleOrder:
         return left // self.batch if self.drop_last else -(-left // self.batch)
 
     def end_of_epoch(self, position: int) -> int:
-        """Where the steps of an epoch end that are taken from `position` on; `samples` must be known."""
+        """The position at which an epoch's steps from `position` on end; `samples` must be known."""
         return min(self.samples, position + self.num_steps(position) * self.batch)
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class SampleOrder:
 
 @dataclasses.dataclass(slots=True)
 class StreamPosition:
-    """Where a stream stands: `position` samples of `epoch` are committed. `of`: None before the stream is opened."""
+    """The position of a stream: `position` samples of `epoch` are committed. `of`: None before the stream is opened."""
 
     epoch: int = 0
     position: int = 0
@@ -65,14 +65,14 @@ class StreamPosition:
 
     @staticmethod
     def from_plain(saved: Mapping[str, Any]) -> StreamPosition:
-        """Read what `plain` wrote."""
+        """Read what `plain` returned."""
         fields = dict(saved)
         return StreamPosition(fields.pop("epoch"), fields.pop("position"), SampleOrder(**fields))
 
     def plain(self) -> dict[str, Any]:
         """For a checkpoint: plain values."""
-        told = {} if self.of is None else dataclasses.asdict(self.of)
-        return {"epoch": self.epoch, "position": self.position, **told}
+        order = {} if self.of is None else dataclasses.asdict(self.of)
+        return {"epoch": self.epoch, "position": self.position, **order}
 
 
 class StreamPositions:
@@ -102,9 +102,9 @@ def stream_seed(batch: Batch, stream: str) -> int:
 
 
 def resume_position(saved: StreamPosition, now: SampleOrder, stream: str) -> tuple[StreamPosition, list[str]]:
-    """Return where a stream goes on that a checkpoint knows, and what to say of changes since then.
+    """Return where a stream of a checkpoint goes on, and notes about what has changed since then.
 
-    Raises CheckpointError where the rest of a begun epoch cannot be told from what was used: its order was another.
+    Raises CheckpointError where the unused samples of a begun epoch are not known, because its order was another.
     """
     then = saved.of
     if then is None or (saved.epoch, saved.position) == (0, 0):
@@ -124,10 +124,10 @@ def resume_position(saved: StreamPosition, now: SampleOrder, stream: str) -> tup
             f"stream {stream!r} goes on in epoch {cursor.epoch + 1} with another order of samples: {now}; "
             f"before: {then}"
         )
-    if then.cut != now.cut:
+    if then.steps != now.steps:
         notes.append(
             f"stream {stream!r} goes on at sample {cursor.position} of epoch {cursor.epoch + 1} in other steps: "
-            f"{_cut_text(now)}; before: {_cut_text(then)}"
+            f"{_steps_text(now)}; before: {_steps_text(then)}"
         )
     return cursor, notes
 
@@ -136,5 +136,5 @@ def _is_at_end(cursor: StreamPosition, of: SampleOrder) -> bool:
     return of.samples > 0 and of.num_steps(cursor.position) == 0
 
 
-def _cut_text(of: SampleOrder) -> str:
+def _steps_text(of: SampleOrder) -> str:
     return f"batch {of.batch} in micro-batches of {of.micro}{', the short last one dropped' if of.drop_last else ''}"

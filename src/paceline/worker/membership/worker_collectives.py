@@ -133,7 +133,7 @@ def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, sorted(ranks)))
 
 
-KEY = "paceline/prelude"
+KEY = "paceline/setup_replay"
 MOST_BYTES = 4 << 20  # bytes, of all values together: they are sent in one message
 
 
