@@ -78,10 +78,10 @@ def by_stepper(worker: Any) -> dict[str, Any]:
     optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1))
     step = worker.stepper(model, optim, F.cross_entropy, clip_norm=0.5)
     losses, norms = [], []
-    for batch in worker.batches(dataset(), epochs=2):
+    for batch in worker.batches(dataset(34), epochs=2):
         losses.append(float(step(batch)))
         norms.append(float(step.grad_norm))
-    found = worker.evaluate(model, dataset(23), F.cross_entropy)
+    found = worker.evaluate(model, dataset(14), F.cross_entropy)
     return {"losses": losses, "norms": norms, "evaluated": found["loss"], "state": state_of(model)}
 
 
@@ -89,7 +89,7 @@ def by_plain_loop(worker: Any) -> dict[str, Any]:
     model = worker.prepare(Net())
     optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1))
     losses, norms = [], []
-    for batch in worker.batches(dataset(), epochs=2):
+    for batch in worker.batches(dataset(34), epochs=2):
         total, count = 0.0, 0
         for x, y in batch:
             loss = F.cross_entropy(model(x), y)
@@ -100,7 +100,7 @@ def by_plain_loop(worker: Any) -> dict[str, Any]:
         optim.step()
         optim.zero_grad()
         losses.append(float(worker.average(total)) / float(worker.average(float(count))))
-    found = worker.evaluate(model, dataset(23), F.cross_entropy)
+    found = worker.evaluate(model, dataset(14), F.cross_entropy)
     return {"losses": losses, "norms": norms, "evaluated": found["loss"], "state": state_of(model)}
 
 
@@ -206,7 +206,7 @@ def test_units_that_are_named_are_gathered_and_recomputed_as_a_whole(world: Worl
         model = worker.prepare(Net(), units=["blocks.1", "head"])
         optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1))
         step = worker.stepper(model, optim, F.cross_entropy, clip_norm=0.5)
-        losses = [float(step(batch)) for batch in worker.batches(dataset(), epochs=2)]
+        losses = [float(step(batch)) for batch in worker.batches(dataset(34), epochs=2)]
         units = [name for name, module in model.named_modules() if type(module).__name__.startswith("FSDP")]
         recomputed = [name for name, module in model.named_modules() if "forward" in vars(module)]
         with pytest.raises(PlanError, match=r"unit tied shares weight with what is outside of it: leave it out"):
