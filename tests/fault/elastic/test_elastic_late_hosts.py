@@ -100,9 +100,7 @@ def test_who_comes_late_and_does_not_fit_is_told_why_and_harms_nobody(
 
 
 @needs_network
-def test_spare_slots_of_a_host_that_came_later_replace_a_host_that_dies(
-    hosts: list[NamespaceHost], tmp_path: Path
-) -> None:
+def test_spare_slots_of_a_host_that_came_later_replace_a_lost_host(hosts: list[NamespaceHost], tmp_path: Path) -> None:
     east, west = hosts
     north = dataclasses.replace(east, name="north")  # a second supervisor on one machine is another host
     with spread(tmp_path, east, plan=f"replicas=1-2+{SIZES}", gate=GATE, job={"workers": 2}) as job:

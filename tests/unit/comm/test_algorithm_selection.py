@@ -201,7 +201,7 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-def test_a_lost_peer_is_named_and_the_next_errand_is_done() -> None:
+def test_a_lost_peer_is_named_and_the_next_collective_is_done() -> None:
     def do(collective: Any, _: ReceiveBuffers) -> None:
         collective.awaited = "worker 1 (tree, round 1 of 2)"
         raise RuntimeError("[tcp/pair.cc:1] Connection closed by peer [10.0.0.1]:1 GLHF!")

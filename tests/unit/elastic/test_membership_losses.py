@@ -152,7 +152,7 @@ def test_below_the_least_the_others_wait_and_end_after_their_patience() -> None:
     assert "1 of at least 2 replicas" in finish.reason
 
 
-def test_patience_does_not_begin_anew_with_each_newcomer_that_dies() -> None:
+def test_patience_does_not_begin_anew_with_each_newcomer_that_is_lost() -> None:
     membership = made(2, least=2)
     membership.lost([1], 0.0, reason="killed")
     form(membership, now=0.0)

@@ -152,7 +152,7 @@ def test_who_is_stuck_before_a_planned_generation_is_not_forgotten_by_it() -> No
     assert not the(membership.tick(2.1), MembershipView).planned
 
 
-def test_replacements_that_keep_dying_are_started_with_pauses_but_never_given_up() -> None:
+def test_replacements_that_keep_failing_are_started_with_pauses_but_never_given_up() -> None:
     membership = made(2)
     starts: list[float] = []
     now = 1.0

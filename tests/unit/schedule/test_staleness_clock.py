@@ -252,7 +252,7 @@ def test_where_the_writer_is_lost_another_one_saves() -> None:
     assert clock.ask(1) == AsyncBatch(1, 1)
 
 
-def test_what_was_permitted_to_a_lost_worker_counts_and_its_batch_is_dealt_again() -> None:
+def test_what_was_permitted_to_a_lost_worker_counts_and_its_batch_is_handed_out_again() -> None:
     """One of the servers may have the update, another one not: a worker that computes without it is behind by it."""
     clock = StalenessClock(staleness=1, limit=9, workers=range(2))
     assert clock.ask(0) == AsyncBatch(0, 0)
@@ -264,7 +264,7 @@ def test_what_was_permitted_to_a_lost_worker_counts_and_its_batch_is_dealt_again
     assert clock.ask(1) == AsyncBatch(0, 2)
 
 
-def test_nothing_is_dealt_to_who_joins_until_all_have_come_back_from_a_pause() -> None:
+def test_a_newcomer_gets_no_batch_until_all_have_come_back_from_a_pause() -> None:
     clock = StalenessClock(staleness=None, limit=4, workers=range(2))
     assert [clock.ask(0), clock.ask(1)] == [AsyncBatch(0, 0), AsyncBatch(1, 0)]
     clock.request_pause()
