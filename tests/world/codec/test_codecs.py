@@ -33,7 +33,7 @@ class Words(nn.Module):
 
 def by_every_wire(worker: Any) -> dict[str, dict[str, Any]]:
     found = {repr(wire): summed(worker._group, wire) for wire in WIRES}
-    over = backend_group_of(worker._group._now())
+    over = backend_group_of(worker._group._current())
     watched = GenerationGroup(over._group, device=over.device, check=lambda: None, timeout_s=20.0)
     for wire in (Int8(), OneBit()):  # of which no sum is another's: the same bits on every way
         for group in (over, watched):
