@@ -72,15 +72,15 @@ def enumerate_state(optim: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
 
 def num_to_be(worker: paceline.Worker) -> int:
     """How many workers there are, or will be from the next place on where others can join."""
-    agreement: Any = worker._agreement
-    planned = agreement._coordinator.planned(agreement.generation)
-    return len(agreement.ranks if planned is None else planned.members)
+    consensus: Any = worker._consensus
+    planned = consensus._coordinator.planned(consensus.generation)
+    return len(consensus.ranks if planned is None else planned.members)
 
 
 def train(worker: paceline.Worker) -> str:
     if FAULTS:
         arm(worker, sums=("gradients", "layers"), save=(AsyncWriter, "_write"))
-    if OPTIONS.get("no_joins") and worker._agreement.is_newcomer:
+    if OPTIONS.get("no_joins") and worker._consensus.is_newcomer:
         os.kill(os.getpid(), signal.SIGKILL)
     torch.manual_seed(1)
     model = worker.prepare(Net())

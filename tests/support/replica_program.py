@@ -121,7 +121,7 @@ def arm_model(worker: paceline.Worker, model: nn.Module) -> None:
 
 
 def train(worker: paceline.Worker) -> None:
-    if OPTIONS.get("no_joins") and worker._agreement.is_newcomer:
+    if OPTIONS.get("no_joins") and worker._consensus.is_newcomer:
         os.kill(os.getpid(), signal.SIGKILL)
     torch.manual_seed(1)
     words = torch.randint(WORDS, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(1))

@@ -75,9 +75,9 @@ def arm(worker: paceline.Worker, *, sums: tuple[str, ...], save: tuple[type, str
         return transfer
 
     @functools.wraps(vote)
-    def lost_around(agreement: Consensus) -> bool:
+    def lost_around(consensus: Consensus) -> bool:
         fault(worker, "vote")
-        passed = vote(agreement)
+        passed = vote(consensus)
         fault(worker, "committed")
         return passed
 

@@ -53,7 +53,7 @@ def train(worker: paceline.Worker) -> str:
     optim = worker.prepare(torch.optim.Adagrad(model.parameters(), lr=0.1))
     step = worker.stepper(model, optim, F.cross_entropy, clip_norm=1.0)
     model.register_forward_pre_hook(lambda *_: fault(worker, "forward"))
-    is_newcomer, until, held_at = worker._agreement.is_newcomer, OPTIONS.get("until"), OPTIONS.get("held_at")
+    is_newcomer, until, held_at = worker._consensus.is_newcomer, OPTIONS.get("until"), OPTIONS.get("held_at")
     for batch in worker.batches(Words(), epochs=1000):
         if worker.step % 4 == 3:  # before a newcomer's first step, too
             worker.report(held_out=worker.evaluate(model, Words(), F.cross_entropy)["loss"])

@@ -156,7 +156,7 @@ class _Builder:
     def _collectives(self, executor: StepExecutor) -> WorkerCollectives:
         return WorkerCollectives(
             group=self._place.group,
-            consensus=self._place.agreement,
+            consensus=self._place.consensus,
             setup_replay=self._place.setup_replay,
             device=self._device,
             is_in_step=lambda: executor.under_way,
@@ -167,18 +167,18 @@ class _Builder:
     def _models(
         self, executor: StepExecutor, servers: ServerClient | None, tables: EmbeddingTables | None
     ) -> PreparedModels:
-        agreement = self._place.agreement
+        consensus = self._place.consensus
         return PreparedModels(
             self._plan,
             group=self._own.group,
             axes=self._own.axes,
             shards=executor.shards,
             recorder=self._place.recorder,
-            together=agreement.run,
+            together=consensus.run,
             note=self._note,
             servers=servers,
             tables=tables,
-            generation=lambda: agreement.generation,
+            generation=lambda: consensus.generation,
             worker_rank=self._rank,
         )
 
@@ -187,7 +187,7 @@ class _Builder:
             contents,
             plan=self._plan,
             group=self._place.group,
-            agreement=self._place.agreement,
+            consensus=self._place.consensus,
             axes=self._place.axes,
             files=self._files,
             timeout_s=self._timeout_s,
@@ -211,7 +211,7 @@ class _Builder:
             worker_rank=self._rank,
             host=self._host,
             group=self._own.axes.expert_replica_group,
-            together=self._place.agreement.run,
+            together=self._place.consensus.run,
             registry=contents.registry,
             files=self._files,
         )
@@ -228,13 +228,13 @@ class _Builder:
             plan.guard,
             is_split=place.axes.is_split or contents.codecs.is_kept or plan.is_local,
             group=place.group,
-            together=place.agreement.run,
+            together=place.consensus.run,
             state=state,
             done=saver.release,
             host=self._host,
             free_bytes=free_bytes,
             emit=self._files.emit,
-            report_snapshot=place.agreement.kept,
+            report_snapshot=place.consensus.kept,
         )
 
     def _note(self, text: str) -> None:
@@ -265,7 +265,7 @@ def server_client(
         address=place.address,
         host=host,
         timeout_s=timeout_s,
-        check=place.agreement.check,
+        check=place.consensus.check,
         say=lambda text: files.emit(Warned(text=text)),
         holds_back=plan.sync.staleness != 0 or plan.sync.drop > 0,
         recorder=place.recorder,

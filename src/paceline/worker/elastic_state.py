@@ -13,11 +13,11 @@ __all__ = ["ElasticState"]
 
 
 class ElasticState:
-    """One worker's copy of the run's state (the `StateHolder` of its agreement)."""
+    """One worker's copy of the run's state (the `StateHolder` of its consensus)."""
 
     def __init__(self, parts: WorkerParts, loop: TrainingLoop) -> None:
         self._contents, self._resumed, self._saver = parts.contents, parts.resumed, parts.saver
-        self._group, self._agreement = parts.place.group, parts.place.agreement
+        self._group, self._consensus = parts.place.group, parts.place.consensus
         self._setup_replay = parts.place.setup_replay
         self._loop, self._memory_checkpointer = loop, parts.memory_checkpointer
 
@@ -54,4 +54,4 @@ class ElasticState:
             self._saver.wait(is_end=True)
 
         self._loop.step_log.leave()
-        self._agreement.run(settle)
+        self._consensus.run(settle)

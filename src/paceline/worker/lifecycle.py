@@ -18,7 +18,7 @@ class WorkerLifecycle:
 
     def __init__(self, parts: WorkerParts, loop: TrainingLoop) -> None:
         self._parts = parts
-        self._agreement, self._group = parts.place.agreement, parts.place.group
+        self._consensus, self._group = parts.place.consensus, parts.place.group
         self._loop, self._resumed, self._saver, self._files = loop, parts.resumed, parts.saver, parts.files
 
     @property
@@ -35,7 +35,7 @@ class WorkerLifecycle:
         elif self._files.may_resume:
             self._resumed.open(None)
             self._loop.begin_at(self._resumed.step)
-        self._files.begin(None if self._agreement.is_newcomer else self._resumed.origin())
+        self._files.begin(None if self._consensus.is_newcomer else self._resumed.origin())
         if self.step and not self._resumed.is_recalled:  # the supervisor has reported a recall
             self._files.emit(Note(text=f"resumed from step {self.step} ({self._resumed.source})"))
 
@@ -45,9 +45,9 @@ class WorkerLifecycle:
         self._loop.mode.end()
         self._parts.executor.shards.close()
         self._loop.step_log.leave()
-        self._agreement.rejoin_group()
-        if not self._agreement.is_newcomer:  # one that never came to a loop over batches has nothing to end
-            self._agreement.run(self._save_last)
+        self._consensus.rejoin_group()
+        if not self._consensus.is_newcomer:  # one that never came to a loop over batches has nothing to end
+            self._consensus.run(self._save_last)
         self._saver.close()
         if self._files.capture is not None:
             self._files.capture.weights(self._parts.prepared.registry.models, self._parts.models.whole)
@@ -77,7 +77,7 @@ class WorkerLifecycle:
     def _finish(self) -> None:
         parts = self._parts
         if parts.servers is not None:
-            parts.servers.close(others_stay=self._agreement.is_dismissed)
+            parts.servers.close(others_stay=self._consensus.is_dismissed)
         held = parts.prepared.registry.num_bytes
         self._files.finish(self.step, peak_memory_bytes=peak_memory_bytes(parts.device), state_bytes=held)
 
@@ -90,7 +90,7 @@ class WorkerLifecycle:
         workers, which ends this one."""
         cause = self._parts.servers.cause_of(error) if self._parts.servers is not None else ""
         if cause:
-            self._agreement.unserved(cause)
+            self._consensus.unserved(cause)
 
     def abandon(self) -> None:
         """After an error: forget the step under way, leave the servers, and give a checkpoint that is being written a

@@ -19,7 +19,7 @@ class RunMember:
     def __init__(self, parts: WorkerParts) -> None:
         self.rank, self.plan, self.device = parts.rank, parts.plan, parts.device
         self._parts, self._collectives = parts, parts.collectives
-        self._place, self._group, self._agreement = parts.place, parts.place.group, parts.place.agreement
+        self._place, self._group, self._consensus = parts.place, parts.place.group, parts.place.consensus
 
     @property
     def is_first(self) -> bool:
@@ -29,7 +29,7 @@ class RunMember:
     @property
     def workers(self) -> int:
         """How many workers take part at present, in all replicas."""
-        return len(self._agreement.present) or self._group.size
+        return len(self._consensus.present) or self._group.size
 
     @property
     def replica(self) -> int:

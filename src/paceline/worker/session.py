@@ -246,9 +246,9 @@ def _call_function(
         if lifecycle.blames_server(error):
             raise  # where replicas do not wait for each other, some may have left before
         if is_peer_failure(error):
-            place.agreement.await_end()
+            place.consensus.await_end()
         may_be, store = isinstance(error, SyncError) or is_peer_failure(error), place.shared
-        ranks = place.agreement.present or place.agreement.ranks  # members may have been lost
+        ranks = place.consensus.present or place.consensus.ranks  # members may have been lost
         left: dict[int, str] = {}  # rank -> the step after which it left
         with contextlib.suppress(ChannelClosed):  # the supervisor is lost: only the error can be reported
             names = {rank: LEFT.format(rank) for rank in ranks if may_be}

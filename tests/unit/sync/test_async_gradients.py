@@ -87,7 +87,7 @@ class Waiting:
 
     def __init__(self, error: SyncError) -> None:
         self._error, self.shared = error, dist.HashStore()
-        self.agreement = types.SimpleNamespace(present=(), ranks=(0, 1))
+        self.consensus = types.SimpleNamespace(present=(), ranks=(0, 1))
         self.shared.set(session.LEFT.format(1), "3")
         self.blames_server = Knowing(self.shared).is_server_loss
 

@@ -27,7 +27,7 @@ class Pretended:
         self.cursor = SimpleNamespace(epoch=0, position=0)
         self.source = SimpleNamespace(name="train")
         self.plan = Plan(sync=ParameterServer(staleness=None))
-        self.place = self.group = self.agreement = self.recorder = self.models = self.files = self
+        self.place = self.group = self.consensus = self.recorder = self.models = self.files = self
         self.reducers = self.async_gradients = self.ledger = self
 
     def __getattr__(self, name: str) -> Any:

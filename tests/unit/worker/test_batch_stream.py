@@ -96,7 +96,7 @@ def test_replicas_of_several_workers_run_each_micro_batch_once_and_each_worker_a
         run(batch)
         group.size = left * 2
         stream.members_changed()
-        stream.redeal(batch)
+        stream.reassign(batch)
         ran.append([run(batch), run(next(steps))])
     for one, other in zip(ran[::2], ran[1::2], strict=True):
         assert [*map(len, one)] == [*map(len, other)], "who makes another run waits in it for nobody"
@@ -111,15 +111,15 @@ def test_where_replicas_take_steps_by_themselves_no_share_of_the_lost_one_is_lef
     group = Place(own, 3)
     stream = stream_of(group, micro=micro, data=data, replicas=lambda: present)
     batch = next(stream.steps(lambda: 1))
-    assert sorted(batch.dealt) == [0, 1, 2]
+    assert sorted(batch.shares) == [0, 1, 2]
     present.remove(1)
     group.index, group.size = 1, 2
     stream.members_changed()
-    stream.redeal(batch)
-    assert sorted(batch.dealt) == [0, 2]
-    assert batch.dealt[own] == batch.micros
+    stream.reassign(batch)
+    assert sorted(batch.shares) == [0, 2]
+    assert batch.shares[own] == batch.micros
     assert batch.num_here == sum(one.num_samples for one in batch.micros) > 0
-    assert sorted(one.index for share in batch.dealt.values() for one in share) == [*range(10 // micro)]
+    assert sorted(one.index for share in batch.shares.values() for one in share) == [*range(10 // micro)]
 
 
 class Pair(SingleWorkerGroup):
@@ -141,9 +141,9 @@ def between_steps_of(stream: BatchStream) -> BetweenSteps:
     return between
 
 
-@pytest.mark.parametrize(("others_step", "is_dealt_anew"), [(0, True), (1, False)])
+@pytest.mark.parametrize(("others_step", "needs_reassignment"), [(0, True), (1, False)])
 def test_who_is_behind_keeps_the_share_that_others_have_begun_a_round_with(
-    others_step: int, is_dealt_anew: bool
+    others_step: int, needs_reassignment: bool
 ) -> None:
     """Two of three have come to the end of an operation before the round's first step, and one has gone on from it."""
     stream = stream_of(Place(0, 3), replicas=lambda: (0, 1, 2))
@@ -156,7 +156,7 @@ def test_who_is_behind_keeps_the_share_that_others_have_begun_a_round_with(
         tell=lambda op, **told: None,
         wait_for=lambda *_, **__: form,
     )
-    agreement = Consensus(
+    consensus = Consensus(
         ElasticGroup(SingleWorkerGroup(), generation=0, ranks=(0, 1, 2)),
         rank=0,
         coordinator=cast("Any", head),
@@ -171,11 +171,11 @@ def test_who_is_behind_keeps_the_share_that_others_have_begun_a_round_with(
     mode = LocalRounds.__new__(LocalRounds)
     mode._between = between_steps_of(stream)
     mode._rounds = cast("Any", SimpleNamespace(is_open=False, members_changed=lambda: None))
-    mode._agreement = agreement
-    agreement.attach(cast("Any", SimpleNamespace(step=0, regrouped=mode.members_changed)))
-    agreement._position = 0
-    assert agreement.drop(Disrupted("worker 2 was lost"), holds_result=True)
-    assert stream.is_dealt_anew is is_dealt_anew
+    mode._consensus = consensus
+    consensus.attach(cast("Any", SimpleNamespace(step=0, regrouped=mode.members_changed)))
+    consensus._position = 0
+    assert consensus.drop(Disrupted("worker 2 was lost"), holds_result=True)
+    assert stream.needs_reassignment is needs_reassignment
 
 
 @pytest.mark.parametrize("is_left_behind", [False, True])
@@ -189,10 +189,10 @@ def test_who_ends_a_round_when_others_are_in_the_next_one_deals_anew_after_that(
     mode._files = cast("Any", SimpleNamespace(ledger=SimpleNamespace(settle=lambda: None)))
     mode._takers, mode._has_new_members = {}, True  # a member was lost meanwhile
     mode._try_to_end_round(is_wanted=False)
-    assert stream.is_dealt_anew is not is_left_behind
+    assert stream.needs_reassignment is not is_left_behind
     rounds.is_left_behind = False  # the next one is over
     mode._try_to_end_round(is_wanted=False)
-    assert stream.is_dealt_anew
+    assert stream.needs_reassignment
 
 
 @pytest.mark.parametrize("data", [Numbers(), Lines()], ids=["map", "iterable"])

@@ -62,7 +62,7 @@ class Replica:
             Plan(layout=Layout(replicas=(1, 4)), sync=sync),
             group=cast("Any", seat),
             axes=cast("Any", SimpleNamespace(is_split=False, expert_replica_group=seat)),
-            agreement=cast("Any", self),
+            consensus=cast("Any", self),
             replica_vote=ReplicaVote(cast("Any", self)),
             models=cast("Any", SimpleNamespace(reducers=SimpleNamespace(stepped=lambda: None))),
             weights_changed=lambda: None,
@@ -109,7 +109,7 @@ class Replica:
             if self.is_urgent:  # the pass's step metadata has said so
                 rounds._replica_vote.is_called = True
             self.step = number
-            rounds.stepped(cast("Any", SimpleNamespace(step=number, dealt={})))
+            rounds.stepped(cast("Any", SimpleNamespace(step=number, shares={})))
             if operations(number, LoopPoint.STEPPED):
                 self.operate()
             rounds.loop_point = LoopPoint.FOLLOWING
@@ -214,7 +214,7 @@ def test_who_is_disrupted_in_an_agreement_that_others_are_past_is_left_behind(lo
 
     replica.do = do
     replica.step = 1
-    replica.rounds.stepped(cast("Any", SimpleNamespace(step=1, dealt={})))
+    replica.rounds.stepped(cast("Any", SimpleNamespace(step=1, shares={})))
     replica.end_round(is_wanted=True)
     assert replica.did == [("ended", 1, "STEPPED")]
     assert replica.rounds.is_left_behind is (lost_in == "agree")

@@ -27,20 +27,20 @@ class Replica:
 
     def __init__(self, number: int) -> None:
         self.ran: list[int] = []
-        self.agreement = SimpleNamespace(rank=number, ranks=(0, 1, 2, 3), holds=False, generation=0, is_behind=False)
+        self.consensus = SimpleNamespace(rank=number, ranks=(0, 1, 2, 3), holds=False, generation=0, is_behind=False)
         self.others: tuple[Replica, ...] = ()
         self.told: Any = None
         self.rounds = CommunicationRounds(
             Plan(layout=Layout(replicas=(1, 4)), sync=LocalSGD(every=8)),
             group=cast("Any", self),
             axes=cast("Any", None),
-            agreement=cast("Any", self.agreement),
-            replica_vote=ReplicaVote(cast("Any", self.agreement)),
+            consensus=cast("Any", self.consensus),
+            replica_vote=ReplicaVote(cast("Any", self.consensus)),
             models=cast("Any", SimpleNamespace(reducers=SimpleNamespace(stepped=lambda: None))),
             weights_changed=lambda: None,
         )
-        dealt = {owner: MICROS[part.start : part.stop] for owner, part in enumerate(split_evenly(len(MICROS), 4))}
-        self.ran += [micro.index for micro in dealt[number]]
+        shares = {owner: MICROS[part.start : part.stop] for owner, part in enumerate(split_evenly(len(MICROS), 4))}
+        self.ran += [micro.index for micro in shares[number]]
         self.rounds.stepped(
             StepBatch(
                 stream="a",
@@ -48,12 +48,12 @@ class Replica:
                 epoch=0,
                 start=0,
                 stop=40,
-                micros=dealt[number],
+                micros=shares[number],
                 ends_epoch=False,
                 fetch=lambda: None,
                 walk=lambda _: iter(()),
                 num_here=10,
-                dealt=dealt,
+                shares=shares,
             )
         )
 
@@ -61,7 +61,7 @@ class Replica:
         return [value, *(one.told for one in self.others)]
 
     def share_out(self, ranks: tuple[int, ...], *others: Replica) -> None:
-        self.agreement.ranks, self.others = ranks, others
+        self.consensus.ranks, self.others = ranks, others
         self.rounds.shares.redistribute_lost(self._run)
 
     def tell(self) -> None:
@@ -90,7 +90,7 @@ def test_in_a_round_those_who_are_present_weigh_one_together() -> None:
     shares: list[float] = []
     for number in (0, 1, 3):
         replica = Replica(number)
-        replica.agreement.ranks = (0, 1, 3)
+        replica.consensus.ranks = (0, 1, 3)
         shares.append(replica.rounds._share())
     assert shares == pytest.approx([1 / 3] * 3)
 
@@ -157,13 +157,13 @@ def test_what_is_thawed_in_a_round_is_agreed_on_at_its_end() -> None:
 
 def test_a_round_ends_where_too_few_are_left() -> None:
     replica = Replica(0)
-    agreement, agreed = replica.agreement, list[int]()
+    consensus, agreed = replica.consensus, list[int]()
 
     def regroup(operation: Any) -> Any:
-        agreement.holds = True  # a member was lost in it, and it is done again
+        consensus.holds = True  # a member was lost in it, and it is done again
         return operation()
 
-    agreement.do, agreement.wants_change, agreement.ranks = regroup, False, (0,)
+    consensus.do, consensus.wants_change, consensus.ranks = regroup, False, (0,)
     replica.rounds._group = cast("Any", SingleWorkerGroup())
     replica.rounds._axes = cast("Any", SimpleNamespace(is_split=False, expert_replica_group=SingleWorkerGroup()))
     replica.rounds._agreeing = [
@@ -181,7 +181,7 @@ def test_a_round_ends_where_too_few_are_left() -> None:
     assert replica.rounds.end(1, run_more=lambda _: None, is_wanted=False)
     assert agreed == [1]
     other = Replica(0)
-    other.agreement.holds = True
+    other.consensus.holds = True
     assert other.rounds.is_over(lambda _: False), "one that was lost in the course of an operation"
 
 

@@ -32,9 +32,9 @@ def call(store: Any) -> None:
     def function(worker: Any) -> None:
         raise SyncError("a connection was closed")
 
-    agreement = SimpleNamespace(ranks=(0, 2), present=(), await_end=lambda: None)  # worker 1 was lost before
+    consensus = SimpleNamespace(ranks=(0, 2), present=(), await_end=lambda: None)  # worker 1 was lost before
     lifecycle = SimpleNamespace(blames_server=lambda error: False)
-    place = SimpleNamespace(agreement=agreement, shared=store)
+    place = SimpleNamespace(consensus=consensus, shared=store)
     _call_function(function, SimpleNamespace(workers=2), lifecycle, place)  # type: ignore[arg-type]  # what it asks of them
 
 

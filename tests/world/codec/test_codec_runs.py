@@ -210,7 +210,7 @@ def first_life(worker: Any) -> tuple[dict[int, float], Any, Any]:
 
     def keep() -> None:
         if worker.step == 3:
-            kept.extend(copy.deepcopy([worker._memory_checkpointer._state(), worker._agreement._holder.snapshot()]))
+            kept.extend(copy.deepcopy([worker._memory_checkpointer._state(), worker._consensus._holder.snapshot()]))
 
     found = train(worker, before_step=keep)["losses"]
     return {step: loss for step, loss in found.items() if step > 3}, *kept

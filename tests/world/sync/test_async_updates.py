@@ -275,7 +275,7 @@ def holding_up(
 
     def run(worker: Any) -> int:
         if has_head:
-            worker._agreement._coordinator = Told(folder / "told")
+            worker._consensus._coordinator = Told(folder / "told")
         torch.manual_seed(3)
         model = worker.prepare(Net(0.0))
         step = worker.stepper(model, worker.prepare(torch.optim.AdamW(model.parameters(), lr=0.02)), next_word)

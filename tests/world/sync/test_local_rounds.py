@@ -229,7 +229,7 @@ def test_a_request_to_leave_that_one_has_heard_while_another_evaluates_before_it
             if worker.step == 2:  # where the other one is still at the end of its step 2, and wants the round to end
                 worker.evaluate(model, samples(), F.mse_loss)
             if worker.step == 1 and worker.rank == 1:
-                worker._agreement._notice = SimpleNamespace(came=True)
+                worker._consensus._notice = SimpleNamespace(came=True)
             step(batch)
 
     with pytest.raises(WorkersFailed) as failed:

@@ -22,14 +22,14 @@ def first_life(worker: Any) -> Any:
     losses, state = [], None
     for batch in worker.batches(Text(), epochs=2):
         if worker.step == LATER:  # between two steps
-            state = copy.deepcopy(worker._agreement._holder.snapshot())
+            state = copy.deepcopy(worker._consensus._holder.snapshot())
         losses.append(float(step(batch)))
     return losses, state
 
 
 def second_life(worker: Any, states: list[Any], places: list[int]) -> list[float]:
     """Go on from what the worker at a place had."""
-    worker._agreement._holder.fill(states[places[worker.rank]])
+    worker._consensus._holder.fill(states[places[worker.rank]])
     model, optim = prepared(worker)
     step = worker.stepper(model, optim, next_word, clip_norm=0.5)
     return [float(step(batch)) for batch in worker.batches(Text(), epochs=2)]

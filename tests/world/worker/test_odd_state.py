@@ -49,7 +49,7 @@ def data() -> TensorDataset:
 def train(worker: Any, *, states: list[Any] | None = None) -> tuple[dict[int, float], Any]:
     """Return the losses of steps, and what this worker had after the third."""
     if states is not None:
-        worker._agreement._holder.fill(states[worker.rank])
+        worker._consensus._holder.fill(states[worker.rank])
     torch.manual_seed(1)
     model = worker.prepare(nn.Sequential(nn.Linear(4, 4), Odd(), nn.Linear(4, 1)))
     optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.05))
@@ -57,7 +57,7 @@ def train(worker: Any, *, states: list[Any] | None = None) -> tuple[dict[int, fl
     losses, state = dict[int, float](), None
     for batch in worker.batches(data()):
         if worker.step == STOP:  # between two steps
-            state = copy.deepcopy(worker._agreement._holder.snapshot())
+            state = copy.deepcopy(worker._consensus._holder.snapshot())
         losses[batch.step] = float(step(batch))
         model[1].scale *= 0.9
     return losses, state

@@ -38,7 +38,7 @@ def train(worker: paceline.Worker, *, waits: bool = False) -> None:
     step = worker.stepper(model, optim, F.cross_entropy)
     for batch in worker.batches(TensorDataset(torch.randn(16, 4), torch.zeros(16, dtype=torch.long)), epochs=2):
         step(batch)
-        orders = worker._agreement._coordinator
+        orders = worker._consensus._coordinator
         if waits and orders is not None and orders.finish is None:
             orders.wait_for_change(orders.newest)
 

@@ -162,7 +162,7 @@ class BatchStream:
                 )
                 for first in range(0, len(shares), each)
             ]
-            found["dealt"] = dict(zip(self._owners, of_each, strict=True))
+            found["shares"] = dict(zip(self._owners, of_each, strict=True))
             found["num_here"] = sum(micro.num_samples for micro in of_each[self._index_and_size[0] // each])
         return found
 
@@ -234,7 +234,7 @@ class BatchStream:
             ends_epoch=stop == self._order.end_of_epoch(start),
             fetch=lambda: reader[MicroBatchRequest(epoch, next(requests))],
             walk=self._walk,
-            dealt={number: micros[some.start : some.stop] for number, some in enumerate(each)} if count > 1 else None,
+            shares={number: micros[some.start : some.stop] for number, some in enumerate(each)} if count > 1 else None,
         )
 
     def steps_of_epochs(self, begun: StreamPosition) -> tuple[int, int]:
@@ -265,26 +265,26 @@ class BatchStream:
         return begun.epoch + 1 + later, step * size
 
     def members_changed(self) -> None:
-        """From the next step on this worker has another share; `redeal` changes that of the present step."""
+        """From the next step on this worker has another share; `reassign` changes that of the present step."""
         self._is_stale = True
         self._update_share()
 
     @property
-    def is_dealt_anew(self) -> bool:
+    def needs_reassignment(self) -> bool:
         """Whether the members, and with them the shares, have changed since the newest batch was assigned."""
         return self._is_stale
 
-    def redeal(self, batch: StepBatch) -> None:
+    def reassign(self, batch: StepBatch) -> None:
         """Assign this worker's present share of a batch, for a step that is done again from its beginning."""
         share = self._share_fields(batch.start, batch.stop)
         if self.num_samples:
             self._open_map(batch.epoch, batch.start)
-            batch.redeal(lambda: next(self._items), **share)
+            batch.reassign(lambda: next(self._items), **share)
             return
         self._open_iterable(batch.epoch, batch.start)
         counted: StepItems = next(self._items)
         parts = iter(counted.data)
-        batch.redeal(lambda: next(parts), **share)
+        batch.reassign(lambda: next(parts), **share)
 
     def _open_map(self, epoch: int, position: int) -> None:
         """Read ahead from this position on; the loader runs ahead of the cursor."""

@@ -57,7 +57,7 @@ class StepBatch:
         num_runs: int | None = None,
         spare: MicroBatch | None = None,
         num_here: int | None = None,
-        dealt: Mapping[int, tuple[MicroBatch, ...]] | None = None,
+        shares: Mapping[int, tuple[MicroBatch, ...]] | None = None,
     ) -> None:
         self.stream, self.step, self.epoch = stream, step, epoch
         self.start, self.stop, self.ends_epoch = start, stop, ends_epoch
@@ -66,7 +66,7 @@ class StepBatch:
         self.num_here = self.num_samples if num_here is None else num_here
         self.num_runs = len(self.micros) if num_runs is None else num_runs  # in a pass; beyond the micro-batches: void
         self.spare = spare  # what void runs use where this worker has no micro-batch
-        self.dealt = dealt or {}  # each replica's share, where replicas step alone or late ones are left out
+        self.shares = shares or {}  # each replica's share, where replicas step alone or late ones are left out
         self.chosen: tuple[int, ...] | None = None  # of these shares those that count, once known; None: all
         self.behind: int | None = None  # staleness: updates that the weights did not have; None: not known
         self.is_void = False  # the present micro-batch
@@ -81,7 +81,7 @@ class StepBatch:
         """The micro-batches that came too late for the step, and do not count."""
         if self.chosen is None:
             return ()
-        return tuple(micro for share, micros in self.dealt.items() if share not in self.chosen for micro in micros)
+        return tuple(micro for share, micros in self.shares.items() if share not in self.chosen for micro in micros)
 
     def __len__(self) -> int:
         return len(self.micros)
@@ -141,7 +141,7 @@ class StepBatch:
         part.serial = self.serial
         return part
 
-    def redeal(
+    def reassign(
         self,
         fetch: Callable[[], Any],
         *,
@@ -149,13 +149,13 @@ class StepBatch:
         num_runs: int,
         spare: MicroBatch | None,
         num_here: int | None = None,
-        dealt: Mapping[int, tuple[MicroBatch, ...]] | None = None,
+        shares: Mapping[int, tuple[MicroBatch, ...]] | None = None,
     ) -> None:
         """Begin again with another share; `fetch` reads its data."""
         self.micros, self._fetch = tuple(micros), fetch
         self.num_runs, self.spare = num_runs, spare
         self.num_here = self.num_samples if num_here is None else num_here
-        self.dealt = dealt or {}
+        self.shares = shares or {}
         self._kept.clear()
 
     def drain(self) -> None:

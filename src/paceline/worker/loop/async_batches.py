@@ -58,7 +58,7 @@ class AsyncBatches:
         """`save()` writes a checkpoint on this worker, which the servers have chosen for it. `stop()` ends the run at
         its last step. `forget(name)`: no worker knows the position of this stream any more."""
         self._plan, self._everybody = parts.plan, parts.place.group
-        self._agreement, self._recorder = parts.place.agreement, parts.place.recorder
+        self._consensus, self._recorder = parts.place.consensus, parts.place.recorder
         self._models, self._step_log, self._files = parts.models, step_log, parts.files
         self._save, self._stop, self._forget = save, stop, forget
         self._under_way: _OpenStream | None = None
@@ -136,9 +136,9 @@ class AsyncBatches:
         """Yield what this worker is given, and do what comes between."""
         while True:
             self._recorder.begin("waiting for a batch", self._step_log.step)
-            self._agreement.await_enough()
+            self._consensus.await_enough()
             answer = gradients.next(
-                order, wants_pause=lambda: self._agreement.wants_change, is_called=lambda: self._agreement.is_dismissed
+                order, wants_pause=lambda: self._consensus.wants_change, is_called=lambda: self._consensus.is_dismissed
             )
             self._note_pending_commits(under_way, gradients)
             match answer:
@@ -158,7 +158,7 @@ class AsyncBatches:
                     self._end(order.limit)
                     return
                 case None:
-                    self._agreement.depart()
+                    self._consensus.depart()
             self._step_log.step = batch.step - 1
             self._step_log.open(batch, StreamPosition())
             gradients.behind, gradients.num_samples = None, sum(micro.num_samples for micro in batch.micros)
@@ -185,16 +185,16 @@ class AsyncBatches:
         """All batches before this number are done, and no worker has one in hand: do what is due between two steps."""
         self._count_done(number)
         self._recorder.begin("between two steps", self._step_log.step)
-        self._agreement.rejoin_group()
-        self._agreement.change_is_due()
-        self._agreement.between_steps()
-        self._agreement.part()
+        self._consensus.rejoin_group()
+        self._consensus.change_is_due()
+        self._consensus.between_steps()
+        self._consensus.part()
 
     def _end(self, limit: int) -> None:
         """The stream is over for all workers, after so many batches."""
         self._count_done(limit)
         self._recorder.begin("between two steps", self._step_log.step)
-        self._agreement.rejoin_group()
+        self._consensus.rejoin_group()
         self._under_way = None
         if self._files.is_last_step(self._step_log.step):
             self._stop()
@@ -202,20 +202,20 @@ class AsyncBatches:
     def _begin(self, stream: BatchStream, gradients: AsyncGradients) -> AsyncStream | None:
         """Reach the servers; returns what they hand out, which they also tell each newcomer. None: that is over, and
         the others are in a later loop, or at the end. From then on members are apart."""
-        if self._agreement.is_newcomer:
+        if self._consensus.is_newcomer:
             return self._join(stream, gradients)
         first, limit, files = self._step_log.step, stream.num_left(), self._files
         if files.max_steps is not None:
             limit = max(0, min(limit, files.max_steps - first))
         every = files.save_every
         saves = (limit + 1, limit + 1, 1) if every is None else (every - first % every, limit + 1, every)
-        self._agreement.run(lambda: gradients.meet(index=starting_turn(self._everybody), size=self._everybody.size))
-        self._agreement.part()
+        self._consensus.run(lambda: gradients.meet(index=starting_turn(self._everybody), size=self._everybody.size))
+        self._consensus.part()
         begun = StreamPosition(stream.cursor.epoch, stream.cursor.position)
         order = AsyncStream(
             stream=stream.source.name,
             limit=limit,
-            workers=self._agreement.ranks,
+            workers=self._consensus.ranks,
             saves=saves,
             step=first,
             epoch=begun.epoch,
@@ -228,15 +228,15 @@ class AsyncBatches:
 
     def _join(self, stream: BatchStream, gradients: AsyncGradients) -> AsyncStream | None:
         """The same, for a newcomer: the servers know what the others take."""
-        self._agreement.part()
+        self._consensus.part()
         order, is_over = gradients.join(stream.source.name)
         if not is_over:
-            self._agreement.come()
+            self._consensus.come()
             return order
         self._step_log.step = order.step + order.limit
         stream.stand_after(order.limit, begun=StreamPosition(order.epoch, order.position))
         if self._files.is_last_step(self._step_log.step):
-            self._agreement.await_run_end()
+            self._consensus.await_run_end()
         return None
 
     def _note_pending_commits(self, under_way: _OpenStream, gradients: AsyncGradients) -> None:

@@ -41,7 +41,7 @@ class Asynchronous(StepMode):
             place=own,
             group=own.group,
             axes=own.axes,
-            vote=ReplicaVote(place.agreement),
+            vote=ReplicaVote(place.consensus),
             is_alone=not plan.has_backup_workers,
         )
 

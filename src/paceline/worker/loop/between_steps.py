@@ -34,7 +34,7 @@ class BetweenSteps:
         self._resumed, self._saver, self._codec_state = parts.resumed, parts.saver, parts.codec_state
         self._numerical_guard, self._memory_checkpointer = parts.numerical_guard, parts.memory_checkpointer
         self._wire_advisor = WireAdvisor(parts.plan, place=place, models=parts.models, emit=files.emit)
-        self._group, self._agreement, self._recorder = place.group, place.agreement, place.recorder
+        self._group, self._consensus, self._recorder = place.group, place.consensus, place.recorder
         # The steps after which all had equal weights the last time, and the time before: but for rounds, the last two.
         self._equal_before = self._equal_at = 0
         self.balance, self._balanced_at = LoadBalancer(is_on=files.balances and not place.axes.is_split), -1
@@ -70,7 +70,7 @@ class BetweenSteps:
 
     def before_step(self) -> None:
         """What is due where all have equal weights."""
-        self._agreement.between_steps()
+        self._consensus.between_steps()
         self._rebalance()
         is_kept = self._numerical_guard.keep(self.log.step, self.cursors)
         self._memory_checkpointer.keep(self.log.step, is_rollback_kept=is_kept)
@@ -83,7 +83,7 @@ class BetweenSteps:
         is_save_due = self._came_by(self._files.is_save_due)
         self._numerical_guard.compare(self.log.step, is_save_due=is_save_due)
         if is_save_due:
-            self._agreement.run(self._saver.wait)  # else the writer might wait alone, and the others in a step
+            self._consensus.run(self._saver.wait)  # else the writer might wait alone, and the others in a step
         if is_save_due and self.saved_at_step != self.log.step:
             self.save()
         elif self._files.saves_regularly:
@@ -102,7 +102,7 @@ class BetweenSteps:
             return
         self._balanced_at = step
         measured, num_micro = self.balance.measured(), self._plan.batch.num_micro
-        seconds = self._agreement.run(lambda: self._group.gather_objects(measured))
+        seconds = self._consensus.run(lambda: self._group.gather_objects(measured))
         if len(seconds) != self._group.size or not self.balance.agree(seconds, num_micro):
             return
         for stream in self.streams.values():
@@ -119,8 +119,8 @@ class BetweenSteps:
     def refresh_share(self, batch: StepBatch) -> None:
         """Give this worker its present share of a batch, where the members have changed since it was handed out."""
         stream = self.streams[batch.stream]
-        if stream.is_dealt_anew:
-            stream.redeal(batch)
+        if stream.needs_reassignment:
+            stream.reassign(batch)
 
     def share_anew(self) -> None:
         """Share the steps that come among the present members."""
@@ -140,7 +140,7 @@ class BetweenSteps:
         resumed, saver = self._resumed, self._saver
         is_newer = resumed.is_recalled or saver.has_taken_over or self.log.step > resumed.step
         if self._files.saves_at_end and not self.is_stopped and awaits_save:
-            self._agreement.run(saver.wait)
+            self._consensus.run(saver.wait)
         if self._files.saves_at_end and not self.is_stopped and is_newer and not is_saved:
             self.save()
         self.is_stopped = True
@@ -161,8 +161,8 @@ class BetweenSteps:
         self._numerical_guard.put_back(step, self.cursors)
         self.saved_at_step = step
         if gathered is None:
-            gathered = self._agreement.run(gather) if self._codec_state.is_kept else GatheredCodecState()
-        if is_writer and self._agreement.has_changed:
+            gathered = self._consensus.run(gather) if self._codec_state.is_kept else GatheredCodecState()
+        if is_writer and self._consensus.has_changed:
             self._saver.has_taken_over = True
         self._saver.save(step=self.log.step, gathered=gathered, is_writer=is_writer)
 

@@ -65,7 +65,7 @@ class CommunicationRounds:
         *,
         group: WorkerGroup,
         axes: ParallelGroups,
-        agreement: Consensus,
+        consensus: Consensus,
         replica_vote: ReplicaVote,
         models: PreparedModels,
         weights_changed: Callable[[], None],
@@ -74,13 +74,13 @@ class CommunicationRounds:
         self.is_open = False  # this replica has taken steps that do not count yet
         self.loop_point = LoopPoint.WAITING  # set by the loop; a newcomer comes to a batch as the others do
         self._buffers = BufferAverager()
-        self._plan, self._group, self._axes, self._agreement, self._models = plan, group, axes, agreement, models
+        self._plan, self._group, self._axes, self._consensus, self._models = plan, group, axes, consensus, models
         self._replica_vote, self._weights_changed = replica_vote, weights_changed
         self._agreeing: Sequence[WeightAveraging] = ()
         self._trained: frozenset[int] = frozenset()  # ids of the parameters that are agreed on
         self._has_begun = False
         self._fresh: list[int] = []  # steps after which nothing has been done yet of what may be due
-        self.shares = RoundShares(agreement, group, workers_each=plan.layout.workers_each)
+        self.shares = RoundShares(consensus, group, workers_each=plan.layout.workers_each)
         self.is_left_behind = False  # a member was lost in the last agreement, when others had begun the next round
         self._has_lost = False  # a member, in this round
         self._ahead: int | None = None  # the place that another replica had come to when all met, and this one had not
@@ -167,7 +167,7 @@ class CommunicationRounds:
     def _cannot_wait(self) -> bool:
         """Whether the round is to end before its time: this replica is called, a member was lost in it, or too few are
         left to take steps."""
-        return self._replica_vote.is_called or self._has_lost or self._agreement.holds
+        return self._replica_vote.is_called or self._has_lost or self._consensus.holds
 
     def members_changed(self) -> None:
         """The members are others."""
@@ -198,9 +198,9 @@ class CommunicationRounds:
             self._require_finite(self._agreeing, step)
             return self._combined(changed, shares.num_samples)
 
-        generation = self._agreement.generation
-        settle = self._agreement.do(agree)
-        self.is_left_behind = self._agreement.generation != generation and self._agreement.is_behind
+        generation = self._consensus.generation
+        settle = self._consensus.do(agree)
+        self.is_left_behind = self._consensus.generation != generation and self._consensus.is_behind
         for one in self._agreeing:
             one.take()
         settle()
@@ -290,12 +290,12 @@ class CommunicationRounds:
             places[self._group.index] = float(place)
             # All that decides is summed here: a replica past this, when a member is lost, may not know of the loss.
             is_urgent = self._cannot_wait or place == self._end_at
-            asks = [float(is_wanted), float(is_urgent), float(self._agreement.wants_change)]
+            asks = [float(is_wanted), float(is_urgent), float(self._consensus.wants_change)]
             *found, wanted, urgent, wishes = total(self._group, [*places, *asks], what="a round's end")
             return list(map(int, found)), wanted > 0, urgent > 0, wishes > 0
 
         while True:
-            places, ends, is_urgent, is_change_due = self._agreement.do(look)
+            places, ends, is_urgent, is_change_due = self._consensus.do(look)
             newest = max(places)
             if place < newest:
                 self._end_at = self._ahead = newest
@@ -308,7 +308,7 @@ class CommunicationRounds:
         if is_urgent and not ends:
             self._end_at = (step + (self.loop_point == LoopPoint.IN_HAND)) * len(LoopPoint) + LoopPoint.FOLLOWING
         if ends and is_change_due:
-            self._agreement.change_is_due()
+            self._consensus.change_is_due()
         if not ends:
             self._replica_vote.is_called = False
         return ends

@@ -53,7 +53,7 @@ class GossipRounds(CommunicationRounds):
 
     def _mix(self, step: int) -> None:
         for one in self._gossiping:
-            self._agreement.do(lambda one=one: one.mix(step))
+            self._consensus.do(lambda one=one: one.mix(step))
             one.take_mixed()
         self._weights_changed()
         self._mixed_at = step

@@ -38,7 +38,7 @@ class LocalRounds(StepMode):
             parts.plan,
             group=self._group,
             axes=self._axes,
-            agreement=self._agreement,
+            consensus=self._consensus,
             replica_vote=cast("ReplicaVote", parts.scope.vote),  # by `scope`
             models=parts.models,
             weights_changed=parts.executor.shards.close,
@@ -53,13 +53,13 @@ class LocalRounds(StepMode):
             place=place,
             group=place.axes.whole,
             axes=place.axes.by_itself(),
-            vote=ReplicaVote(place.agreement),
+            vote=ReplicaVote(place.consensus),
             counts_later=True,
         )
 
     def check_plain_loop(self) -> None:
         """In an elastic run only a stepper can take the steps of a lost replica."""
-        if self._agreement.elastic is not None:
+        if self._consensus.elastic is not None:
             raise RuntimeError(
                 f"a plain loop over a batch under {self._plan.sync!r}, with replicas that come and go: "
                 "what a lost replica should have run, the others run at the next agreement, and only a stepper can be "
@@ -231,7 +231,7 @@ class LocalRounds(StepMode):
         is behind, in what the loop does before its first step, keeps its batch: the others took that step with the same
         shares."""
         self._rounds.members_changed()
-        self._has_new_members = self._rounds.is_open or self._agreement.is_behind
+        self._has_new_members = self._rounds.is_open or self._consensus.is_behind
         if not self._has_new_members:
             self._share_anew()
 

@@ -30,8 +30,8 @@ class RoundShare:
 class RoundShares:
     """The shares of all replicas in one worker's present round."""
 
-    def __init__(self, agreement: Consensus, group: WorkerGroup, *, workers_each: int) -> None:
-        self._agreement, self._group, self._workers_each = agreement, group, workers_each
+    def __init__(self, consensus: Consensus, group: WorkerGroup, *, workers_each: int) -> None:
+        self._consensus, self._group, self._workers_each = consensus, group, workers_each
         self._shares: list[RoundShare] = []  # this replica's were run
         # What this replica has run of lost replicas' shares, by their index.
         self._run_for_others: dict[int, list[MicroBatch]] = {}
@@ -39,17 +39,17 @@ class RoundShares:
     @property
     def _own(self) -> int:
         """This replica's number."""
-        return self._agreement.rank // self._workers_each
+        return self._consensus.rank // self._workers_each
 
     def replicas(self) -> list[int]:
         """The numbers of the replicas that take part, in the order of their shares."""
-        return list(dict.fromkeys(rank // self._workers_each for rank in self._agreement.ranks))
+        return list(dict.fromkeys(rank // self._workers_each for rank in self._consensus.ranks))
 
     def add(self, batch: StepBatch) -> None:
         """Add all replicas' shares of a step."""
         self._shares += [
             RoundShare(batch=batch, step=batch.step, owner=owner, micros=micros)
-            for owner, micros in batch.dealt.items()
+            for owner, micros in batch.shares.items()
         ]
 
     def clear(self) -> None:

@@ -53,7 +53,7 @@ class StepLog:
         self.step = 0  # committed steps, of all attempts
         self.latest: PendingStep | None = None  # the batch that was handed out, or had a gradient pass, last
         self.last_done: StepDone | None = None  # the report of the last step
-        self._files, self._models, self._agreement = parts.files, parts.models, place.agreement
+        self._files, self._models, self._consensus = parts.files, parts.models, place.consensus
         self._scope, self._stepped, self._is_elastic = parts.scope, stepped, parts.plan.layout.is_elastic
         self._counts = place.axes.counts  # whether this worker's samples are written down; others may run the same
         self._add_work = place.recorder.add_work  # of micro-batches, and a step's seconds: to find stragglers
@@ -241,7 +241,7 @@ class StepLog:
             "optimizer": step.optimizer_s,
             "total": now - self._reported_at,
         }
-        recovery_s = self._agreement.recovery_s
+        recovery_s = self._consensus.recovery_s
         if recovery_s > self._recovery_reported_s:
             seconds["recovery"] = recovery_s - self._recovery_reported_s
             self._recovery_reported_s = recovery_s

@@ -60,7 +60,7 @@ class StepMode(Protocol):
     _models: PreparedModels
     _prepared: PreparedObjects
     _scope: StepScope
-    _agreement: Consensus
+    _consensus: Consensus
     _recorder: FlightRecorder
     _between: BetweenSteps
     _log: StepLog
@@ -68,7 +68,7 @@ class StepMode(Protocol):
     def __init__(self, parts: WorkerParts, between: BetweenSteps) -> None:
         self._plan, self._files, self._models = parts.plan, parts.files, parts.models
         self._prepared, self._scope = parts.prepared, parts.scope
-        self._agreement, self._recorder = parts.place.agreement, parts.place.recorder
+        self._consensus, self._recorder = parts.place.consensus, parts.place.recorder
         self._between, self._log = between, between.log
 
     @staticmethod

@@ -92,7 +92,7 @@ class StreamingRounds(CommunicationRounds):
         for count in (*self._counts, self._in_all):
             count[:] = [0, 0]
         if self._is_asked_for:
-            self._agreement.change_is_due()
+            self._consensus.change_is_due()
         self._is_asked_for = False
         self._close()
         return True
@@ -111,7 +111,7 @@ class StreamingRounds(CommunicationRounds):
 
     def _send(self, number: int, step: int) -> None:
         own, everybody = self._counts[number]
-        asks = self._agreement.is_urgent or self._agreement.wants_change
+        asks = self._consensus.is_urgent or self._consensus.wants_change
         sent = [*_header(step, asks=asks), *(0.0 for _ in self._buffers.changed())]
         self._fragments[number].send(own / everybody if everybody else 0.0, sent, step=step)
         self._counts[number] = [0, 0]

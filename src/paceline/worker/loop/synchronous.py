@@ -20,7 +20,7 @@ class Synchronous(StepMode):
     @staticmethod
     def scope(plan: Plan, place: WorkerContext) -> StepScope:
         """All workers take part in each step."""
-        return StepScope(place=place, group=place.group, axes=place.axes, vote=place.agreement)
+        return StepScope(place=place, group=place.group, axes=place.axes, vote=place.consensus)
 
     def open(self, stream: BatchStream) -> Iterator[StepBatch]:
         """Yield the stream's batches; what is due between two steps is done before and after each."""

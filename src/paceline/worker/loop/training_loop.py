@@ -47,8 +47,8 @@ class TrainingLoop:
         self._prepared, self._resumed, self._numerical_guard = parts.prepared, parts.resumed, parts.numerical_guard
         self._has_servers = parts.servers is not None
         self._is_stepping = False
-        self._group, self._agreement, self._recorder = place.group, place.agreement, place.recorder
-        self._agreement.come_by(self.mode.before_operation)
+        self._group, self._consensus, self._recorder = place.group, place.consensus, place.recorder
+        self._consensus.come_by(self.mode.before_operation)
         self._axes = place.axes
         self._last_pass: GradientReducer | None = None  # the gradients of the last pass
         self._unsettled: list[GradientReducer] = []  # those of passes whose step is to be taken
@@ -78,7 +78,7 @@ class TrainingLoop:
             cursor=self.between.positions.saved(source.name),
             group=self._group,
             walk=self._plain_pass,
-            together=self._agreement.run,
+            together=self._consensus.run,
             balance=self.between.balance,
             timeout_s=timeout_s,
             axes=self._axes,
@@ -177,15 +177,15 @@ class TrainingLoop:
                 yield from run()
                 break
             except Disrupted as disruption:
-                if self._agreement.elastic is None:
+                if self._consensus.elastic is None:
                     raise
                 if not isinstance(disruption, StepInvalidated):
-                    self._agreement.drop(disruption)
+                    self._consensus.drop(disruption)
             # The same step comes again, with new shares: its samples, and so its gradient, are the same.
             if batch.num_passes == 0:
-                self._agreement.hold()
-            self._agreement.recovery_s += time.perf_counter() - began - (batch.data_s - data_s)
-            self.streams[batch.stream].redeal(batch)
+                self._consensus.hold()
+            self._consensus.recovery_s += time.perf_counter() - began - (batch.data_s - data_s)
+            self.streams[batch.stream].reassign(batch)
             began, data_s = time.perf_counter(), batch.data_s
         outcome = cast("StepOutcome", self.executor.outcome)
         self._last_pass = gradients
@@ -232,7 +232,7 @@ class TrainingLoop:
         for gradients in self._unsettled:
             gradients.settle()
         self._unsettled.clear()
-        self._agreement.committed()
+        self._consensus.committed()
 
     def extra_pass(
         self,

@@ -65,7 +65,7 @@ class WorkerContext:
     """What a worker has joined: its groups, the run's key-value store, and the memory that it inherits."""
 
     group: WorkerGroup
-    agreement: Consensus
+    consensus: Consensus
     setup_replay: SetupReplay
     shared: dist.Store  # of the whole run
     attach: Callable[[StateHolder], None]  # to be called with the owner of the run's state, once there is one
@@ -78,7 +78,7 @@ class WorkerContext:
 
     def is_first(self, rank: int) -> bool:
         """Whether the worker of this rank, which is this one, is the first: worker 0, or after its loss the next."""
-        present = self.agreement.present
+        present = self.consensus.present
         return present[0] == rank if present else self.group.index == 0
 
 
@@ -305,7 +305,7 @@ def _worker_context(
     fds, begins_at = context.assignment.snapshot_fds, context.assignment.begins_at
     return WorkerContext(
         group=group,
-        agreement=consensus,
+        consensus=consensus,
         setup_replay=channels.setup_replay,
         shared=channels.shared,
         link=channels.link,

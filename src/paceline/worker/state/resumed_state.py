@@ -40,7 +40,7 @@ class ResumedState:
         *,
         plan: Plan,
         group: WorkerGroup,
-        agreement: Consensus,
+        consensus: Consensus,
         axes: ParallelGroups,
         files: RunFiles,
         timeout_s: float,
@@ -49,7 +49,7 @@ class ResumedState:
         self.source = ""  # the checkpoint's path
         self.is_recalled = False  # it was in memory, and may be in no checkpoint
         self._contents, self._registry = contents, contents.registry
-        self._plan, self._group, self._agreement, self._axes, self._files = plan, group, agreement, axes, files
+        self._plan, self._group, self._consensus, self._axes, self._files = plan, group, consensus, axes, files
         self._poll_s = poll_s(timeout_s)
         self._state: RunState | None = None
         self._has_local_tensors = False  # the state holds what a worker at this place had
@@ -66,7 +66,7 @@ class ResumedState:
 
         Raises CheckpointError on all workers where it is damaged.
         """
-        if self._agreement.is_newcomer:
+        if self._consensus.is_newcomer:
             return  # a member's state comes instead
 
         call: BackgroundCall[_Found] | None = None
@@ -84,14 +84,14 @@ class ResumedState:
                 is_known, found = self._group.broadcast_object((is_known, found))
             return found
 
-        found = self._agreement.run(look)
+        found = self._consensus.run(look)
         if isinstance(found, str):
             raise CheckpointError(found)
         if found is None:
             return
         step, self.source, self._is_own_run, plain = found
         opened = self._opened
-        shared = SharedCheckpoint(self.source, group=self._group, together=self._agreement.run, opened=opened)
+        shared = SharedCheckpoint(self.source, group=self._group, together=self._consensus.run, opened=opened)
         state = CheckpointState(step=step, tensors={}, plain=plain, files=shared, drops_feedback=self._say_dropped)
         self._used, self._has_local_tensors = set(), False
         self._begin_with(state)
@@ -155,7 +155,7 @@ class ResumedState:
 
     def fill_model(self, name: str) -> None:
         """Fill a model that is registered; where the state lacks it, make it equal on all workers."""
-        if self._agreement.is_newcomer and not self._has_local_tensors:
+        if self._consensus.is_newcomer and not self._has_local_tensors:
             return
         if self._state is not None and self.has_model(name):
             self._used.add(name)
@@ -163,7 +163,7 @@ class ResumedState:
             return
         model = self._registry.models[name]
         if not self._axes.is_split:  # there it was done before the model was
-            self._agreement.run(lambda: send_from_first([*model.parameters(), *model.buffers()], self._group))
+            self._consensus.run(lambda: send_from_first([*model.parameters(), *model.buffers()], self._group))
         if self._state is not None and self._group.index == 0:
             self._files.emit(Warned(text=f"the checkpoint has no model {name!r}: it starts from its own weights"))
 

@@ -19,14 +19,14 @@ class ReplicaVote:
     When something cannot wait, all workers of this replica learn so from the pass's step metadata.
     """
 
-    def __init__(self, agreement: Consensus) -> None:
-        self._agreement = agreement
+    def __init__(self, consensus: Consensus) -> None:
+        self._consensus = consensus
         self.is_called = False  # to the other replicas
 
     @property
     def wants_change(self) -> bool:
         """Whether something cannot wait until the replicas agree again."""
-        return self._agreement.is_urgent
+        return self._consensus.is_urgent
 
     def change_is_due(self) -> None:
         """All workers of this replica know that it is to meet the others."""
