@@ -2,7 +2,7 @@
 
 Where they may be lost: `doomed`.
 
-OPTIONS  JSON: plan, and fields of the Job; pause_s: after each step; no_joins: newcomers die; routed: with experts;
+OPTIONS  JSON: plan, and fields of the Job; pause_s: after each step; no_joins: newcomers fail; routed: with experts;
          gate: after this step wait for the file "open"
 """
 
@@ -128,7 +128,7 @@ def train(worker: paceline.Worker) -> None:
     data = TensorDataset(words[:, :-1], words[:, 1:])
     net = Net()
     if FAULTS:
-        arm(worker, sums=("tally", "gradients"), save=(WriterGroup, "tell"))
+        arm(worker, sums=("metadata", "gradients"), save=(WriterGroup, "tell"))
         arm_model(worker, net)
     model = worker.prepare(net)
     optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=0.01))

@@ -14,9 +14,8 @@ With asynchronous updates, parameter servers hand out the batches, and workers a
 or new member then delays no other one, and nothing is done again. The members come together, in the newest generation,
 at the end of the loop, and where all are to save and leave. A newcomer has the servers' state by then.
 
-All members may also leave between two steps. The reason may be an order of the coordinator, a request to one of them
-where there is no coordinator (`PreemptionNotice`), or a lost supervisor. In the last case no member writes before all
-members of the present generation leave after this same step: a part of a run never saves for the whole.
+All members may also leave between two steps: by order of the coordinator, by a request to one of them where there is
+none (`PreemptionNotice`), or after a lost supervisor. Then all members of the generation save after the same step.
 """
 
 from __future__ import annotations
@@ -58,9 +57,7 @@ class RunTogether(Protocol):
 class Consensus:
     """Does operations for one worker; without `elastic` they are simply done, and a lost member is an error.
 
-    `coordinator` is the connection to the run's coordinator. Where there is none, `notice` receives the requests to
-    leave that reach this worker alone.
-    """
+    Where there is no `coordinator`, `notice` receives the requests to leave that reach this worker alone."""
 
     def __init__(
         self,
