@@ -16,9 +16,10 @@ import dataclasses
 from collections.abc import Generator, Mapping, Sequence
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
-__all__ = ["Codec", "CodecContext", "GatherPayload", "Payload", "RawCodec", "Rounds", "ScatterPayload", "SumPayload"]
+__all__ = ["Codec", "CodecContext", "GatherPayload", "Payload", "Rounds", "ScatterPayload", "SumPayload", "as_bytes"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,13 +88,6 @@ class Codec:
         """Take over the `own` and `common` of another codec."""
 
 
-class RawCodec(Codec):
-    """Sends gradients as they are: the buffer itself is summed in place. Bytes on the wire: those of the gradient."""
-
-    exact = True
-
-    def exchange(self, flat: Tensor, replica: CodecContext) -> Rounds:
-        total = yield SumPayload(flat)
-        if total is not flat:
-            flat.copy_(total)
-        return None
+def as_bytes(*parts: Tensor) -> Tensor:
+    """Return tensors of any types as one row of bytes."""
+    return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])

@@ -7,11 +7,15 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.codec.base import Codec, RawCodec
+from paceline.codec.base import Codec
+from paceline.codec.cast import HALF, CastCodec
 from paceline.codec.error_feedback import ErrorFeedback
+from paceline.codec.int8 import Int8Codec
+from paceline.codec.onebit import OneBitCodec
 from paceline.codec.powersgd import PowerSGDCodec
-from paceline.codec.quantization import HALF, CastCodec, Int8Codec, OneBitCodec
-from paceline.codec.sparsification import SparseCodec, TopKCodec
+from paceline.codec.raw import RawCodec
+from paceline.codec.sparse import SparseCodec
+from paceline.codec.topk import TopKCodec
 from paceline.plan import Cast, Int8, OneBit, PowerSGD, Raw, Sparse, TopK, Wire
 
 __all__ = ["build_codec"]

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from codec_driver import exchanged
 from paceline.codec.error_feedback import ErrorFeedback
+from paceline.codec.int8 import Int8Codec
+from paceline.codec.onebit import OneBitCodec, bits_of, signs_in
 from paceline.codec.powersgd import PowerSGDCodec
-from paceline.codec.quantization import Int8Codec, OneBitCodec, bits_of, signs_in
-from paceline.codec.sparsification import SparseCodec, TopKCodec
+from paceline.codec.sparse import SparseCodec
+from paceline.codec.topk import TopKCodec
 
 
 def drawn(size: int, seed: int) -> Tensor:

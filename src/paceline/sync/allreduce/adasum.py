@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from paceline.codec.quantization import HALF
+from paceline.codec.cast import HALF
 from paceline.comm.group import WorkerGroup
 from paceline.comm.sharded_tensors import local_part
 from paceline.plan import Cast, Raw, Wire

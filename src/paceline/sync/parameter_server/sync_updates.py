@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from paceline.codec.quantization import HALF
+from paceline.codec.cast import HALF
 from paceline.comm.group import SingleWorkerGroup, WorkerGroup
 from paceline.plan import AllReduce, Cast, ParameterServer, Wire
 from paceline.schedule.parameter_placement import placed_on

@@ -1,67 +1,21 @@
-"""Sparsifying codecs, which send only some of the numbers: the largest ones, or the rows of embeddings that were used.
+"""The rows of embeddings that a step has used, and nothing of the others, whose gradients are zero.
 
-`TopKCodec` sends the same share of each block of 65,536 numbers (Stich et al. 2018, "Sparsified SGD with memory"). So a
-position takes two bytes, a payload's size is known beforehand, and no sort runs over the whole bucket. Values travel in
-bf16; the rounding error remains in the error feedback, like all numbers that are not sent. Bytes: 4 for each number
-that is sent: with a ratio of 0.01 one in 100 of fp32.
-
-`SparseCodec` sends the rows of embeddings that a step has used; all other rows of their gradients are zero. First all
-replicas exchange how many such rows each has, for each matrix. From that all know which matrices are cheaper as rows.
-Then the rest is summed as it is, and rows are gathered with their numbers, and added up in the order of the replicas.
-Nothing is rounded. Bytes: those of the used rows and 4 for each row, as many from each replica as the one with the most
-has; 4 for each matrix; the whole gradient of all else.
+First all replicas exchange how many such rows each has, for each matrix. From that all know which matrices are cheaper
+as rows. Then the rest is summed as it is, and rows are gathered with their numbers, and added up in the order of the
+replicas. Nothing is rounded. Bytes: those of the used rows and 4 for each row, as many from each replica as the one
+with the most has; 4 for each matrix; the whole gradient of all else.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from paceline.codec.base import Codec, CodecContext, GatherPayload, Rounds, SumPayload
-from paceline.codec.quantization import as_bytes
+from paceline.codec.base import Codec, CodecContext, GatherPayload, Rounds, SumPayload, as_bytes
 
-__all__ = ["SparseCodec", "TopKCodec"]
-
-BLOCK = 2**16
-MIDDLE = 2**15  # places are stored as signed numbers
-
-
-class TopKCodec(Codec):
-    """`ratio` of the numbers of each block, at least one."""
-
-    def __init__(self, ratio: float) -> None:
-        self.ratio = ratio
-
-    def exchange(self, flat: Tensor, replica: CodecContext) -> Rounds:
-        numbers = flat.float()
-        starts = torch.cat([_starts(first, count) for first, count in self._shares(flat.numel())]).to(flat.device)
-        offsets = torch.cat(
-            [
-                numbers[first : first + BLOCK].abs().topk(count, sorted=False).indices
-                for first, count in self._shares(flat.numel())
-            ]
-        )
-        values = numbers[starts + offsets].bfloat16()
-        rows = yield GatherPayload(as_bytes(values, (offsets - MIDDLE).to(torch.int16)))
-        own = torch.zeros_like(numbers).index_copy_(0, starts + offsets, values.float())
-        total = torch.zeros_like(numbers)
-        for row in rows:
-            there = row[values.nbytes :].view(torch.int16).long() + MIDDLE
-            total.index_add_(0, starts + there, row[: values.nbytes].view(torch.bfloat16).float())
-        flat.copy_(total)
-        return own
-
-    def _shares(self, numel: int) -> list[tuple[int, int]]:
-        """The first number of each block, and how many of it are sent."""
-        lengths = ((first, min(BLOCK, numel - first)) for first in range(0, numel, BLOCK))
-        return [(first, min(length, math.ceil(self.ratio * length))) for first, length in lengths]
-
-
-def _starts(first: int, count: int) -> Tensor:
-    return torch.full((count,), first)
+__all__ = ["SparseCodec"]
 
 
 class SparseCodec(Codec):
@@ -82,12 +36,12 @@ class SparseCodec(Codec):
         counts: dict[int, int] = {}
         if touched:
             own = [len(rows) for rows in touched.values()]
-            told = yield GatherPayload(torch.tensor(own, dtype=torch.int32, device=flat.device))
-            largest = told.amax(0).tolist()
+            all_counts = yield GatherPayload(torch.tensor(own, dtype=torch.int32, device=flat.device))
+            largest = all_counts.amax(0).tolist()
             counts = {
                 place: most
                 for place, most in zip(touched, largest, strict=True)
-                if self._is_cheaper(place, most, len(told), flat.itemsize)
+                if self._is_cheaper(place, most, len(all_counts), flat.itemsize)
             }
         dense = [part for place, part in enumerate(parts) if place not in counts]
         if dense:
