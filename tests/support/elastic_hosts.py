@@ -71,11 +71,11 @@ class Command:
         return self.process.wait(LIMIT_S)
 
     def ledger_steps(self) -> list[int]:
-        """What the workers of this host have committed, by their own books."""
+        """What the workers of this host have committed, by their own ledgers."""
         return [line["step"] for line in self.ledger_lines()]
 
     def ledger_lines(self) -> list[dict[str, Any]]:
-        """What their books say about the steps."""
+        """What their ledgers say about the steps."""
         ledgers = (self.folder / "run" / "attempt_1").glob("worker_*/ledger.jsonl")
         lines = [json.loads(line) for ledger in ledgers for line in ledger.read_text().splitlines()]
         return [line for line in lines if "step" in line]

@@ -137,7 +137,7 @@ def _told(exchange: Path, rank: int, status: int) -> str:
 
 
 def _reap(children: dict[int, int], limit_s: float) -> dict[int, int]:
-    """rank -> wait status; whoever is left after the limit writes its stacks and is killed."""
+    """rank -> wait status; a worker that is left after the limit writes its stacks and is killed."""
     statuses: dict[int, int] = {}
 
     def wait(limit_s: float) -> None:

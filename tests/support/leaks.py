@@ -1,7 +1,7 @@
 """Finds what a test leaves behind: processes, files in shared memory, threads, a changed environment.
 
 A process belongs to this session when it descends from it, or when it carries the session's mark in its environment:
-a worker whose parent has died has another parent, but keeps the mark. A file in /dev/shm carries no owner: it counts
+a worker whose parent has exited has another parent, but keeps the mark. A file in /dev/shm carries no owner: it counts
 when it is new and no process of somebody else has it open, so that two sessions on one machine do not accuse each
 other.
 """
@@ -27,7 +27,7 @@ SHARED_MEMORY = Path("/dev/shm")
 LASTING_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 LASTING_PIDS = set[
     int
-]()  # of processes that serve many tests; whoever starts one says so, and ends it with the session
+]()  # of processes that serve many tests; a test that starts one registers it, and ends it with the session
 LASTING_THREADS = ("GarbageCollectorThread",)  # pyzmq
 LASTING_VARIABLES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # pytest's and torch's own
 

@@ -82,7 +82,7 @@ class Worker:
         self.holds = False
         self.tells_commit = False
         self.is_dismissed = self.has_saved = False
-        self.is_change_due = False  # as the last step's tally said
+        self.is_change_due = False  # by the last step's metadata
         self.is_alive = True
         self.is_over = False  # it does nothing with the others any more, and says nothing
         self.is_known_over = self.is_done = False  # the head has heard of that; and has counted it as done
@@ -299,7 +299,7 @@ class Worker:
         if self.rank == source:
             for rank in newcomers:
                 group.states[rank] = (newest + is_done, list(self.committed))
-                yield lambda: True  # it may die in between
+                yield lambda: True  # it may be lost in between
         elif self.position is None:
             yield from self._transfer(lambda: self.rank in group.states, lambda: {source})
             self.position, committed = group.states[self.rank]
@@ -429,8 +429,8 @@ class World:
     def commit(self, worker: Worker, number: int, result: Result) -> None:
         """A worker commits a step: it is the next one, with everybody's result, and after the same steps.
 
-        Where others have begun again, they had not when the last vote was cast; whoever stood still since may write it
-        down when it wakes.
+        Where others have begun again, they had not when the last vote was cast; a worker that stood still since may
+        write it down when it wakes.
         """
         if worker.decided != worker.attempt:
             raise Broken(
@@ -459,7 +459,7 @@ class World:
         return any(self.is_cut(rank, other, group.form.generation) for other in group.form.members)
 
     def has_gone(self, rank: int, group: Group, attempt: int) -> bool:
-        """Whether a member has left this group behind, or died."""
+        """Whether a member has left this group behind, or was lost."""
         worker = group.joined.get(rank) or self.newest.get((attempt, rank))
         if worker is None or not worker.is_alive or worker.is_over:
             return True
@@ -668,7 +668,7 @@ class World:
         raise Broken(f"nothing goes on any more at {self.now:.0f} s: {self.describe()}")
 
     def describe(self) -> str:
-        """What there is, for whoever reads a failed test."""
+        """The state of everything, for readers of a failed test."""
         lines = [str(self.membership.view), *(f"  {name}: {value}" for name, value in vars(self.membership).items())]
         for rank, worker in self.workers.items():
             lines.append(
@@ -703,7 +703,7 @@ class World:
             self.workers[rank].is_stopped = True
 
     def wake_all(self) -> None:
-        """Whoever was stopped goes on: also who was given up meanwhile, where no kill reached it."""
+        """Stopped workers go on, also those that were given up meanwhile where no kill reached them."""
         for worker in [*self.workers.values(), *self.past]:
             worker.is_stopped = False
 
