@@ -734,7 +734,7 @@ class World:
         lost = [rank for rank in gone if rank in self._starting or not self.workers[rank].is_done]
         for rank in gone:
             if rank in self.workers:
-                self.workers[rank].is_cut_off |= self.random.random() < 0.5  # otherwise it dies with its host
+                self.workers[rank].is_cut_off |= self.random.random() < 0.5  # otherwise it is lost with its host
                 self._lose_sight(self.workers[rank])
             self._end(rank)
         target = self.membership.target

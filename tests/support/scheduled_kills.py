@@ -45,12 +45,12 @@ def fault(worker: paceline.Worker, where: str) -> None:
         is_due = is_due and ("after" not in one or left(one["after"]).exists())
         if is_due and not marker.exists():
             marker.write_text(f"{worker.step} {time.time()}")
-            whom = {"": lambda _: os.getpid(), "supervisor": lambda _: supervisor(), "server": server_of}
-            os.kill(whom[one.get("whom", "")](worker), one.get("signal", signal.SIGKILL))
+            targets = {"": lambda _: os.getpid(), "supervisor": lambda _: supervisor(), "server": server_of}
+            os.kill(targets[one.get("whom", "")](worker), one.get("signal", signal.SIGKILL))
 
 
 def supervisor() -> int:
-    """The process number of whoever keeps the run's record."""
+    """The process number of the process that keeps the run's record."""
     return int(json.loads(Path(OPTIONS["job"]["run_dir"], "run.json").read_text())["pid"])
 
 

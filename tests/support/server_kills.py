@@ -19,7 +19,7 @@ SERVER, MIRROR = "server", "mirror"
 
 
 def arm(folder: Path, deaths: dict[int, tuple[str, str, str]]) -> None:
-    """Have a server's process die at the points, by step, each once: in whichever process comes there first."""
+    """Have a server's process exit at the points, by step, each once: in whichever process comes there first."""
 
     def strike(server: Any, method: str, moment: str, step: int) -> None:
         is_copy = (server._is_copy or method == "_copy") and not server._has_taken_over
@@ -27,7 +27,7 @@ def arm(folder: Path, deaths: dict[int, tuple[str, str, str]]) -> None:
         if deaths.get(step) != (role, method, moment):
             return
         try:
-            (folder / f"died_{step}").touch(exist_ok=False)
+            (folder / f"exited_{step}").touch(exist_ok=False)
         except FileExistsError:
             return
         os.kill(os.getpid(), signal.SIGKILL)

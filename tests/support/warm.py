@@ -122,13 +122,13 @@ class _Source:
     @classmethod
     def begin(cls) -> _Source:
         ours, theirs = socket.socketpair()
-        door, address = socket.socket(socket.AF_UNIX), str(lasting.folder("warm") / "door")  # for all networks
-        door.bind(address)
-        door.listen()
-        fds = [theirs.fileno(), door.fileno()]
+        listener, address = socket.socket(socket.AF_UNIX), str(lasting.folder("warm") / "listener")  # for all networks
+        listener.bind(address)
+        listener.listen()
+        fds = [theirs.fileno(), listener.fileno()]
         marked = {name: "-" * length for name, length in MARKS.items()}
         paths = [str(Path(__file__).resolve().parents[2] / "src"), *filter(None, [os.environ.get(SEARCHED)])]
-        with theirs, door:
+        with theirs, listener:
             process = subprocess.Popen(
                 [sys.executable, warm_source.__file__, *map(str, fds)],
                 env=os.environ | marked | {SEARCHED: os.pathsep.join(paths)},

@@ -1,8 +1,8 @@
-"""The process that programs of tests are forked from, as a program: `python warm_source.py FD DOOR_FD`.
+"""The process that programs of tests are forked from, as a program: `python warm_source.py FD LISTENER_FD`.
 
     a test --request, files--> this --fork--> the program --fork, while it is clean--> its warm parent
 
-A command that is started in a shell asks as a test does, through the door (see `warm_client`).
+A command that is started in a shell asks as a test does, through the listener (see `warm_client`).
 
 It has imported what programs need and has done nothing else: no threads, no random numbers, no run. See `warm.py`.
 """
@@ -48,8 +48,8 @@ MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000  # linux/mount.h
 _places: dict[str, int] = {}  # addresses of MARKS in this process, and in all that are forked from it
 
 
-def serve(sock: socket.socket, door: socket.socket | None = None) -> dict[str, Any] | None:
-    """Fork for each request that comes, from the test or through the door; returns it in the child, and None here when
+def serve(sock: socket.socket, listener: socket.socket | None = None) -> dict[str, Any] | None:
+    """Fork for each request that comes, from the test or through the listener; returns it in the child, and None here when
     the test cannot ask any more."""
     selector = selectors.DefaultSelector()
     heard, wakeup = socket.socketpair()
@@ -57,8 +57,8 @@ def serve(sock: socket.socket, door: socket.socket | None = None) -> dict[str, A
         end.setblocking(False)
     signal.set_wakeup_fd(wakeup.fileno())
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: whoever asked decides
-    ends = [end for end in (sock, door, heard, wakeup) if end is not None]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the process that asked decides
+    ends = [end for end in (sock, listener, heard, wakeup) if end is not None]
     for end in ends[:-1]:
         selector.register(end, selectors.EVENT_READ)
     told: dict[int, int] = {}  # where each child's end is told, by process number
@@ -68,8 +68,8 @@ def serve(sock: socket.socket, door: socket.socket | None = None) -> dict[str, A
                 heard.recv(4096)
                 _reap(told)
                 continue
-            if door is not None and key.fileobj is door:
-                with door.accept()[0] as caller:
+            if listener is not None and key.fileobj is listener:
+                with listener.accept()[0] as caller:
                     request, files = _received(caller)
                 if request is None:
                     continue
@@ -385,12 +385,12 @@ def preload() -> None:
 
 
 def main(*fds: int) -> None:
-    sock, door = (socket.socket(fileno=fd) for fd in fds)
-    for end in (sock, door):
+    sock, listener = (socket.socket(fileno=fd) for fd in fds)
+    for end in (sock, listener):
         end.set_inheritable(False)
     _find_marks()
     preload()
-    request = serve(sock, door)
+    request = serve(sock, listener)
     if request is not None:
         become(request)
 

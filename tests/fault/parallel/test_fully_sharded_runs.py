@@ -55,14 +55,14 @@ def train(worker):
     for batch in worker.batches(data, epochs=2):
         here["step"] = worker.step
         worker.report(loss=step(batch))
-        if HOW == "die" and worker.rank == 1 and worker.step == 7 and not os.path.exists("died"):
+        if HOW == "fail" and worker.rank == 1 and worker.step == 7 and not os.path.exists("failed"):
             while not glob.glob("broken/checkpoints/step_*6/checkpoint.json"):  # which worker 0 makes complete
                 time.sleep(0.01)
-            open("died", "w").close()
+            open("failed", "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
 
-        if HOW == "orphan" and worker.rank == 1 and worker.step == 7 and not os.path.exists("died"):
-            open("died", "w").close()
+        if HOW == "orphan" and worker.rank == 1 and worker.step == 7 and not os.path.exists("failed"):
+            open("failed", "w").close()
             os.kill(json.load(open("broken/run.json"))["pid"], signal.SIGKILL)  # the supervisor
 
         if HOW == "leave" and worker.rank == 0 and worker.step == 6:  # which is saved as the next step is asked for
@@ -112,11 +112,11 @@ def test_a_killed_run_goes_on_from_its_newest_checkpoint(program: Path, tmp_path
     broken = tmp_path / "broken"
     # Without snapshots in memory the run ends, and can go on otherwise.
     kept_not = ("--set", "plan.guard.snapshot_every=0")
-    code, output = run(*PACELINE, "run", program, "--run-dir", broken, *kept_not, "die")
+    code, output = run(*PACELINE, "run", program, "--run-dir", broken, *kept_not, "fail")
     assert code == 76 and "worker 1" in output
     assert checkpoints(broken) == [3, 6]
     # What goes on may be cut otherwise: one process, here.
-    again = (*PACELINE, "run", program, "--run-dir", broken, "--workers", "1", "--set", "plan.layout=layout()", "die")
+    again = (*PACELINE, "run", program, "--run-dir", broken, "--workers", "1", "--set", "plan.layout=layout()", "fail")
     assert run(*again)[0] == 0
     after = [json.loads(line) for line in (broken / "metrics.jsonl").read_text().splitlines()]
     found = {row["step"]: row["loss"] for row in after}

@@ -138,7 +138,7 @@ def test_a_wrong_rule_leads_to_a_refusal(broken: str, monkeypatch: pytest.Monkey
 
 
 def _first(whole: Tensor, dim: int, ranges: Any) -> Tensor:
-    """The first tokens, whoever asks."""
+    """The first tokens, for every caller."""
     return whole.narrow(dim, 0, sum(stop - first for first, stop in ranges))
 
 

@@ -136,7 +136,7 @@ GATHERED: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("name", list(ON_SLICES))
-def test_on_slices_without_gathering(name: str, size: int) -> None:
+def test_on_slices_without_a_gather(name: str, size: int) -> None:
     assert check(ON_SLICES[name], size) == []
 
 

@@ -108,7 +108,7 @@ def test_with_a_part_of_the_model_frozen_all_go_backward_alike(is_frozen: Any) -
     assert_same(each_on(2, model, inputs), model, inputs)
 
 
-def test_blocks_are_recomputed_at_one_place_of_backward_whoever_has_tokens() -> None:
+def test_blocks_are_recomputed_at_one_place_of_backward_on_workers_with_and_without_tokens() -> None:
     model, inputs = MoeNet(drop=0.0, favours=2), words(2)
 
     def run(one: Any, x: Tensor) -> Tensor:

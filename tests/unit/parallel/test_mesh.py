@@ -65,7 +65,7 @@ def test_replicas_run_every_micro_batch_once_in_step_with_fewest_void_runs(
         assert len({share.num_runs for share in replica}) == 1
         for share in replica:
             assert len(share.own) <= share.num_runs
-            # Whoever makes a run has something to run, from its own replica.
+            # Each worker that makes a run has something to run, from its own replica.
             assert (share.num_runs == 0) or len(share.reads) >= 1
             assert all(any(place in other.own for other in replica) for place in share.reads)
     num_void = sum(share.num_runs - len(share.own) for share in shares)
@@ -74,7 +74,7 @@ def test_replicas_run_every_micro_batch_once_in_step_with_fewest_void_runs(
 
 
 @given(st.integers(0, 60), counts)
-def test_replicas_of_one_worker_are_dealt_to_as_ever(num_micro: int, replicas: int) -> None:
+def test_replicas_of_one_worker_get_their_shares_as_ever(num_micro: int, replicas: int) -> None:
     shares = split_among_replicas(num_micro, replicas=replicas, each=1)
     assert [share.own for share in shares] == list(split_evenly(num_micro, replicas))
     assert all(share.num_runs == len(share.own) and share.spare is None for share in shares)

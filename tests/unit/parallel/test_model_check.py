@@ -356,7 +356,7 @@ class Tied(nn.Module):
         return self.b(self.a(x))
 
 
-def test_hollow_models_keep_no_weights_stay_tied_and_can_be_run_while_they_are_filled() -> None:
+def test_models_on_the_meta_device_keep_no_weights_stay_tied_and_can_be_run_while_they_are_filled() -> None:
     with fake_weights():
         model = Tied()
         assert all(one.is_meta for one in model.parameters()) and model.a.weight is model.b.weight

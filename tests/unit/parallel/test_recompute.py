@@ -147,10 +147,10 @@ def test_a_model_without_blocks_is_refused_in_the_plans_words(keep: Keep, word: 
 
 def test_a_copy_of_a_model_recomputes_with_its_own_weights() -> None:
     model = made(0.0, "costly")
-    twin = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     with torch.no_grad():
-        for parameter in twin.parameters():
+        for parameter in copied.parameters():
             parameter.mul_(2)
     expected = made(0.0, None)
-    expected.load_state_dict(twin.state_dict())
-    assert all(map(torch.equal, gradients(twin, half=False), gradients(expected, half=False)))
+    expected.load_state_dict(copied.state_dict())
+    assert all(map(torch.equal, gradients(copied, half=False), gradients(expected, half=False)))

@@ -131,12 +131,12 @@ def test_code_that_reads_a_whole_table_is_told_its_name() -> None:
 def test_the_state_of_a_model_has_whole_tables_and_a_class_of_ones_own_stays() -> None:
     model = nn.ModuleDict({"words": Named(ROWS, WIDTH, sparse=True), "other": nn.Embedding(3, WIDTH)})
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    twin = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     elsewhere(model)
     table = dict(model.named_parameters())["words.weight"]
     assert is_remote(table) and table.shape == (ROWS, WIDTH) and table.untyped_storage().nbytes() == 4
     torch.testing.assert_close(dict(model.state_dict()), before)
-    torch.testing.assert_close(dict(twin.state_dict()), before)
+    torch.testing.assert_close(dict(copied.state_dict()), before)
     words: Any = model["words"]
     torch.testing.assert_close(words.doubled(WORDS), 2 * before["words.weight"][WORDS])
 

@@ -567,12 +567,12 @@ def test_in_a_pipeline_what_its_stage_has_made_is_spoilt_and_stays_the_same_tens
             watched.append(getattr(func, "__name__", ""))
             return func(*args, **(kwargs or {}))
 
-    class Ghost(torch.nn.Module):
+    class NoOutput(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.empty(2, 3, device="meta")
 
     here, model = torch.nn.Linear(4, 3), torch.nn.Sequential()
-    model.extend([here, Ghost()])
+    model.extend([here, NoOutput()])
     made: list[torch.Tensor] = []
     here.register_forward_hook(lambda *given: made.append(given[-1]))
     calls = ModelCalls(lambda _, output: poisoned(output, "nan"))

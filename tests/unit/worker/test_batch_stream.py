@@ -1,4 +1,4 @@
-"""Batches in hand: dealt anew to those who are left when members are lost, and let go of when the loop goes on."""
+"""Batches in hand: divided again among those that are left when members are lost, and let go of when the loop goes on."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class Pair(SingleWorkerGroup):
 
 
 def between_steps_of(stream: BatchStream) -> BetweenSteps:
-    """As far as shares are dealt anew."""
+    """As far as shares are divided again."""
     between = BetweenSteps.__new__(BetweenSteps)
     between.streams, between.balance = {"train": stream}, LoadBalancer(is_on=False)
     return between
@@ -147,7 +147,7 @@ def test_who_is_behind_keeps_the_share_that_others_have_begun_a_round_with(
 ) -> None:
     """Two of three have come to the end of an operation before the round's first step, and one has gone on from it."""
     stream = stream_of(Place(0, 3), replicas=lambda: (0, 1, 2))
-    next(stream.steps(lambda: 1))  # as it was dealt to all three
+    next(stream.steps(lambda: 1))  # as it was divided among all three
     form = MembershipView(generation=1, members=(0, 1), planned=False, holds=False, reason="worker 2 was lost")
     head = SimpleNamespace(
         newest=1,
@@ -181,7 +181,7 @@ def test_who_is_behind_keeps_the_share_that_others_have_begun_a_round_with(
 @pytest.mark.parametrize("is_left_behind", [False, True])
 def test_who_ends_a_round_when_others_are_in_the_next_one_deals_anew_after_that(is_left_behind: bool) -> None:
     stream = stream_of(Place(0, 3), replicas=lambda: (0, 1, 2))
-    next(stream.steps(lambda: 1))  # as it was dealt to all three
+    next(stream.steps(lambda: 1))  # as it was divided among all three
     mode = LocalRounds.__new__(LocalRounds)
     mode._between, mode._log = between_steps_of(stream), cast("Any", SimpleNamespace(step=1))
     rounds = SimpleNamespace(is_open=True, is_left_behind=is_left_behind, end=lambda *_, **__: True)
@@ -196,7 +196,7 @@ def test_who_ends_a_round_when_others_are_in_the_next_one_deals_anew_after_that(
 
 
 @pytest.mark.parametrize("data", [Numbers(), Lines()], ids=["map", "iterable"])
-def test_whoever_keeps_a_batch_as_rounds_do_does_not_keep_its_data(data: Any) -> None:
+def test_a_batch_that_is_kept_as_rounds_do_does_not_keep_its_data(data: Any) -> None:
     kept: list[StepBatch] = []
     seen: list[weakref.ref[Any]] = []
     for batch in stream_of(Place(0, 1), data=data).steps(lambda: 1):

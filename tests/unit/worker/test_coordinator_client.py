@@ -149,7 +149,7 @@ class Clock:
 
 
 @pytest.mark.parametrize("silence_s", [0.4, 2.0, 10.0])
-def test_whoever_is_alive_is_heard_of_several_times_within_the_silence_that_ends_it(
+def test_a_live_worker_is_heard_of_several_times_within_the_silence_that_ends_it(
     silence_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where its training thread has spoken right after its last sign of life."""

@@ -1,4 +1,4 @@
-"""Where others are lost in the user's function, whoever left it too early is named."""
+"""Where others are lost in the user's function, the worker that left it too early is named."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Choosy(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
-        for one in self.blocks:  # every unit runs on all workers, or gathering would not meet
+        for one in self.blocks:  # every unit runs on all workers, or all-gathers would not match
             hidden = hidden + one(hidden)
         out = self.head(hidden)
         return self.others[0](out) if float(x.sum()) > 0 else out

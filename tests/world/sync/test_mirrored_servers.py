@@ -68,7 +68,7 @@ def test_a_kill_at_any_point_changes_no_bit(world: World, tmp_path: Path) -> Non
     calm = world(training(), 2, mirrored(2), max_steps=STEPS)
     assert replaced(world, 2) == []
     results = world(training(tmp_path, DEATHS), 2, mirrored(2), max_steps=STEPS, fresh=True)
-    assert sorted(path.name for path in tmp_path.glob("died_*")) == sorted(f"died_{step}" for step in DEATHS)
+    assert sorted(path.name for path in tmp_path.glob("exited_*")) == sorted(f"exited_{step}" for step in DEATHS)
     assert results == calm
     assert_same(results, world.one_process(training(), plan_of(Layout()), max_steps=STEPS))
     told = {event["step"]: event for event in replaced(world, 2)}

@@ -184,7 +184,7 @@ def test_mirrors_have_the_rows_of_tables_too(world: World, tmp_path: Path) -> No
 
     results = world(run, 2, served(2, mirrored=True), fresh=True)
     oracle = world.one_process(trained("adagrad", sparse=False), whole())
-    assert len([*tmp_path.glob("died_*")]) == len(deaths)
+    assert len([*tmp_path.glob("exited_*")]) == len(deaths)
     found = torch.tensor([result.pop("state") for result in results])
     torch.testing.assert_close(found, torch.tensor(oracle.pop("state")).expand_as(found), rtol=1e-6, atol=1e-9)
     assert_same(results, oracle)

@@ -141,7 +141,7 @@ def test_the_other_models_of_a_plain_loop_cost_no_traffic(world: World) -> None:
     sent = [record.event.num_bytes_sent for record in records if isinstance(record.event, StepDone)]
     num_used, num_idle = (sum(p.numel() for p in net(width=width).parameters()) for width in (16, 64))
     assert sent[0] > 8 * (num_used + num_idle)  # at first nobody knows
-    assert all(8 * num_used < later < 8 * (num_used + 50) for later in sent[1:])  # and a few numbers of the tally
+    assert all(8 * num_used < later < 8 * (num_used + 50) for later in sent[1:])  # and a few numbers of the metadata
 
 
 def test_two_streams_at_once_are_numbered_and_audited(world: World) -> None:

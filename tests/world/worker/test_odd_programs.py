@@ -281,15 +281,15 @@ def test_a_deep_copy_of_a_recomputing_model_computes_with_its_own_weights(traini
     first, last = Block(), Block()
     model = nn.Sequential(first, last).train(training)
     place(model, Plan(compute=Compute(recompute="blocks")), device=torch.device("cpu"))
-    twin = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     with torch.no_grad():
-        for parameter in twin.parameters():
+        for parameter in copied.parameters():
             parameter.zero_()
-    output = twin(torch.ones(1, 4))
+    output = copied(torch.ones(1, 4))
     assert output.tolist() == [[0.0] * 4]
     output.sum().backward()
     assert last.linear.weight.grad is None
-    assert all(parameter.grad is not None for parameter in twin[1].parameters())
+    assert all(parameter.grad is not None for parameter in copied[1].parameters())
 
 
 def test_a_lazy_module_is_refused_by_its_name(world: World) -> None:
