@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.comm.messages.tensor_messages import TensorMessage, TensorServer
 
-__all__ = ["WALK", "PretendedListener"]
+__all__ = ["PASS_KEY", "PretendedListener"]
 
 
 class PretendedListener(TensorServer):
@@ -32,4 +32,4 @@ class PretendedListener(TensorServer):
         self.told.append((peer, header, [one.clone() for one in tensors]))
 
 
-WALK = (0, 1, 0)
+PASS_KEY = (0, 1, 0)

@@ -163,11 +163,11 @@ class Worker:
         yield from self._run(lambda: self._gather("settle"))
 
     def _step(self) -> Wait:
-        """As many walks as the program has for each step; the last one's result is committed."""
+        """As many passes as the program has for each step; the last one's result is committed."""
         number = len(self.committed)
         wish = False
         result: Result = None
-        for walk in range(self.world.walks):
+        for number in range(self.world.passes):
             while True:
                 wants = self.finish is not None or self._planned() is not None
                 try:
@@ -180,7 +180,7 @@ class Worker:
                     wish = any(share[4] for share in shares.values())
                     if (yield from self._vote()):
                         break
-                if walk == 0:
+                if number == 0:
                     yield from self._hold()
         self.is_change_due = wish
         self.world.commit(self, number, result)
@@ -398,7 +398,7 @@ class World:
         *,
         replicas: int,
         seed: int,
-        walks: int = 1,
+        passes: int = 1,
         notices_gone: bool = True,
         last_step: int = 10**9,
         begins_again: bool = False,
@@ -406,7 +406,7 @@ class World:
         """`begins_again`: where nobody is left who could go on, all begin again with a snapshot. Each worker is on a
         host of its own then."""
         self.random = random.Random(seed)
-        self.limits, self.walks, self.notices_gone, self.last_step = limits, walks, notices_gone, last_step
+        self.limits, self.passes, self.notices_gone, self.last_step = limits, passes, notices_gone, last_step
         self.replicas, self.begins_again, self.attempt = replicas, begins_again, 0
         self.now = 0.0
         self.steps: list[Result] = []  # what the whole run has committed

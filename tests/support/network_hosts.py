@@ -20,8 +20,8 @@ from paceline.testing.network_namespaces import NamespaceHost, cut, mend
 __all__ = ["TOOLS", "NamespaceHost", "cut", "free_port", "mend", "needs_network", "two_hosts"]
 
 Test = TypeVar("Test", bound=Callable[..., None])
-# Below those that the kernel gives to connecting sockets (ip_local_port_range): one of them could be taken by any process
-# before the program that is told of it listens there. Each session of tests begins elsewhere.
+# Below those that the kernel gives to connecting sockets (ip_local_port_range): one of them could be taken by any
+# process before the program that is told of it listens there. Each session of tests begins elsewhere.
 _ports = itertools.count(10_000 + os.getpid() * 67 % 20_000)
 TOOLS = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 

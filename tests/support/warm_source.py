@@ -49,8 +49,9 @@ _places: dict[str, int] = {}  # addresses of MARKS in this process, and in all t
 
 
 def serve(sock: socket.socket, listener: socket.socket | None = None) -> dict[str, Any] | None:
-    """Fork for each request that comes, from the test or through the listener; returns it in the child, and None here when
-    the test cannot ask any more."""
+    """Fork for each request that comes, from the test or through the listener; returns it in the child, and None here
+    when the test cannot ask any more.
+    """
     selector = selectors.DefaultSelector()
     heard, wakeup = socket.socketpair()
     for end in (heard, wakeup):

@@ -51,7 +51,7 @@ class PipelineTimeline:
 
 
 def simulate(pipeline: Pipeline, costs: Sequence[StageCost] | StageCost) -> PipelineTimeline:
-    """Walk a schedule that `problems` finds right; `costs`: one for each stage, or one for all.
+    """Follow a schedule that `problems` finds right; `costs`: one for each stage, or one for all.
 
     Messages to another worker take the sender's `send`, during which both compute on; within a worker they take none.
     """

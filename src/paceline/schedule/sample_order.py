@@ -1,4 +1,4 @@
-"""The order of samples: a pure function of (seed, epoch, position) that needs no memory and no walk to a position.
+"""The order of samples: a pure function of (seed, epoch, position) that needs no memory and no iteration up to a position.
 
 A shuffled epoch is a pseudo-random permutation of 0..n-1. It is made by a Feistel network (Luby & Rackoff, 1988) over
 the smallest power of two that holds n, with cycle walking (Black & Rogaway, "Ciphers with Arbitrary Finite Domains",
@@ -17,7 +17,7 @@ __all__ = ["mix", "sample_indices"]
 
 UInts = NDArray[np.uint64]
 NUM_ROUNDS = 12
-LEAST_BITS = 6  # smaller Feistel halves shuffle poorly; a tiny epoch walks a little further instead
+LEAST_BITS = 6  # smaller Feistel halves shuffle poorly; a tiny epoch takes a few more cycles instead
 
 
 def sample_indices(

@@ -77,7 +77,7 @@ class _FaultTriggers:
         self._calls: dict[int, str] = {}  # what is under way in this step, by the ring's serial
         self._slow: Fault | None = None
         self._has_slowed = False  # in this step
-        self._num_steps, self._step_walked = 0, 0  # of its own: where replicas take turns, each has but some of all
+        self._num_steps, self._step_counted = 0, 0  # of its own: where replicas take turns, each has but some of all
         self._hook: Any = None
         self._refuses = False  # the disk is said to be full
         self._numbers = {number: fault for number, fault in faults.items() if fault.kind in OF_THE_NUMBERS}
@@ -87,8 +87,8 @@ class _FaultTriggers:
     # What the worker says of itself.
 
     def begins(self, _: None, phase: str, step: int) -> None:
-        if phase == GRADIENT_PASS and step != self._step_walked:
-            self._num_steps, self._step_walked = self._num_steps + 1, step
+        if phase == GRADIENT_PASS and step != self._step_counted:
+            self._num_steps, self._step_counted = self._num_steps + 1, step
         came_from, self._phase, self._step = self._phase, phase, step
         self._calls.clear()
         if self._numbers:

@@ -38,7 +38,7 @@ def test_a_worker_killed_anywhere_in_a_step_costs_no_step(tmp_path: Path, where:
     assert regrouped["step"] in (5, 6, 8)
 
 
-def test_a_worker_killed_in_a_sum_that_walks_a_schedule_costs_no_step(tmp_path: Path) -> None:
+def test_a_worker_killed_in_a_sum_that_follows_a_schedule_costs_no_step(tmp_path: Path) -> None:
     plan = "replicas=2-4+allreduce(algorithm=ring)+batch(size=20,micro=2)+compute(precision=fp64)"
     run = trained(tmp_path / "a", {"worker": 2, "step": 6, "where": "sum"}, plan=plan)
     assert_unharmed(run)

@@ -11,7 +11,7 @@ from paceline.parallel.context.token_slices import (
     folded,
     head_ranges,
     key_heads,
-    meetings,
+    overlaps,
     num_tokens,
     slice_of,
     slices,
@@ -51,11 +51,11 @@ def test_folded_pieces_cover_all_tokens_and_give_equal_causal_work(size: int) ->
 
 def test_meetings_say_where_shared_tokens_are_in_both_lists() -> None:
     held, wanted = ((0, 3), (10, 13)), ((2, 11), (12, 20))
-    assert meetings(held, wanted) == [(2, 0, 1), (3, 8, 1), (5, 9, 1)]
+    assert overlaps(held, wanted) == [(2, 0, 1), (3, 8, 1), (5, 9, 1)]
     have, want = positions(held), positions(wanted)
-    for place, other, length in meetings(held, wanted):
+    for place, other, length in overlaps(held, wanted):
         assert have[place : place + length] == want[other : other + length]
-    assert meetings(((0, 4),), ((4, 8),)) == []
+    assert overlaps(((0, 4),), ((4, 8),)) == []
 
 
 def test_views_agree_where_slices_stay_the_same_numbers() -> None:

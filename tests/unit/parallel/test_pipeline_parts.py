@@ -37,11 +37,11 @@ def test_the_share_of_waiting_is_that_of_a_step_whose_times_are_known(name: str)
     for slow in (None, 0, 2, 3):
         costs = [StageCost(forward=5, backward_input=2) if stage == slow else cost for stage, cost in enumerate(even)]
         timeline = simulate(pipeline, costs)
-        walks = [(busy, spans[-1][2]) for busy, spans in zip(timeline.busy, timeline.spans, strict=True)]
-        assert len({whole for _, whole in walks}) > 1 or name == "zero-bubble", "not all are done at the same moment"
-        assert bubble_share(walks) == pytest.approx(timeline.bubble_share)
+        shares = [(busy, spans[-1][2]) for busy, spans in zip(timeline.busy, timeline.spans, strict=True)]
+        assert len({whole for _, whole in shares}) > 1 or name == "zero-bubble", "not all are done at the same moment"
+        assert bubble_share(shares) == pytest.approx(timeline.bubble_share)
         if slow is None:
-            assert bubble_share(walks) == pytest.approx(ideal_bubble_share(pipeline))
+            assert bubble_share(shares) == pytest.approx(ideal_bubble_share(pipeline))
 
 
 def names(model: nn.Module, **more: Any) -> list[str]:

@@ -44,10 +44,10 @@ def test_every_named_file_exists(page: Path) -> None:
     assert not missing
 
 
-@pytest.mark.parametrize(("walk", "most"), [("A micro-batch", 25), ("A plan", 20), ("A lost worker", 25)])
-def test_walks_name_few_files_each_once(walk: str, most: int) -> None:
+@pytest.mark.parametrize(("way", "most"), [("A micro-batch", 25), ("A plan", 20), ("A lost worker", 25)])
+def test_walks_name_few_files_each_once(way: str, most: int) -> None:
     text = WALKS.read_text()
-    part = text[text.index(f"## {walk}: ") :].split("\n## ")[0]
+    part = text[text.index(f"## {way}: ") :].split("\n## ")[0]
     numbered = re.findall(r"^(\d+)\. `([^`]+)`: \S", part, re.MULTILINE)
     files = [name for _, name in numbered]
     assert [int(number) for number, _ in numbered] == list(range(1, len(files) + 1))

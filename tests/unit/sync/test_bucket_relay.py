@@ -76,14 +76,14 @@ def test_what_was_waited_for_where_a_bucket_left_counts_as_waiting() -> None:
     assert relay.waited_s == 0.0
 
 
-def test_a_walk_that_was_left_is_forgotten() -> None:
+def test_a_pass_that_was_left_is_forgotten() -> None:
     log, relay = relayed(2, 2)
     relay.begin()
     relay.finish()
     assert log == ["a1", "b1"]
 
 
-def test_a_loss_that_is_noticed_in_backward_is_told_at_the_end_of_the_walk_and_forgotten_with_it() -> None:
+def test_a_loss_that_is_noticed_in_backward_is_raised_at_the_end_of_the_pass_and_forgotten_with_it() -> None:
     log, relay = relayed(3, 3, 3, 3, names="xbcd")
     assert log == ["x1", "b1", "c1", "d1"], "nobody takes a further round"
     with pytest.raises(Disrupted, match="worker 2 has ended"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from fake_listener import WALK, PretendedListener
+from fake_listener import PASS_KEY, PretendedListener
 from paceline.comm.messages.tensor_messages import TensorMessage
 from paceline.comm.remote_tensors import sparse_rows
 from paceline.schedule.parameter_placement import rows_on
@@ -70,10 +70,10 @@ def test_rows_are_pushed_summed_and_stepped_on_once() -> None:
     second = ServerParameters({0: table}, [optimizer], rows={0: rows_on(1, servers=SERVERS)})  # rows 1, 4, 7
 
     def pushed(replica: int, *numbers: int) -> TensorMessage:
-        about = {"op": "push_rows", "walk": WALK, "place": 0, "replica": replica}
+        about = {"op": "push_rows", "walk": PASS_KEY, "place": 0, "replica": replica}
         return TensorMessage(about, (torch.tensor(numbers, dtype=torch.int32), torch.ones(len(numbers), WIDTH)))
 
-    ask = {"walk": WALK, "places": [], "tables": [0]}
+    ask = {"walk": PASS_KEY, "places": [], "tables": [0]}
     wants_sum = TensorMessage({**ask, "op": "sum", "replicas": 2, "call": 1}, ())
     has_it_taken = TensorMessage(
         {**ask, "op": "step", "factor": 0.5, "options": [options_of(optimizer)], "call": 2}, ()

@@ -1,4 +1,4 @@
-"""A member is lost while backward runs: the user's code hears nothing of it, and the end of the walk does."""
+"""A member is lost while backward runs: the user's code hears nothing of it, and the end of the gradient pass does."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def net() -> nn.Module:
     return nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
 
 
-def walk(model: nn.Module, gradients: GradientReducer) -> None:
-    """A walk of one micro-batch, up to its end."""
+def run_pass(model: nn.Module, gradients: GradientReducer) -> None:
+    """A gradient pass of one micro-batch, up to its end."""
     gradients.begin(0)
     gradients.arm()
     model(torch.ones(1, 8)).sum().backward()
@@ -66,14 +66,14 @@ class Losing(SingleWorkerGroup):
 def test_a_bucket_that_cannot_leave_is_told_at_the_end_of_the_pass(sync: AllReduce, wire: Wire) -> None:
     model, group = net(), Losing()
     gradients = GradientReducer(model.named_parameters(), group=group, sync=sync, wire=wire)
-    walk(model, gradients)
+    run_pass(model, gradients)
     assert all(parameter.grad is not None for parameter in model.parameters()), "backward has come to its end"
     with pytest.raises(Disrupted, match="worker 2 was killed by signal 9"):
         gradients.flush([1.0])
     assert group.num_begun == 2, "nothing more is sent to a group that is over"
     group.loses = False
     gradients.members_changed()
-    walk(model, gradients)
+    run_pass(model, gradients)
     gradients.flush([1.0])
     assert group.num_begun >= 2 + 4
 
@@ -113,12 +113,12 @@ def test_so_it_is_where_a_push_waits_for_the_one_before() -> None:
         generation=lambda: 0,
     )
     gradients.serve([torch.optim.SGD(model.parameters(), lr=0.1)])
-    walk(model, gradients)
+    run_pass(model, gradients)
     gradients.flush([1.0])
     gradients.collect()
     gradients.land(scale=1.0)
     servers.is_lost = True
-    walk(model, gradients)
+    run_pass(model, gradients)
     assert all(parameter.grad is not None for parameter in model.parameters()), "backward has come to its end"
     with pytest.raises(Disrupted, match="worker 2 was killed by signal 9"):
         gradients.flush([1.0])

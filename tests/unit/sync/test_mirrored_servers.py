@@ -205,8 +205,8 @@ class Worker(threading.Thread):
         self.servers.meet(part_of, index=self.index, size=WORKERS)
         here = [[place for place in range(len(SIZES)) if place % SERVERS == number] for number in range(SERVERS)]
         for step in range(1, STEPS + 1):
-            walk = (0, step, 0)
-            self.servers.begin(walk, index=self.index, size=WORKERS)
+            pass_key = (0, step, 0)
+            self.servers.begin(pass_key, index=self.index, size=WORKERS)
             for number, some in enumerate(here):
                 flat = torch.cat([gradient(self.index, step, one) for one in some])
                 header = {"op": "push", "walk": walk, "replica": self.index, "places": some}

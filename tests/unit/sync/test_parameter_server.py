@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from fake_listener import WALK, PretendedListener
+from fake_listener import PASS_KEY, PretendedListener
 from paceline.comm.messages.tensor_messages import TensorMessage
 from paceline.sync.parameter_server.served_parameters import (
     ServerParameters,
@@ -23,7 +23,7 @@ from paceline.sync.parameter_server.server import Server
 def test_a_worker_that_asks_for_the_sum_after_another_had_the_step_taken_is_told_it() -> None:
     weight = Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    ask = {"walk": WALK, "places": [0]}
+    ask = {"walk": PASS_KEY, "places": [0]}
 
     def pushed(replica: int, *values: float) -> TensorMessage:
         return TensorMessage({**ask, "op": "push", "replica": replica}, (torch.tensor(values),))
@@ -56,7 +56,7 @@ def test_gradients_of_steps_that_were_skipped_do_not_pile_up() -> None:
 
 
 def test_complex_gradients_have_a_norm() -> None:
-    ask, listener = {"walk": WALK, "places": [0]}, PretendedListener([])
+    ask, listener = {"walk": PASS_KEY, "places": [0]}, PretendedListener([])
     pushed = TensorMessage({**ask, "op": "push", "replica": 0}, (torch.tensor([3 + 4j]),))
     listener.said = [(b"one", pushed), (b"one", TensorMessage({**ask, "op": "sum", "replicas": 1, "call": 1}, ()))]
     weight = Parameter(torch.zeros(1, dtype=torch.complex64))

@@ -97,7 +97,7 @@ def test_a_table_that_changes_while_it_is_read_is_refused_for_a_checkpoint_alone
         tables.fetch([], [])
 
 
-def test_a_walk_that_breaks_off_keeps_no_rows() -> None:
+def test_a_pass_that_is_aborted_keeps_no_rows() -> None:
     table, servers = Parameter(torch.zeros(1, 2)), ServersOfRows()
     tables = EmbeddingTables(servers)
     tables.add(table)

@@ -1,4 +1,6 @@
-"""Batches in hand: divided again among those that are left when members are lost, and let go of when the loop goes on."""
+"""Batches in hand: divided again among those that are left when members are lost, and let go of when the loop goes
+on.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,7 @@ def stream_of(
         Batch(size=10, micro=micro, shuffle=False),
         cursor=StreamPosition(),
         group=group,
-        walk=lambda batch: iter(()),
+        run_pass=lambda batch: iter(()),
         together=cast("Any", lambda operation: operation()),
         balance=LoadBalancer(is_on=False),
         timeout_s=10.0,
@@ -76,7 +78,9 @@ def stream_of(
 
 
 def run(batch: StepBatch) -> list[int | None]:
-    """The numbers of the micro-batches that a walk runs, None for a void one; each has the data of its own samples."""
+    """The numbers of the micro-batches that a gradient pass runs, None for a void one; each has the data of its own
+    samples.
+    """
     for number, micro, _ in batch.runs():
         assert batch.read(number) == list(range(micro.start, micro.stop))
     return [None if is_void else micro.index for _, micro, is_void in batch.runs()]

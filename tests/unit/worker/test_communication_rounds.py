@@ -48,8 +48,8 @@ class Seat(SingleWorkerGroup):
 
 
 class Replica:
-    """Walks through the loop as `Loop` does, and notes what it does with the others. `called_at`: the step in whose
-    walk it hears that something cannot wait."""
+    """Goes through the loop as `Loop` does, and notes what it does with the others. `called_at`: the step in whose
+    pass it hears that something cannot wait."""
 
     def __init__(self, seat: Seat, sync: Any, called_at: int | None) -> None:
         self.did: list[tuple[str, int, str]] = []
@@ -94,7 +94,7 @@ class Replica:
 
     # The loop.
 
-    def walk(self, operations: Callable[[int, LoopPoint], bool]) -> None:
+    def run_pass(self, operations: Callable[[int, LoopPoint], bool]) -> None:
         rounds = self.rounds
         for number in range(1, STEPS + 1):
             rounds.loop_point = LoopPoint.WAITING
@@ -145,7 +145,7 @@ def together(
 
     def live(replica: Replica, operations: Callable[[int, LoopPoint], bool]) -> None:
         try:
-            replica.walk(operations)
+            replica.run_pass(operations)
         except BaseException as error:  # of whatever kind: it is raised in the test
             errors.append(error)
             sums.barrier.abort()

@@ -1,4 +1,4 @@
-"""A walk whose beginning is broken off: nothing of it is left, and it is done again as the same walk."""
+"""A gradient pass whose beginning is aborted: nothing of it is left, and it is done again as the same pass."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Asked:
         return True
 
 
-def test_a_member_that_is_lost_while_servers_are_met_has_the_same_walk_done_again() -> None:
+def test_a_member_that_is_lost_while_servers_are_met_has_the_same_pass_done_again() -> None:
     weight, servers = Parameter(torch.ones(2)), Slow()
     about: dict[str, Any] = {"sync": ParameterServer(), "wire": Raw(), "servers": servers}
     gradients = SyncServerGradients([("weight", weight)], group=SingleWorkerGroup(), generation=lambda: 0, **about)
@@ -60,7 +60,7 @@ def test_a_member_that_is_lost_while_servers_are_met_has_the_same_walk_done_agai
         "axes": single_worker_replicas(SingleWorkerGroup()),
         "device": torch.device("cpu"),
     }
-    walks = StepExecutor(Plan(), consensus=Asked(), measures_noise=False, **alone)
+    executor = StepExecutor(Plan(), consensus=Asked(), measures_noise=False, **alone)
     batch = StepBatch(
         stream="train",
         step=1,
@@ -70,12 +70,12 @@ def test_a_member_that_is_lost_while_servers_are_met_has_the_same_walk_done_agai
         micros=[MicroBatch(0, 0, 2)],
         ends_epoch=None,
         fetch=lambda: torch.ones(2),
-        walk=lambda batch: walks.run(batch, gradients),
+        run_pass=lambda batch: executor.run(batch, gradients),
     )
     with pytest.raises(Disrupted):
         list(batch)
-    assert not walks.under_way and batch.num_passes == 0
+    assert not executor.under_way and batch.num_passes == 0
     for micro in batch:
-        walks.backward((weight * micro).mean())
+        executor.backward((weight * micro).mean())
     assert servers.asked == ["meet", "meet", "push", "sum"]
-    assert walks.outcome is not None and walks.outcome.is_taken and batch.num_passes == 1
+    assert executor.outcome is not None and executor.outcome.is_taken and batch.num_passes == 1

@@ -51,7 +51,7 @@ class Replica:
                 micros=shares[number],
                 ends_epoch=False,
                 fetch=lambda: None,
-                walk=lambda _: iter(()),
+                run_pass=lambda _: iter(()),
                 num_here=10,
                 shares=shares,
             )

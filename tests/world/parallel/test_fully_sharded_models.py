@@ -152,7 +152,7 @@ def test_losses_with_counts(world: World) -> None:
 
 
 def adversaries(worker: Any) -> Any:
-    """Two models and two optimizers, walked over in turn, as in a GAN."""
+    """Two models and two optimizers, with a gradient pass each, as in a GAN."""
     maker, judge = worker.prepare(net()), worker.prepare(net())
     makers = worker.prepare(torch.optim.Adam(maker.parameters(), lr=0.01))
     judges = worker.prepare(torch.optim.Adam(judge.parameters(), lr=0.01))
@@ -317,7 +317,7 @@ def test_blocks_that_only_some_micro_batches_run_are_an_error_and_not_a_wrong_su
 
 
 def leaves_early(worker: Any) -> Any:
-    """One walk is left in its middle, on all workers alike, and begun again."""
+    """One gradient pass is left in its middle, on all workers alike, and begun again."""
     model = worker.prepare(net())
     optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=0.02))
     losses = []
@@ -335,7 +335,7 @@ def leaves_early(worker: Any) -> Any:
 
 @pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="torch 2.13 made it possible")
 @pytest.mark.parametrize("zero", [1, 3])
-def test_a_walk_that_is_left_early_changes_nothing(world: World, zero: Any) -> None:
+def test_a_pass_that_is_left_early_changes_nothing(world: World, zero: Any) -> None:
     plan = Plan(layout=Layout(shard=2, zero=zero), batch=BATCH, compute=EXACT)
     same(world(leaves_early, 2, plan), world.one_process(leaves_early, plan_of(plan)))
 

@@ -292,7 +292,7 @@ def test_stages_begin_where_the_script_says_and_the_console_tells_it(world: Worl
 
 
 def pretend_time(worker: Any, costs: Sequence[StageCost], folder: Path) -> None:
-    """Have walks go by a clock on which an action takes what its stage costs, and a message nothing."""
+    """Have passes go by a clock on which an action takes what its stage costs, and a message nothing."""
     now_s = [0.0]
 
     class Clock:
@@ -319,9 +319,9 @@ def pretend_time(worker: Any, costs: Sequence[StageCost], folder: Path) -> None:
         return folder / "-".join(map(str, (worker.step, *message)))
 
     def timed(do: Any) -> Any:
-        def action_of(walk: Any, action: Action, arrived: Any) -> Any:
+        def action_of(run: Any, action: Action, arrived: Any) -> Any:
             now_s[0] += costs[action.stage].of(action.kind)
-            return do(walk, action, arrived)
+            return do(run, action, arrived)
 
         return action_of
 

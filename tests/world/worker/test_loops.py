@@ -1,4 +1,6 @@
-"""Loops as people write them, right and wrong: several models and streams, walks left early, other backward calls."""
+"""Loops as people write them, right and wrong: several models and streams, gradient passes left early, other backward
+calls.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def assert_like_one_process(world: World, train: Callable[[Any], Any], workers: 
             torch.testing.assert_close(value, right, rtol=1e-8, atol=1e-9)
 
 
-def test_several_models_in_one_walk_with_an_idle_worker(world: World) -> None:
+def test_several_models_in_one_pass_with_an_idle_worker(world: World) -> None:
     """The last step has one sample: two of three workers send zeros, in the order in which the busy one sends."""
 
     def train(worker: Any) -> list[Tensor]:
@@ -187,7 +189,7 @@ def test_a_batch_without_an_optimizers_step_is_a_skipped_step(world: World) -> N
     assert audit(world.run_dir).is_clean
 
 
-def test_an_error_that_is_caught_leaves_no_trace_of_its_walk(world: World) -> None:
+def test_an_error_that_is_caught_leaves_no_trace_of_its_pass(world: World) -> None:
     def train(worker: Any, *, fails: bool) -> list[Tensor]:
         model = worker.prepare(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)))
         calls = 0
@@ -226,7 +228,7 @@ def test_large_but_finite_gradients_are_clipped_not_skipped(world: World) -> Non
     assert clipped <= 1.0001
 
 
-def walk_left_early(worker: Any, model: nn.Module, optim: Any) -> None:
+def pass_left_early(worker: Any, model: nn.Module, optim: Any) -> None:
     for batch in worker.batches(dataset()):
         for x, y in batch:
             worker.backward(F.cross_entropy(model(x), y))
@@ -241,7 +243,7 @@ def plain_backward(worker: Any, model: nn.Module, optim: Any) -> None:
         optim.step()
 
 
-def empty_walk(worker: Any, model: nn.Module, optim: Any) -> None:
+def empty_pass(worker: Any, model: nn.Module, optim: Any) -> None:
     for batch in worker.batches(dataset()):
         for x, _ in batch:
             model(x)
@@ -315,9 +317,9 @@ def report_text(worker: Any, model: Any, optim: Any) -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (walk_left_early, "was left early"),
+        (pass_left_early, "was left early"),
         (plain_backward, r"call worker\.backward\(loss\) instead"),
-        (empty_walk, r"called no worker\.backward"),
+        (empty_pass, r"called no worker\.backward"),
         (wiped, "was removed within a gradient pass over a batch"),
         (average_inside, r"worker\.average\(\) was called inside a step"),
         (loss_and_accuracy, "a pair whose second part is 0"),

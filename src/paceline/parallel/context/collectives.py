@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from paceline.errors import SyncError
-from paceline.parallel.context.token_slices import Range, Ranges, meetings, num_tokens, slice_of, slices
+from paceline.parallel.context.token_slices import Range, Ranges, overlaps, num_tokens, slice_of, slices
 from paceline.parallel.tensor.collectives import TensorCollectives, TorchTensorCollectives
 from paceline.parallel.tensor.emulated_group import EmulatedGroup, emulate
 from paceline.parallel.tensor.split_tensor import on_parts
@@ -145,11 +145,11 @@ def _deliver(
     mine, own = held[group.index], wanted[group.index]
     parts, shapes, places = [], [], []
     for theirs in wanted:
-        found = meetings(mine, theirs)
+        found = overlaps(mine, theirs)
         pieces = [have.narrow(dim, place, length) for place, _, length in found]
         parts.append(torch.cat(pieces, dim) if pieces else have.narrow(dim, 0, 0))
     for theirs in held:
-        found = meetings(theirs, own)
+        found = overlaps(theirs, own)
         shapes.append(_with(have, dim, sum(length for _, _, length in found)))
         places.append(found)
     out = have.new_zeros(_with(have, dim, num_tokens(own)))

@@ -18,7 +18,7 @@ __all__ = [
     "folded",
     "head_ranges",
     "key_heads",
-    "meetings",
+    "overlaps",
     "num_tokens",
     "slice_of",
     "slices",
@@ -62,7 +62,7 @@ def folded(length: int, *, size: int, index: int) -> Ranges:
     )
 
 
-def meetings(held: Sequence[Range], wanted: Sequence[Range]) -> list[tuple[int, int, int]]:
+def overlaps(held: Sequence[Range], wanted: Sequence[Range]) -> list[tuple[int, int, int]]:
     """Return which tokens are in both lists of ranges: (place in what is held, place in what is wanted, length).
 
     Places count tokens in the order of each list. Overlaps are listed in the order of what is wanted.

@@ -68,7 +68,7 @@ class OffloadedState:
         memory.reserve(state_bytes(optimizer, self._own_step))
         self._settle()
         optimizer.register_load_state_dict_post_hook(lambda _: self._settle())
-        optimizer.step = self._walk_for(optimizer)
+        optimizer.step = self._blockwise_step(optimizer)
 
     def take(self, parameter: Tensor, key: str, value: Tensor) -> None:
         """Copy a tensor of a parameter's state home; it becomes the optimizer's at its next `load_state_dict`.
@@ -85,7 +85,7 @@ class OffloadedState:
         """Nothing of the state is needed before the next step."""
         self.memory.release_all()
 
-    def _walk_for(self, optimizer: Optimizer) -> Callable[..., Any]:
+    def _blockwise_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """The optimizer's new `step`, as a method, with torch's hooks around it."""
 
         @functools.wraps(self._own_step)
@@ -96,7 +96,7 @@ class OffloadedState:
                     loss = closure()
             # A scheduler notes here that step() was called, where it was made before this method was.
             optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]  # an attribute that torch sets and does not declare
-            self._walk()
+            self._step_in_blocks()
             return loss
 
         hooked: Any = Optimizer.profile_hook_step(step)
@@ -104,7 +104,7 @@ class OffloadedState:
         return types.MethodType(hooked, optimizer)
 
     @torch.no_grad()
-    def _walk(self) -> None:
+    def _step_in_blocks(self) -> None:
         """Step parameter by parameter; whatever a step changes in a group's options, it changes once."""
         groups = self._optimizer.param_groups
         try:

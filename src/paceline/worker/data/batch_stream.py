@@ -77,7 +77,7 @@ class BatchStream:
         *,
         cursor: StreamPosition,
         group: WorkerGroup,
-        walk: Callable[[StepBatch], Iterator[Any]],
+        run_pass: Callable[[StepBatch], Iterator[Any]],
         together: RunTogether,
         balance: LoadBalancer,
         timeout_s: float,
@@ -87,7 +87,7 @@ class BatchStream:
         """`replicas()`: the numbers of the present replicas, in order, where they take steps by themselves."""
         self.source = source
         self._axes = single_worker_replicas(group) if axes is None else axes
-        self._batch, self._group, self._walk, self._timeout_s = batch, group, walk, timeout_s
+        self._batch, self._group, self._run_pass, self._timeout_s = batch, group, run_pass, timeout_s
         self._together, self._balance, self._replicas = together, balance, replicas
         self._update_share()
         self._items: Iterator[Any] = iter(())
@@ -192,7 +192,7 @@ class BatchStream:
                 **self._share_fields(start, stop),
                 ends_epoch=stop == self._order.end_of_epoch(start),
                 fetch=lambda: next(self._items),
-                walk=self._walk,
+                run_pass=self._run_pass,
             )
             yield batch
             if not self._is_stale:
@@ -233,7 +233,7 @@ class BatchStream:
             micros=own,
             ends_epoch=stop == self._order.end_of_epoch(start),
             fetch=lambda: reader[MicroBatchRequest(epoch, next(requests))],
-            walk=self._walk,
+            run_pass=self._run_pass,
             shares={number: micros[some.start : some.stop] for number, some in enumerate(each)} if count > 1 else None,
         )
 
@@ -352,7 +352,7 @@ class BatchStream:
                 **self._share_fields(position, position + counted.num_samples),
                 ends_epoch=None,
                 fetch=lambda parts=parts: next(parts),
-                walk=self._walk,
+                run_pass=self._run_pass,
             )
             yield batch
             batch.let_go()

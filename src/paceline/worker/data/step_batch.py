@@ -53,7 +53,7 @@ class StepBatch:
         micros: Sequence[MicroBatch],
         ends_epoch: bool | None,
         fetch: Callable[[], Any],
-        walk: Callable[[StepBatch], Iterator[Any]],
+        run_pass: Callable[[StepBatch], Iterator[Any]],
         num_runs: int | None = None,
         spare: MicroBatch | None = None,
         num_here: int | None = None,
@@ -73,7 +73,7 @@ class StepBatch:
         self.num_passes = 0
         self.serial = 0  # its number among all batches of this worker; set by the worker
         self.data_s = 0.0  # waited for data
-        self._fetch, self._walk = fetch, walk
+        self._fetch, self._run_pass = fetch, run_pass
         self._kept: list[Any] = []
 
     @property
@@ -93,7 +93,7 @@ class StepBatch:
                 "an item of worker.batches() is one step: this worker's micro-batches of it, not one pair. In place of "
                 "`x, y = batch` write `loss = step(batch)`, or `for x, y in batch: worker.backward(loss(model(x), y))`"
             )
-        return self._walk(self)
+        return self._run_pass(self)
 
     def __repr__(self) -> str:
         return f"<step {self.step}, epoch {self.epoch}: {len(self)} micro-batches here of {self.num_samples} samples>"
@@ -133,7 +133,7 @@ class StepBatch:
             micros=micros,
             ends_epoch=self.ends_epoch,
             fetch=fetch,
-            walk=self._walk,
+            run_pass=self._run_pass,
             num_runs=num_runs,
             spare=spare,
             num_here=num_here,

@@ -77,7 +77,7 @@ class TrainingLoop:
             self._plan.batch,
             cursor=self.between.positions.saved(source.name),
             group=self._group,
-            walk=self._plain_pass,
+            run_pass=self._plain_pass,
             together=self._consensus.run,
             balance=self.between.balance,
             timeout_s=timeout_s,
