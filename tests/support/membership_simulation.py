@@ -167,11 +167,11 @@ class Worker:
         number = len(self.committed)
         wish = False
         result: Result = None
-        for number in range(self.world.passes):
+        for pass_number in range(self.world.passes):
             while True:
                 wants = self.finish is not None or self._planned() is not None
                 try:
-                    shares = yield from self._gather(("walk", number, walk, self.position, wants), same=4)
+                    shares = yield from self._gather(("walk", number, pass_number, self.position, wants), same=4)
                 except Disrupted as disruption:
                     self._say_stuck(disruption)
                     yield from self._regroup(agreed=False, holds_result=False)
@@ -180,7 +180,7 @@ class Worker:
                     wish = any(share[4] for share in shares.values())
                     if (yield from self._vote()):
                         break
-                if number == 0:
+                if pass_number == 0:
                     yield from self._hold()
         self.is_change_due = wish
         self.world.commit(self, number, result)

@@ -1,4 +1,4 @@
-"""The order of samples: a pure function of (seed, epoch, position) that needs no memory and no iteration up to a position.
+"""The order of samples: a pure function of (seed, epoch, position) that needs neither memory nor iteration.
 
 A shuffled epoch is a pseudo-random permutation of 0..n-1. It is made by a Feistel network (Luby & Rackoff, 1988) over
 the smallest power of two that holds n, with cycle walking (Black & Rogaway, "Ciphers with Arbitrary Finite Domains",

@@ -11,8 +11,8 @@ from paceline.parallel.context.token_slices import (
     folded,
     head_ranges,
     key_heads,
-    overlaps,
     num_tokens,
+    overlaps,
     slice_of,
     slices,
 )

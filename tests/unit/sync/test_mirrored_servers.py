@@ -209,12 +209,12 @@ class Worker(threading.Thread):
             self.servers.begin(pass_key, index=self.index, size=WORKERS)
             for number, some in enumerate(here):
                 flat = torch.cat([gradient(self.index, step, one) for one in some])
-                header = {"op": "push", "walk": walk, "replica": self.index, "places": some}
+                header = {"op": "push", "walk": pass_key, "replica": self.index, "places": some}
                 self.servers.push(number, header, flat)()
-            about: Mapping[str, Any] = {"walk": walk, "replicas": WORKERS}
+            about: Mapping[str, Any] = {"walk": pass_key, "replicas": WORKERS}
             self.servers.ask([{**about, "op": "sum", "places": some} for some in here])
             self._vote.wait(LIMIT_S)
-            about = {"walk": walk, "factor": FACTOR, "options": self._options}
+            about = {"walk": pass_key, "factor": FACTOR, "options": self._options}
             answers = self.servers.ask([{**about, "op": "step", "places": some} for some in here], checks=False)
             with torch.no_grad():
                 for some, answer in zip(here, answers, strict=True):

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from paceline.errors import SyncError
-from paceline.parallel.context.token_slices import Range, Ranges, overlaps, num_tokens, slice_of, slices
+from paceline.parallel.context.token_slices import Range, Ranges, num_tokens, overlaps, slice_of, slices
 from paceline.parallel.tensor.collectives import TensorCollectives, TorchTensorCollectives
 from paceline.parallel.tensor.emulated_group import EmulatedGroup, emulate
 from paceline.parallel.tensor.split_tensor import on_parts

@@ -18,8 +18,8 @@ __all__ = [
     "folded",
     "head_ranges",
     "key_heads",
-    "overlaps",
     "num_tokens",
+    "overlaps",
     "slice_of",
     "slices",
 ]
