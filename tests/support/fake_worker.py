@@ -1,7 +1,7 @@
 """A worker without torch, for tests of processes: does what the job's arguments tell its rank to do.
 
-`job.args` are words "RANK:BEHAVIOUR" (`*` for every rank); a rank without one ends well at once. Each worker first
-adds one to the board's counter "here", so that they can wait for each other. A path in a behaviour is a named pipe
+`job.args` are words "RANK:BEHAVIOUR" (`*` for every rank); a rank without one ends well at once. Each worker first adds
+one to the key-value store's counter "here", so that they can wait for each other. A path in a behaviour is a named pipe
 into which the worker writes a line when it has come so far: its process numbers, mostly.
 """
 

@@ -147,7 +147,7 @@ class Assignment:
     run_dir: str
     attempt: int
     worker_dir: str  # RUN/attempt_n/worker_k
-    channel_fd: int  # inherited socket to the supervisor's board; -1 where there is none
+    channel_fd: int  # inherited socket to the supervisor's key-value store; -1 where there is none
     command_started: float  # time.time() when the user's command began
     job: Job
     plan: CommandPlan = dataclasses.field(default_factory=CommandPlan)  # of --plan, job file and --set

@@ -149,7 +149,7 @@ def test_what_workers_leave_behind_ends_with_a_finished_job(tmp_path: Path, pipe
 # the channel
 
 
-def test_large_values_pass_the_board(tmp_path: Path) -> None:
+def test_large_values_pass_the_kv_store(tmp_path: Path) -> None:
     assert run_job(job(f"*:large={6 << 20}"), tmp_path).state == "finished"
 
 

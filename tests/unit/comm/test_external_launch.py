@@ -35,13 +35,13 @@ def test_worker_0_takes_others_in_also_after_it_could_not_once(
     monkeypatch.setattr(socket.socket, "accept", failing)
     monkeypatch.setattr(meeting, "PAUSE_S", 0.01)
     address = f"\0paceline-test-{os.getpid()}"
-    board = KeyValueServer(address, None, said.append)
+    kv_store = KeyValueServer(address, None, said.append)
     try:
         channel, _ = join_external_launch(worker_rank=1, address=address, token=None, timeout_s=20.0, log=said.append)
         channel._sock.settimeout(20.0)
         assert channel.call("add", key="n", amount=3) == 3
         channel.close()
     finally:
-        board.close()
+        kv_store.close()
     told = [] if isinstance(error, ConnectionError) else [f"cannot accept a connection, and tries again: {error}"]
     assert [text.removeprefix("worker 0 ") for text in said] == told

@@ -14,33 +14,33 @@ def text(value: bytes) -> str:
     return base64.b64encode(value).decode()
 
 
-def ask(board: KeyValueStore, op: str, **fields: Any) -> Any:
-    reply = board.handle({"id": 5, "op": op, **fields})
+def ask(kv_store: KeyValueStore, op: str, **fields: Any) -> Any:
+    reply = kv_store.handle({"id": 5, "op": op, **fields})
     assert reply["id"] == 5
     return reply["value"]
 
 
 def test_a_value_is_there_after_it_was_set() -> None:
-    board = KeyValueStore()
-    assert ask(board, "get", key="k") is None
-    assert ask(board, "set", key="k", value=text(b"\0\xff")) is None
-    assert ask(board, "get", key="k") == text(b"\0\xff")
+    kv_store = KeyValueStore()
+    assert ask(kv_store, "get", key="k") is None
+    assert ask(kv_store, "set", key="k", value=text(b"\0\xff")) is None
+    assert ask(kv_store, "get", key="k") == text(b"\0\xff")
 
 
 def test_a_counter_counts_and_reads_as_decimal_text() -> None:
-    board = KeyValueStore()
-    assert [ask(board, "add", key="n", amount=amount) for amount in (3, 0, -1)] == [3, 3, 2]
-    assert ask(board, "get", key="n") == text(b"2")
-    ask(board, "set", key="n", value=text(b"40"))
-    assert ask(board, "add", key="n", amount=2) == 42
+    kv_store = KeyValueStore()
+    assert [ask(kv_store, "add", key="n", amount=amount) for amount in (3, 0, -1)] == [3, 3, 2]
+    assert ask(kv_store, "get", key="n") == text(b"2")
+    ask(kv_store, "set", key="n", value=text(b"40"))
+    assert ask(kv_store, "add", key="n", amount=2) == 42
 
 
 def test_check_wants_all_keys() -> None:
-    board = KeyValueStore()
-    ask(board, "set", key="a", value="")
-    assert ask(board, "check", keys=["a"])
-    assert not ask(board, "check", keys=["a", "b"])
-    assert ask(board, "check", keys=[])
+    kv_store = KeyValueStore()
+    ask(kv_store, "set", key="a", value="")
+    assert ask(kv_store, "check", keys=["a"])
+    assert not ask(kv_store, "check", keys=["a", "b"])
+    assert ask(kv_store, "check", keys=[])
 
 
 @pytest.mark.parametrize(
@@ -55,21 +55,21 @@ def test_check_wants_all_keys() -> None:
 def test_compare_set_sets_only_what_is_as_expected(
     before: bytes | None, expected: bytes, after: bytes | None, returned: bytes
 ) -> None:
-    board = KeyValueStore()
+    kv_store = KeyValueStore()
     if before is not None:
-        ask(board, "set", key="k", value=text(before))
-    assert ask(board, "compare_set", key="k", expected=text(expected), desired=text(b"new")) == text(returned)
-    assert ask(board, "get", key="k") == (None if after is None else text(after))
+        ask(kv_store, "set", key="k", value=text(before))
+    assert ask(kv_store, "compare_set", key="k", expected=text(expected), desired=text(b"new")) == text(returned)
+    assert ask(kv_store, "get", key="k") == (None if after is None else text(after))
 
 
 def test_deleted_keys_are_gone_and_not_counted() -> None:
-    board = KeyValueStore()
-    ask(board, "set", key="a", value="")
-    ask(board, "add", key="b", amount=1)
-    assert ask(board, "num_keys") == 2
-    assert ask(board, "delete", key="a")
-    assert not ask(board, "delete", key="a")
-    assert ask(board, "num_keys") == 1
+    kv_store = KeyValueStore()
+    ask(kv_store, "set", key="a", value="")
+    ask(kv_store, "add", key="b", amount=1)
+    assert ask(kv_store, "num_keys") == 2
+    assert ask(kv_store, "delete", key="a")
+    assert not ask(kv_store, "delete", key="a")
+    assert ask(kv_store, "num_keys") == 1
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,9 @@ def test_deleted_keys_are_gone_and_not_counted() -> None:
     ],
 )
 def test_a_malformed_request_is_answered_with_what_is_wrong(request_: dict[str, Any], reason: str) -> None:
-    board = KeyValueStore()
-    ask(board, "set", key="word", value=text(b"abc"))
-    reply = board.handle({"id": 9, **request_})
+    kv_store = KeyValueStore()
+    ask(kv_store, "set", key="word", value=text(b"abc"))
+    reply = kv_store.handle({"id": 9, **request_})
     assert reply["id"] == 9
     assert reason in reply["error"]
-    assert board.handle({"op": "num_keys"})["value"] == 1
+    assert kv_store.handle({"op": "num_keys"})["value"] == 1

@@ -124,7 +124,7 @@ def test_anything_else_between_replicas_that_fails_is_raised_at_once_and_the_oth
             worker.replica_group.gather_objects(1)
             summed(worker.whole)
         except Disrupted as disruption:
-            worker.lockstep.part(disruption)
+            worker.lockstep.abort(disruption)
             worker.place.fails = None
             summed(worker.replica_group)
             summed(worker.whole)  # and in the next generation all is well

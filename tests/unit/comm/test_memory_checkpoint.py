@@ -288,7 +288,7 @@ def test_a_newcomer_comes_to_the_same_snapshots_also_where_it_has_no_memory_for_
 ) -> None:
     member, newcomer = Pretended(memory_checkpoint, Guard(), copy_s=0.3), Pretended(None, Guard())
     assert member.run(1, 40) == [2, 32]
-    newcomer.checkpointer.fill(member.checkpointer.plain())
+    newcomer.checkpointer.load_state_dict(member.checkpointer.state_dict())
     newcomer.checkpointer.members_changed()
     assert newcomer.checkpointer.is_on
     assert newcomer.run(41, 75) == [62, 72] and member.run(41, 62) == [62]  # what follows is told by all of them

@@ -49,7 +49,7 @@ def test_after_a_failure_the_others_have_a_moment_and_are_ended(both: HeadAndMem
     assert told(both.member) == {"op": "stop", "grace_s": TERMINATE_S}
 
 
-def test_the_board_serves_members_workers_too(both: HeadAndMember) -> None:
+def test_the_kv_store_serves_members_workers_too(both: HeadAndMember) -> None:
     both.head.request(0, {"id": 1, "op": "add", "key": "n", "amount": 2})
     both.say(op="said", worker=2, request={"id": 7, "op": "add", "key": "n", "amount": 3})
     assert both.local_workers.told == [(0, {"id": 1, "value": 2})]

@@ -205,19 +205,19 @@ def test_every_sink_tells_the_noise_scale_once_it_is_known(
     tmp_path: Path, samples: float, batch: int, says: str
 ) -> None:
     path, summary = tmp_path / "metrics.jsonl", Summary(tmp_path, attempt=1, workers=2)
-    metrics, board = MetricsFile(path, attempt=1), TensorBoardFile(tmp_path / "tb")
+    metrics, tensorboard = MetricsFile(path, attempt=1), TensorBoardFile(tmp_path / "tb")
     endpoint = PrometheusEndpoint("127.0.0.1", 0, workers=2)
     rows = [step(1, num_samples=batch), step(2, num_samples=batch // 2, noise_scale=samples)]
     try:
-        for sink in (metrics, board, summary, endpoint):
+        for sink in (metrics, tensorboard, summary, endpoint):
             sink.accept(started())
         for row, known in zip(rows, (False, True), strict=True):
-            for sink in (metrics, board, summary, endpoint):
+            for sink in (metrics, tensorboard, summary, endpoint):
                 sink.accept(row)
             assert scrape(endpoint.url).get("paceline_noise_scale") == (samples if known else None)
     finally:
         endpoint.close()
-    board.close()
+    tensorboard.close()
     assert [line.get("noise_scale") for line in read(path)] == [None, samples]
     assert scalars(tmp_path / "tb")["noise_scale"] == [(2, pytest.approx(samples))]
     facts = summary.facts("finished", 0)

@@ -273,7 +273,7 @@ def test_nobody_is_awaited_for_what_members_entered_before_they_parted(tmp_path:
 
     assert only(absences(seen())).named == (0,)  # as long as they are together
     for worker, one in enumerate(members):
-        one.part(worker)
+        one.detach(worker)
     assert absences(seen()) == []
     for one in members:
         one.join()

@@ -21,6 +21,7 @@ NOT_READ = {  # these name old words, or are about walks through the code
 # An old word, whole or as a part of a name (in_snake_case or InCamelCase), and what is said in its place.
 OLD_WORDS = {
     r"bequests?|bequeath\w*": "pending commit",
+    r"(?<!Tensor)boards?": "key-value store",
     r"bookkeeping|bookkeeper|booked|books": "step log; counted as",
     r"crews?": "local workers",
     r"cutters?|sharers?|exchangers?": "tensor group, context group, expert group",

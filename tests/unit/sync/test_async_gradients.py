@@ -81,7 +81,9 @@ def test_an_update_that_cannot_be_asks_for_no_permission_for_which_others_would_
 
 
 class Waiting:
-    """A worker whose function ends with an error, and the board on which the other one has said that it has left."""
+    """A worker whose function ends with an error, and the key-value store in which the other one has said that it has
+    left.
+    """
 
     workers = 2
 

@@ -368,7 +368,7 @@ def test_a_mirror_is_started_on_another_host_where_there_is_one(
     assert starter_of(number, hosts=hosts, of_server=of_server) == starter
 
 
-class Board(MirroredServerClient):
+class StoreClient(MirroredServerClient):
     """One that notes which mirrors it begins."""
 
     def __init__(self, store: dist.Store, host: str) -> None:
@@ -390,7 +390,7 @@ class Named:
 
 def test_who_comes_later_asks_for_a_mirror_only_where_it_was_told_that_there_is_none() -> None:
     store = dist.HashStore()
-    first, second, newcomer = (Board(store, host) for host in "aab")
+    first, second, newcomer = (StoreClient(store, host) for host in "aab")
     for one in (first, second):
         one.join()
     threads = [

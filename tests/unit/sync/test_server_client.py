@@ -146,14 +146,14 @@ def test_a_process_of_another_host_is_not_the_one_with_its_number_that_this_work
 
 
 def test_why_one_worker_has_given_a_server_up_is_what_the_others_say_of_its_end() -> None:
-    board, late, lost = dist.HashStore(), ServerTimeout("no answer"), ServerLost("it has gone")
+    kv_store, late, lost = dist.HashStore(), ServerTimeout("no answer"), ServerLost("it has gone")
     late.listener = lost.listener = "parameter server 0"
-    assert Knowing(board).cause_of(lost, at_once=True) == "parameter server 0 was lost"
-    said = Knowing(board).cause_of(late)
+    assert Knowing(kv_store).cause_of(lost, at_once=True) == "parameter server 0 was lost"
+    said = Knowing(kv_store).cause_of(late)
     assert said == "parameter server 0 gave no answer for 8 s (timeout_s)"
-    assert Knowing(board).cause_of(lost) == said
-    board.set("paceline/servers/1/given_up/there/4711", "parameter server 0 stood still")
-    assert Knowing(board).cause_of(late) == "parameter server 0 stood still"
+    assert Knowing(kv_store).cause_of(lost) == said
+    kv_store.set("paceline/servers/1/given_up/there/4711", "parameter server 0 stood still")
+    assert Knowing(kv_store).cause_of(late) == "parameter server 0 stood still"
 
 
 def test_a_server_that_does_not_begin_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

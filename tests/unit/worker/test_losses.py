@@ -123,7 +123,7 @@ def test_what_it_knows_survives_being_sent(losses: list[float], following: float
     one, other = LossSpikeDetector(SKIP), LossSpikeDetector(SKIP)
     for loss in losses:
         one.settled("train", loss, one.judge("train", loss, finite=True))
-    other.fill(one.plain())
+    other.load_state_dict(one.state_dict())
     assert other.judge("train", following, finite=True) == one.judge("train", following, finite=True)
 
 

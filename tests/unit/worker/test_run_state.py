@@ -27,10 +27,10 @@ class Sampler:
     def __init__(self) -> None:
         self.position = 0
 
-    def plain(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {"position": self.position}
 
-    def fill(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
 
 
@@ -52,7 +52,7 @@ class Run:
         }
         listed = {name: part for name, part in self.parts.items() if name != "second"}
         describe_run(self.contents, attempt=3, **listed)
-        self.contents.add("second_sampler", self.parts["second"].plain, self.parts["second"].fill)
+        self.contents.add("second_sampler", self.parts["second"].state_dict, self.parts["second"].load_state_dict)
 
     def train(self, number: int) -> None:
         self.model(torch.ones(1, 3)).sum().backward()

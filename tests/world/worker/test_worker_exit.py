@@ -53,12 +53,12 @@ def notices(world: World, function: Callable[[Any], None], answers: dict[str, Fi
         ours.close()
         _be_the_worker(world, function, theirs)
     theirs.close()
-    board, channel, told = KeyValueStore(), Channel(ours), list[str]()
+    kv_store, channel, told = KeyValueStore(), Channel(ours), list[str]()
     try:
         while True:
             message = channel.receive()
             if message["op"] not in FROM_WORKERS:
-                channel.send(board.handle(message))
+                channel.send(kv_store.handle(message))
                 continue
             told.append(message["op"])
             if message["op"] in answers:

@@ -189,13 +189,13 @@ class ElasticGroup:
         if before is not None:
             before.close()
 
-    def part(self, rank: int) -> None:
+    def detach(self, rank: int) -> None:
         """Record in the flight recorder that this worker, of that rank, is in no group with others for now."""
         self._is_apart = True
         self._recorder.join(APART, [rank], is_main=True)
 
     def join(self) -> None:
-        """Record that this worker is in the group again after `part`; all members count their calls anew."""
+        """Record that this worker is in the group again after `detach`; all members count their calls anew."""
         if self._is_apart and not self.is_newcomer:
             self._recorder.join(generation_name(self.generation), self.ranks, is_main=True)
         self._is_apart = False

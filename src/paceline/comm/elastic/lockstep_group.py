@@ -53,7 +53,7 @@ class Lockstep:
         self._failure, self._all_know = None, True
         raise failure or Disrupted("another worker of this replica knows that a member was lost")
 
-    def part(self, failure: Disrupted) -> None:
+    def abort(self, failure: Disrupted) -> None:
         """Make sure that all workers of the replica leave the current operation, as this one does."""
         if not self._all_know:
             self.note(failure)

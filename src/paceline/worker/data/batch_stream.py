@@ -42,7 +42,7 @@ from paceline.worker.data.stream_position import SampleOrder, StreamPosition, re
 from paceline.worker.membership.consensus import RunTogether
 from paceline.worker.topology.parallel_groups import ParallelGroups, single_worker_replicas
 
-__all__ = ["StreamPosition", "StreamSource", "is_map_style"]
+__all__ = ["BatchStream", "StreamPosition", "StreamSource", "is_map_style"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

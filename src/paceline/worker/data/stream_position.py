@@ -64,12 +64,12 @@ class StreamPosition:
     of: SampleOrder | None = None
 
     @staticmethod
-    def from_plain(saved: Mapping[str, Any]) -> StreamPosition:
-        """Read what `plain` returned."""
+    def from_state_dict(saved: Mapping[str, Any]) -> StreamPosition:
+        """Read what `state_dict` returned."""
         fields = dict(saved)
         return StreamPosition(fields.pop("epoch"), fields.pop("position"), SampleOrder(**fields))
 
-    def plain(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """For a checkpoint: plain values."""
         order = {} if self.of is None else dataclasses.asdict(self.of)
         return {"epoch": self.epoch, "position": self.position, **order}
@@ -85,14 +85,14 @@ class StreamPositions:
     def saved(self, stream: str) -> StreamPosition:
         """Where a stream begins that is about to be opened."""
         found = self._saved.get(stream)
-        return StreamPosition.from_plain(found) if found else StreamPosition()
+        return StreamPosition.from_state_dict(found) if found else StreamPosition()
 
-    def plain(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """For a checkpoint: plain values by the names of the streams."""
-        return {**self._saved, **{name: position.plain() for name, position in self._opened().items()}}
+        return {**self._saved, **{name: position.state_dict() for name, position in self._opened().items()}}
 
-    def fill(self, state: Mapping[str, Any]) -> None:
-        """Take over what `plain` gave."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
         self._saved = state
 
 

@@ -153,7 +153,7 @@ class NumericalGuard:
         self._comparison.run(step, since_step=self._compared_at)
         self._compared_at = step
 
-    def plain(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """The state for a newcomer, which has to roll back to the same snapshot as the others."""
         return {
             "snapshot": self._snapshot,
@@ -162,8 +162,8 @@ class NumericalGuard:
             "counts": (self._kept_at, self._num_rollbacks, self._compared_at),
         }
 
-    def fill(self, state: Mapping[str, Any]) -> None:
-        """Take over what `plain` returned on another worker."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned on another worker."""
         self._snapshot, self._names, self._starts = state["snapshot"], state["names"], state["starts"]
         self._kept_at, self._num_rollbacks, self._compared_at = state["counts"]
 

@@ -188,7 +188,7 @@ class AsyncBatches:
         self._consensus.rejoin_group()
         self._consensus.change_is_due()
         self._consensus.between_steps()
-        self._consensus.part()
+        self._consensus.detach()
 
     def _end(self, limit: int) -> None:
         """The stream is over for all workers, after so many batches."""
@@ -210,7 +210,7 @@ class AsyncBatches:
         every = files.save_every
         saves = (limit + 1, limit + 1, 1) if every is None else (every - first % every, limit + 1, every)
         self._consensus.run(lambda: gradients.meet(index=starting_turn(self._everybody), size=self._everybody.size))
-        self._consensus.part()
+        self._consensus.detach()
         begun = StreamPosition(stream.cursor.epoch, stream.cursor.position)
         order = AsyncStream(
             stream=stream.source.name,
@@ -228,10 +228,10 @@ class AsyncBatches:
 
     def _join(self, stream: BatchStream, gradients: AsyncGradients) -> AsyncStream | None:
         """The same, for a newcomer: the servers know what the others take."""
-        self._consensus.part()
+        self._consensus.detach()
         order, is_over = gradients.join(stream.source.name)
         if not is_over:
-            self._consensus.come()
+            self._consensus.join_detached()
             return order
         self._step_log.step = order.step + order.limit
         stream.stand_after(order.limit, begun=StreamPosition(order.epoch, order.position))

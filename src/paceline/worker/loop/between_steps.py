@@ -166,17 +166,17 @@ class BetweenSteps:
             self._saver.has_taken_over = True
         self._saver.save(step=self.log.step, gathered=gathered, is_writer=is_writer)
 
-    def plain(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """The counts, for a newcomer."""
         return {
-            "step_log": self.log.plain(),
+            "step_log": self.log.state_dict(),
             "balanced_at": self._balanced_at,
             "equal": (self._equal_before, self._equal_at),
         }
 
-    def fill(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Count on from a member's counts."""
-        self.log.fill(state["step_log"])
+        self.log.load_state_dict(state["step_log"])
         self.saved_at_step, self._balanced_at = self.log.step, state["balanced_at"]
         self._equal_before, self._equal_at = state["equal"]
 

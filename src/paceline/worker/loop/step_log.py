@@ -64,12 +64,12 @@ class StepLog:
         self._wire_reported = SentBytes()
         self._warned: set[str] = set()
 
-    def plain(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, int]:
         """The counts, for a newcomer, which begins with the batch that is under way here."""
         under_way = sum(not step.is_committed for step in self._open.values())
         return {"step": self.step, "batches": self._num_batches - under_way, "skips": self._num_skips}
 
-    def fill(self, counts: Mapping[str, int]) -> None:
+    def load_state_dict(self, counts: Mapping[str, int]) -> None:
         """Count on from a member's counts."""
         self.step, self._num_batches, self._num_skips = counts["step"], counts["batches"], counts["skips"]
 

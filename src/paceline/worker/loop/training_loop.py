@@ -48,7 +48,7 @@ class TrainingLoop:
         self._has_servers = parts.servers is not None
         self._is_stepping = False
         self._group, self._consensus, self._recorder = place.group, place.consensus, place.recorder
-        self._consensus.come_by(self.mode.before_operation)
+        self._consensus.before_each_operation(self.mode.before_operation)
         self._axes = place.axes
         self._last_pass: GradientReducer | None = None  # the gradients of the last pass
         self._unsettled: list[GradientReducer] = []  # those of passes whose step is to be taken
@@ -299,13 +299,13 @@ class TrainingLoop:
         self._models.reducers.members_changed()
         self.mode.members_changed()
 
-    def plain(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """The counts, for a newcomer."""
-        return self.between.plain()
+        return self.between.state_dict()
 
-    def fill(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Count on from a member's counts."""
-        self.between.fill(state)
+        self.between.load_state_dict(state)
 
     def begin_at(self, step: int) -> None:
         """The run goes on from a checkpoint."""

@@ -128,7 +128,7 @@ class Consensus:
         else:
             self._regroup(coordinator, elastic, holds_result=False)
 
-    def come_by(self, before_operation: Callable[[], None]) -> None:
+    def before_each_operation(self, before_operation: Callable[[], None]) -> None:
         """Have a function called before each operation: replicas that take steps alone meet in it."""
         self._before_operation = before_operation
 
@@ -153,17 +153,17 @@ class Consensus:
                     return value
             self.recovery_s += time.perf_counter() - began
 
-    def part(self) -> None:
+    def detach(self) -> None:
         """From now on this worker works alone: no collective waits for the others."""
-        self._members.part(self._rank)
+        self._members.detach(self._rank)
         if self.elastic is not None and self._coordinator is not None:
             self._is_detached = True
-            self._coordinator.part()
+            self._coordinator.detach()
 
-    def come(self) -> None:
+    def join_detached(self) -> None:
         """Make this newcomer a member, without a state from the others. Raises CleanExit where the run ends."""
         coordinator = self._needed()[0]
-        finish = coordinator.come()
+        finish = coordinator.join_detached()
         if finish is not None:
             raise CleanExit(finish.exit_code)
         self._has_joined_detached = True
@@ -233,7 +233,7 @@ class Consensus:
         """Abandon the present operation, with all workers of this replica, and form the next generation. Returns
         whether the operation counts as done. Raises CleanExit where this worker is not in that generation."""
         coordinator, elastic = self._needed()
-        self._lockstep.part(disruption)
+        self._lockstep.abort(disruption)
         return self._regroup(coordinator, elastic, holds_result=holds_result)
 
     def _change_over(self) -> None:

@@ -102,7 +102,7 @@ class CoordinatorClient:
         with contextlib.suppress(ChannelClosed):
             self._channel.send({"op": "kept"})
 
-    def part(self) -> None:
+    def detach(self) -> None:
         """From now on the training thread needs no other member, and no generation interrupts it."""
         self._is_detached = True
 
@@ -110,7 +110,7 @@ class CoordinatorClient:
         """From now on the training thread takes part in the members' operations."""
         self._is_detached = False
 
-    def come(self) -> Finish | None:
+    def join_detached(self) -> Finish | None:
         """Report that this newcomer needs no state from the others, and wait until it is a member.
 
         Returns how the run ends where it does instead."""

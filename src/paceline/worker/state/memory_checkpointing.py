@@ -116,13 +116,13 @@ class MemoryCheckpointer:
         """Whether this worker's copy is wanted. A host whose system has no such memory gives none."""
         return self._checkpoint is not None and (self._is_split or self._group.index == 0)
 
-    def plain(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """For a newcomer, which has to come to the same snapshots."""
         kept = self._kept_at, self._has_kept, self._not_before
         return {"is_on": self._is_on, "every": self._every, "kept": kept}
 
-    def fill(self, state: Mapping[str, Any]) -> None:
-        """Take over what `plain` gave elsewhere."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave elsewhere."""
         self._is_on, self._every, self._is_unused = state["is_on"], state["every"], False
         self._kept_at, self._has_kept, self._not_before = state["kept"]
 

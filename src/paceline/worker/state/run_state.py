@@ -62,9 +62,9 @@ class When(enum.Enum):
 class StatePart(Protocol):
     """A collaborator of the worker that has plain values of its own, such as the counters of the loop."""
 
-    def plain(self) -> Any: ...
+    def state_dict(self) -> Any: ...
 
-    def fill(self, state: Any, /) -> None: ...
+    def load_state_dict(self, state: Any, /) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,16 +130,18 @@ def describe_run(
 ) -> None:
     """List all plain values beside those of prepared objects. Checkpoints have the keys in this order."""
     contents.add("random", random_state.capture_random_state, random_state.restore_random_state)
-    contents.add("losses", losses.plain, losses.fill)
+    contents.add("losses", losses.state_dict, losses.load_state_dict)
     # Training data only goes forward, so a rollback leaves the streams where they are.
-    contents.add("streams", streams.plain, streams.fill, carriers=Carrier.RESTART, when=When.ARRIVED)
+    contents.add("streams", streams.state_dict, streams.load_state_dict, carriers=Carrier.RESTART, when=When.ARRIVED)
     contents.add("attempt", lambda: attempt, carriers=Carrier.RESTART)
     kept = Carrier.MEMORY | Carrier.PEER  # after a start from disk these begin anew, at the checkpoint's step
-    contents.add("loop", loop.plain, loop.fill, carriers=kept, when=When.ARRIVED)
+    contents.add("loop", loop.state_dict, loop.load_state_dict, carriers=kept, when=When.ARRIVED)
     # The schedule of snapshots, and the snapshot to which all members would roll back.
-    contents.add("numerical_guard", guard.plain, guard.fill, carriers=Carrier.PEER, when=When.ARRIVED)
+    contents.add("numerical_guard", guard.state_dict, guard.load_state_dict, carriers=Carrier.PEER, when=When.ARRIVED)
     snapshots = memory_checkpointer
-    contents.add("memory_checkpointer", snapshots.plain, snapshots.fill, carriers=Carrier.PEER, when=When.ARRIVED)
+    contents.add(
+        "memory_checkpointer", snapshots.state_dict, snapshots.load_state_dict, carriers=Carrier.PEER, when=When.ARRIVED
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

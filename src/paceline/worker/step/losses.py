@@ -118,12 +118,12 @@ class LossSpikeDetector:
             self._in_a_row[series] = 0
             self._losses.setdefault(series, deque(maxlen=self._guard.window)).append(loss)
 
-    def plain(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """The state, for a checkpoint, a newcomer or a snapshot."""
         return {"losses": {name: list(known) for name, known in self._losses.items()}, "in_a_row": {**self._in_a_row}}
 
-    def fill(self, state: Mapping[str, Any]) -> None:
-        """Take over what `plain` returned."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
         window = self._guard.window
         self._losses = {name: deque(known, maxlen=window) for name, known in state["losses"].items()}
         self._in_a_row = dict(state["in_a_row"])

@@ -10,12 +10,12 @@ Beside the whole run's group (`WorkerContext.group`), a worker has one group alo
 
 Tensor, pipeline and context workers run the same micro-batches. Where a layout does not split a replica, a worker is
 alone in every group but `replica_group`, which is the whole run. The same holds for context parallelism alone, since
-each worker then has the whole model. In mixtures context workers sum their gradients among themselves, after
+each worker then has the whole model. In combined layouts context workers sum their gradients among themselves, after
 `replica_group`.
 
 Expert parallel workers hold everything but the experts whole, so `replica_group` is the whole run. Experts are summed
-over `expert_replica_group`: the workers at the same index of each replica, with the very same state. In mixtures
-`replica_group` equals `expert_replica_group`, and expert parallel workers sum the rest of their gradients among
+over `expert_replica_group`: the workers at the same index of each replica, with the very same state. In combined
+layouts `replica_group` equals `expert_replica_group`, and expert parallel workers sum the rest of their gradients among
 themselves afterwards. With `shard` they are all in `shard_group`, and split the rows of everything but the experts.
 
 A `StateOwner` says which of a replica's workers stores a tensor, where the workers hold different tensors.
