@@ -21,7 +21,7 @@ NOT_READ = {  # these name old words, or are about walks through the code
 # An old word, whole or as a part of a name (in_snake_case or InCamelCase), and what is said in its place.
 OLD_WORDS = {
     r"bequests?|bequeath\w*": "pending commit",
-    r"(?<!Tensor)boards?": "key-value store",
+    r"boards?": "key-value store",
     r"bookkeeping|bookkeeper|booked|books": "step log; counted as",
     r"crews?": "local workers",
     r"cutters?|sharers?|exchangers?": "tensor group, context group, expert group",
@@ -45,7 +45,7 @@ OLD_WORDS = {
 }
 PLAIN = [  # lines where such a word has its plain meaning, or is a key that travels between processes
     r"ast\.NodeVisitor|visit_[A-Z]|generic_visit",
-    r"zmq\.DEALER",
+    r"zmq\.DEALER|TensorBoard",
     r"\"(doors|errands|dealt|whom|walk|walks)\"",
     r"(ast|os)\.walk\b|walk_packages|def walk\(name: str, module|\bwalk\(f?\"",
     r"(?i:three) walks|walks\.md|cycle walking",
