@@ -9,7 +9,8 @@ else: what has to be sent follows from the actions, and when things happen follo
                 (Narayanan et al., "PipeDream", 2019; with a flush as in "PipeDream-2BW", 2021)
   interleaved   1f1b with several stages on each worker, which shortens the bubble and sends more
                 (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021)
-  zero-bubble   1f1b whose backward comes in two actions; the weights' part, for which nobody waits, fills the bubble
+  zero-bubble   1f1b whose backward comes in two actions; the weights' part, which no other stage waits for, fills the
+  bubble
                 (ZB-H1 of Qi et al., "Zero Bubble Pipeline Parallelism", 2023)
 """
 

@@ -43,13 +43,15 @@ class DrillFolder:
 
     @classmethod
     def begin(cls, folder: Path, programme: Programme, *, outside: Collection[str]) -> DrillFolder:
-        """Write the programme down. `outside`: kinds of faults that somebody else can see to."""
+        """Write the programme into the folder. `outside`: kinds of faults that a process outside the run carries
+        out.
+        """
         path = folder / "programme.json"
         path.write_text(json.dumps({"faults": str(programme), "outside": sorted(outside)}), encoding="utf-8")
         return cls(path)
 
     def asks_for(self, kind: str) -> bool:
-        """Whether somebody else sees to faults of this kind."""
+        """Whether a process outside the run carries out faults of this kind."""
         return kind in self._outside
 
     def came(self, number: int, *, step: int, place: str) -> bool:
@@ -75,7 +77,7 @@ class DrillFolder:
         deadline = time.monotonic() + limit_s
         while not self._file(number, f"{deed}.done").exists():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"nobody did what fault {number} needs ({deed}) within {limit_s:.0f} s")
+                raise TimeoutError(f"no process did what fault {number} needs ({deed}) within {limit_s:.0f} s")
             time.sleep(LOOK_S)
 
     def asked(self) -> Iterator[tuple[int, str]]:

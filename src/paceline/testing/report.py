@@ -70,14 +70,16 @@ class Report:
     plan: Plan  # as it ran
     workers: int  # at the beginning
     losses: dict[int, float]  # by step
-    left_out: frozenset[int]  # steps that nobody took, or, where replicas take steps by themselves, one of them did not
+    left_out: frozenset[
+        int
+    ]  # steps that no worker took, or, where replicas take steps by themselves, one of them did not
     late: frozenset[tuple[int, int]]  # worker, and step whose update was made without its share
     differing: tuple[WeightsDiffer, ...]  # weights that were not equal
     regrouped: tuple[Regrouped, ...]
     failed_saves: tuple[int, ...]  # steps
     passed_over: tuple[str, ...]  # checkpoints that a start did not take, and said so
     audit: AuditResult
-    recovery_s: tuple[float | None, ...]  # of each fault that loses anybody: until a step was committed
+    recovery_s: tuple[float | None, ...]  # of each fault that loses a worker: until a step was committed
     notes: tuple[str, ...]  # how faults were made, where there is a choice
 
     @property
@@ -183,7 +185,7 @@ class Report:
         return isinstance(self.plan.sync, ParameterServer) and any(fault.kind == "cut" for fault in self.programme)
 
     def _is_left_by_all(self, start: Start) -> bool:
-        """Whether everybody saved and left because a notice came while others were being replaced: too few were left
+        """Whether all workers saved and left because a notice came while others were being replaced: too few were left
         to go on without the one that was to leave. No step is lost by that."""
         losses = [fault for fault, came in zip(self.programme, self.came, strict=True) if came and fault.loses_a_worker]
         return start.exit_code == PREEMPTED and len(losses) > 1 and any(fault.kind == "term" for fault in losses)
@@ -195,7 +197,7 @@ class Report:
             elif fault.kind == "full_disk" and not self.failed_saves:
                 yield f"{fault}: the save at step {came.step} did not fail, though the disk was full"
             elif fault.kind == "flip" and not any(self._is_healed(fault, differ) for differ in self.differing):
-                yield f"{fault}: nobody named worker {fault.worker} and healed it. {NO_CHECK}"
+                yield f"{fault}: no worker named worker {fault.worker} and healed it. {NO_CHECK}"
             elif fault.poisons and came.step not in self.left_out and (fault.worker, came.step) not in self.late:
                 yield f"{fault}: step {came.step} was taken all the same. {NO_GUARD}"
 
@@ -305,7 +307,7 @@ def _records(run_dir: Path, attempt: int) -> list[Record]:
 
 
 def resumed_from(records: Sequence[Record]) -> int:
-    """Where the first workers began; workers that join later do not say. Where somebody was lost again before any had
+    """Where the first workers began; workers that join later do not say. Where a worker was lost again before any had
     begun: where they were to."""
     started = [record.event for record in records if isinstance(record.event, WorkerStarted)]
     restarted = _restarted(records)
@@ -313,7 +315,7 @@ def resumed_from(records: Sequence[Record]) -> int:
 
 
 def _restarted(records: Sequence[Record]) -> Restarted | None:
-    """How an attempt began that nobody had to start."""
+    """How an attempt began that no user had to start."""
     return next((record.event for record in records if isinstance(record.event, Restarted)), None)
 
 
@@ -347,7 +349,7 @@ def _losses(attempts: Sequence[Sequence[Record]]) -> dict[int, float]:
 
 
 def recovery_s(fault: Fault, came: Came, attempts: Sequence[Sequence[Record]]) -> float | None:
-    """Seconds until anybody had committed the step that was in hand; where the run was started again, until then."""
+    """Seconds until any worker had committed the step that was in hand; where the run was started again, until then."""
     if not fault.loses_a_worker and not fault.ends_the_run and fault.kind not in OF_SERVERS:
         return None
     first = came.step + (came.place == "save")

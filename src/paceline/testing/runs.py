@@ -244,7 +244,7 @@ class _Run:
                 for process in processes:
                     _kill_family(process.pid)
             case _:
-                raise ValueError(f"fault {number} asks for {deed!r}, which nobody can see to")
+                raise ValueError(f"fault {number} asks for {deed!r}, which no process outside the run can carry out")
         if self._notes is not None:
             self._notes.done(number, deed)
 

@@ -149,7 +149,7 @@ def test_notes_tell_of_a_fault_once_and_of_what_is_asked(tmp_path: Path) -> None
     assert other.came(0, step=4, place="sum") and not notes.came(0, step=5, place="sum")
     came = notes.when(0)
     assert came is not None and (came.step, came.place) == (4, "sum")
-    with pytest.raises(TimeoutError, match="nobody did what fault 0 needs"):
+    with pytest.raises(TimeoutError, match="no process did what fault 0 needs"):
         other.ask(0, "cut", limit_s=0.02)
     assert list(notes.asked()) == [(0, "cut")]
     notes.done(0, "cut")
@@ -236,9 +236,9 @@ AGAIN = (
         (told(KILL, starts=AGAIN, committed=(3, 4), resumed_from=(0, 2)), "1 committed steps were lost"),
         (told(KILL, starts=AGAIN, committed=(3, 4), resumed_from=(0, 2)), "had to be started 2 times"),
         (told("full_disk:step=2"), "did not fail, though the disk was full"),
-        (told("flip:worker=1,step=2"), r"nobody named worker 1 and healed it. .* Guard\(check_every=1\)"),
-        (told("flip:worker=1,step=2", differing=(differ(0, source=2),)), "nobody named worker 1"),
-        (told("flip:worker=1,step=2", differing=(differ(1, source=None),)), "nobody named worker 1"),
+        (told("flip:worker=1,step=2"), r"no worker named worker 1 and healed it. .* Guard\(check_every=1\)"),
+        (told("flip:worker=1,step=2", differing=(differ(0, source=2),)), "no worker named worker 1"),
+        (told("flip:worker=1,step=2", differing=(differ(1, source=None),)), "no worker named worker 1"),
         (told("nan:worker=1,step=2"), r"step 2 was taken all the same. .* Guard\(on_spike='skip'\)"),
         (
             told("nan:worker=1,step=2", left_out=frozenset({2}), losses={1: 1.0, 2: NAN, 3: NAN, 4: 0.7}),

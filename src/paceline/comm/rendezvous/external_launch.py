@@ -29,7 +29,7 @@ __all__ = ["KeyValueServer", "join_external_launch", "own_address", "rendezvous_
 
 RETRY_S = 0.02
 PAUSE_S = 1.0  # after an accept that failed
-PROBE_ADDRESS = ("192.0.2.1", 9)  # an address that nobody has: the way to it is the way out of this host
+PROBE_ADDRESS = ("192.0.2.1", 9)  # an address that no host has: the way to it is the way out of this host
 Address = str | tuple[str, int]
 
 

@@ -7,7 +7,7 @@ per member, which only this member writes, and which the others read or wait on 
 slot per member, at offsets that follow from the order of reservation. So all members must reserve the same segments.
 
 Each group makes an arena of its own, and no memory is reused between groups. So a stopped member of an older group that
-continues writes into memory that nobody reads any more.
+continues writes into memory that no member reads any more.
 
 On x86-64, stores become visible in the order in which they were made. Other processors do not guarantee it, and Python
 has no fences: `why_unsupported` reports that.

@@ -24,7 +24,7 @@ __all__ = ["AttemptLedger", "EpochColumns", "Rollback", "RunLedgers", "Staleness
 class StreamHeader:
     """What a worker said when it opened a stream."""
 
-    samples: int | None  # None: an iterable, whose epochs end nobody knows where
+    samples: int | None  # None: an iterable, whose length is unknown
     batch: int
     seed: int
     shuffle: bool

@@ -118,7 +118,7 @@ class OffloadedState:
         finally:
             self._optimizer.param_groups = groups
         if any(parameter.is_cuda for group in groups for parameter in group["params"]):
-            torch.cuda.current_stream().synchronize()  # before anybody on the CPU reads what is copied home
+            torch.cuda.current_stream().synchronize()  # before the CPU reads what is copied home
 
     def _step(self, parameter: Tensor, group: dict[str, Any]) -> None:
         local = local_part(parameter)

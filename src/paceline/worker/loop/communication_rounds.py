@@ -248,7 +248,7 @@ class CommunicationRounds:
         return False
 
     def _mix(self, step: int) -> None:
-        """All have come to the same step, and nobody wants the round to end."""
+        """All have come to the same step, and no replica wants the round to end."""
 
     def end_of_data(self, step: int) -> None:
         """The data has ended here: raise SyncError where it goes on elsewhere, as only an iterable's can. Blocks."""

@@ -1,4 +1,4 @@
-"""The worker's connection to the coordinator of the run, which decides who the members are; a thread reads it.
+"""The worker's connection to the coordinator of the run, which decides which workers are members; a thread reads it.
 
 The thread also sends heartbeats, outside of the training thread, and notices SIGTERM: a request to leave, or, after
 the coordinator has sent "end", the end itself. Python's own signal handlers would wait until the training thread comes

@@ -94,7 +94,7 @@ class MemoryCheckpointer:
         self._is_measured = guard.snapshot_every is None
         self._follows = guard.on_spike == "rollback"  # both kinds of snapshots are of the same steps then
         self._is_on = memory_checkpoint is not None and guard.snapshot_every != 0
-        # The plan wants snapshots that nobody can take, and that was not reported yet.
+        # The plan wants snapshots that cannot be taken, and that was not reported yet.
         self._is_unused = memory_checkpoint is None and bool(guard.snapshot_every) and not self._follows
         self._checkpoint, self._is_split = memory_checkpoint, is_split
         self._group, self._together, self._state, self._done, self._host = group, together, state, done, host

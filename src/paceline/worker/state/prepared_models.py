@@ -104,7 +104,7 @@ class PreparedModels:
     def whole(self, name: str, tensor: Tensor | None) -> Tensor | None:
         """Return the whole of a parameter, or of its gradient, by its full name; all workers of the replica call it.
 
-        None where nobody has one.
+        None where no model has one.
         """
         if tensor is not None and self._tables is not None and is_remote(tensor):
             return self._tables.whole(tensor)
@@ -133,7 +133,7 @@ class PreparedModels:
         return PipelinePass(cast("PipelineModel", self.layout.stages(models[0])), loss_of)
 
     def check(self, optimizer: Optimizer) -> None:
-        """Refuse parameters that nobody averages: those of models, or of parts of them, that were not there at
+        """Refuse parameters that are not averaged: those of models, or of parts of them, that were not there at
         `prepare(model)`. Raises ValueError."""
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if self._num_checked.get(optimizer) == len(held):

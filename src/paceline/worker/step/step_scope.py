@@ -33,7 +33,7 @@ class ReplicaVote:
         self.is_called = True
 
     def vote(self) -> bool:
-        """The result counts at once: nobody else has a part in it."""
+        """The result counts at once: no other worker has a part in it."""
         return True
 
 
