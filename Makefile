@@ -1,7 +1,7 @@
 # Every target makes what it needs first: `.venv` in this folder, with the versions of constraints.txt.
 #   make demo     train a small language model with two workers on real text (a few minutes, no network once installed)
 #   make test     all tests
-#   make check    formatter, linter, import contract, the library's types, unit tests: about a minute
+#   make check    formatter, linter, import contract, the library's types, unit tests: under two minutes
 #   make lint     the same without tests, and the types of everything
 #   make bench    the measurements of docs/reference/benchmarks.md
 #   make docs     the documentation, in docs/_build/html
