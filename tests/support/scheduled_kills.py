@@ -1,6 +1,6 @@
 """Where workers of a test's program are lost: at chosen points of chosen steps, each fault once, never by the clock.
 
-FAULTS     JSON: a list of {"worker": 2, "step": 5, "where": "forward", "signal": 9}; with "whom": "supervisor" it is
+FAULTS     JSON: a list of {"worker": 2, "step": 5, "where": "forward", "signal": 9}; with "target": "supervisor" it is
            the supervisor that is killed, by that worker, with "server" the parameter server that it has started; with
            "after": "open" not before that file is there. where: data, forward, backward, evaluate (the program calls
            `fault` there), sum (its part of a sum over replicas is handed over), vote (it has the sums, others may not
@@ -46,7 +46,7 @@ def fault(worker: paceline.Worker, where: str) -> None:
         if is_due and not marker.exists():
             marker.write_text(f"{worker.step} {time.time()}")
             targets = {"": lambda _: os.getpid(), "supervisor": lambda _: supervisor(), "server": server_of}
-            os.kill(targets[one.get("whom", "")](worker), one.get("signal", signal.SIGKILL))
+            os.kill(targets[one.get("target", "")](worker), one.get("signal", signal.SIGKILL))
 
 
 def supervisor() -> int:

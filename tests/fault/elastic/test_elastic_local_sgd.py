@@ -83,7 +83,7 @@ def test_a_replica_of_two_workers_is_lost_in_a_round_and_comes_back_between_two(
 
 
 def test_who_is_asked_to_leave_does_not_wait_for_the_end_of_a_long_round(tmp_path: Path) -> None:
-    stopped = {**fault(1, 9, "forward", signal.SIGTERM), "whom": "supervisor", "after": "open"}
+    stopped = {**fault(1, 9, "forward", signal.SIGTERM), "target": "supervisor", "after": "open"}
     plan = f"replicas=2-4+localsgd(every={FAR})+{BATCH}"
     folder, job = tmp_path / "a", {"max_steps": FAR, "save_every": None}
     process = start(folder, fault(3, 4, "forward", signal.SIGTERM), stopped, plan=plan, job=job, pause_s=0.05)

@@ -45,7 +45,7 @@ def test_replicas_that_take_turns_leave_together_and_any_sync_goes_on(tmp_path: 
 
 
 def test_a_killed_server_has_all_begin_again_from_the_newest_checkpoint(tmp_path: Path) -> None:
-    killed = {"worker": 1, "step": 8, "where": "backward", "whom": "server"}
+    killed = {"worker": 1, "step": 8, "where": "backward", "target": "server"}
     run = trained(tmp_path / "a", killed, plan=PLAN, pause_s=0.05)
     assert_unharmed(run)
     said = re.search(
@@ -57,7 +57,7 @@ def test_a_killed_server_has_all_begin_again_from_the_newest_checkpoint(tmp_path
 
 
 def test_a_mirror_takes_over_while_a_worker_is_lost_too(tmp_path: Path) -> None:
-    server = {"worker": 1, "step": 6, "where": "backward", "whom": "server"}
+    server = {"worker": 1, "step": 6, "where": "backward", "target": "server"}
     worker = {"worker": 3, "step": 6, "where": "vote"}
     run = trained(
         tmp_path / "a", server, worker, plan=PLAN.replace("servers=2", "servers=2,mirrored=true"), pause_s=0.05
@@ -70,7 +70,7 @@ def test_a_mirror_takes_over_while_a_worker_is_lost_too(tmp_path: Path) -> None:
 
 def test_a_server_that_is_lost_with_its_mirror_has_all_begin_again(tmp_path: Path) -> None:
     plan = "replicas=2+parameterserver(mirrored=true)+batch(size=20,micro=2)+compute(precision=fp64)"
-    both = [{"worker": worker, "step": 8, "where": "backward", "whom": "server"} for worker in (0, 1)]
+    both = [{"worker": worker, "step": 8, "where": "backward", "target": "server"} for worker in (0, 1)]
     run = trained(tmp_path / "a", *both, plan=plan, pause_s=0.05, job={"workers": 2})
     assert_unharmed(run)
     assert re.search(r"parameter server 0 .* after step 7: both workers start again from the", run.output), run.output
@@ -78,7 +78,7 @@ def test_a_server_that_is_lost_with_its_mirror_has_all_begin_again(tmp_path: Pat
 
 def test_replicas_that_take_turns_begin_again_too(tmp_path: Path) -> None:
     turns = "replicas=2-3+parameterserver(servers=2,staleness=none)+batch(size=20,micro=2)+compute(precision=fp64)"
-    killed = {"worker": 0, "step": 8, "where": "backward", "whom": "server"}
+    killed = {"worker": 0, "step": 8, "where": "backward", "target": "server"}
     run = trained(tmp_path / "a", killed, turns=True, plan=turns, pause_s=0.05, job={"workers": 3})
     assert run.code == 0, run.output
     assert re.search(r"parameter server 0 .* after step \d+: all 3 workers start again", run.output), run.output
@@ -88,7 +88,7 @@ def test_replicas_that_take_turns_begin_again_too(tmp_path: Path) -> None:
 
 
 def test_a_stopped_server_is_named_while_it_is_awaited_and_given_up_in_the_end(tmp_path: Path) -> None:
-    stopped = {"worker": 0, "step": 6, "where": "backward", "whom": "server", "signal": signal.SIGSTOP}
+    stopped = {"worker": 0, "step": 6, "where": "backward", "target": "server", "signal": signal.SIGSTOP}
     run = trained(tmp_path / "a", stopped, plan=PLAN.replace("2-4", "2"), job={"workers": 2, "timeout_s": 16})
     assert_unharmed(run)
     name = r"parameter server 0 \(pid (\d+) on \S+\)"

@@ -51,7 +51,7 @@ def committed(run: Run, attempt: int) -> set[int]:
 @BOTH
 @pytest.mark.parametrize("where", ["forward", "committed"])
 def test_a_killed_supervisor_costs_no_step(options: dict[str, Any], where: str, tmp_path: Path) -> None:
-    fault = {"worker": 1, "step": 6, "where": where, "whom": "supervisor"}
+    fault = {"worker": 1, "step": 6, "where": where, "target": "supervisor"}
     first = trained(tmp_path / "a", fault, pause_s=0.05, **job(options))
     assert first.code == KILLED
     second = trained(tmp_path / "a", fault, **job(options))  # at once: it waits until they have saved
@@ -65,7 +65,7 @@ def test_a_killed_supervisor_costs_no_step(options: dict[str, Any], where: str, 
 @BOTH
 def test_where_a_worker_is_killed_as_well_nobody_writes(options: dict[str, Any], tmp_path: Path) -> None:
     place = {"worker": 1, "step": 7, "where": "forward"}
-    faults = [{**place, "whom": "supervisor"}, place]
+    faults = [{**place, "target": "supervisor"}, place]
     first = trained(tmp_path / "a", *faults, **job(options, save_every=4))
     assert first.code == KILLED
     second = trained(tmp_path / "a", *faults, **job(options, save_every=4))
@@ -77,7 +77,7 @@ def test_where_a_worker_is_killed_as_well_nobody_writes(options: dict[str, Any],
 @BOTH
 def test_a_stopped_orphan_is_killed_in_time_and_nobody_writes(options: dict[str, Any], tmp_path: Path) -> None:
     place = {"worker": 2, "step": 7, "where": "forward"}
-    faults = [{**place, "whom": "supervisor"}, {**place, "signal": int(signal.SIGSTOP)}]
+    faults = [{**place, "target": "supervisor"}, {**place, "signal": int(signal.SIGSTOP)}]
     options = job(options, save_every=4, grace_s=4.0)
     assert trained(tmp_path / "a", *faults, **options).code == KILLED
     began = time.monotonic()
@@ -206,7 +206,7 @@ def test_where_the_heads_supervisor_is_killed_all_hosts_save_and_say_run_me_agai
     token = tmp_path / "token"
     token.write_text("a token of a test, long enough")
     token.chmod(0o600)
-    fault = {"worker": 2, "step": 6, "where": "forward", "whom": "supervisor"}
+    fault = {"worker": 2, "step": 6, "where": "forward", "target": "supervisor"}
 
     def attempt() -> list[Run]:
         options_here = job(options, hosts=2, head=f"127.0.0.1:{free_port()}", token_file=str(token))
