@@ -1,6 +1,7 @@
 # Every target makes what it needs first: `.venv` in this folder, with the versions of constraints.txt.
 #   make demo     train a small language model with two workers on real text (a few minutes, no network once installed)
-#   make test     all tests
+#   make test     all tests, but those of test-long
+#   make test-long  many models and programs under many plans, planted errors, long runs: up to hours
 #   make check    formatter, linter, import contract, the library's types, unit tests: under two minutes
 #   make lint     the same without tests, and the types of everything
 #   make bench    the measurements of docs/reference/benchmarks.md
@@ -35,7 +36,7 @@ define STYLE
 @$(BIN)/lint-imports --no-cache > $(VENV)/imports.log || { cat $(VENV)/imports.log; exit 1; }
 endef
 
-.PHONY: help demo test check lint bench docs format clean
+.PHONY: help demo test test-long check lint bench docs format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -48,6 +49,11 @@ test: $(VENV)/.dev
 	@bash tests/system_packages.sh
 	@echo "== tests"
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-long: $(VENV)/.long
+	@bash tests/system_packages.sh
+	@echo "== long tests"
+	@$(BIN)/python -m pytest -n 2 --dist loadfile tests/long $(ARGS)
 
 check: $(VENV)/.dev
 	$(STYLE)
@@ -104,4 +110,9 @@ $(VENV)/.runtime: $(VENV)/.made pyproject.toml constraints.txt
 $(VENV)/.dev: $(VENV)/.runtime
 	@echo "== installing what tests, checks and documentation need"
 	@$(PIP_INSTALL) --no-build-isolation -e ".[dev]"
+	@touch $@
+
+$(VENV)/.long: $(VENV)/.dev
+	@echo "== installing the libraries whose models are tried"
+	@$(PIP_INSTALL) --no-build-isolation -e ".[long]"
 	@touch $@
