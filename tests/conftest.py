@@ -20,6 +20,7 @@ import pytest
 
 import lasting
 import leaks
+import quick
 import warm
 
 pytest_plugins = ["pytester"]
@@ -28,11 +29,17 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = itertools.count()
 ORDER = ("fault", "docs", "world", "unit")  # folders, from those of the longest tests to those of the shortest
 
-# A green run stays green: the same examples each time, and no time limit of its own on a shared machine.
-hypothesis.settings.register_profile("paceline", derandomize=True, deadline=None, database=None)
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="try some of the sizes and seeds (tests/support/quick.py)")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    quick.turn_on(config.getoption("quick"))
+    # A green run stays green: the same examples each time, and no time limit of its own on a shared machine.
+    hypothesis.settings.register_profile(
+        "paceline", derandomize=True, deadline=None, database=None, max_examples=quick.examples(100)
+    )
     hypothesis.settings.load_profile("paceline")
     os.environ[leaks.MARK] = uuid.uuid4().hex
     # Threads of OpenMP that wait for each other spin, unless told not to before torch is loaded. On a busy machine they

@@ -81,8 +81,6 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan and its broken rules; returns 2 when there are any."""
     if _is_script(arguments.text):
-        from paceline.cli.plan import check_script
-
         return check_script(
             Path(arguments.text),
             args=arguments.script_args,

@@ -118,8 +118,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Start the job, or show it with --dry-run; returns the run's exit status."""
     job, plan, given = job_of(arguments)
     if arguments.dry_run:
-        from paceline.cli.run import show_dry_run
-
         return show_dry_run(job, plan=plan)
     from paceline.runs.run import start
 
@@ -155,8 +153,8 @@ def _read_program(path: Path, changes: dict[str, Any]) -> tuple[Job, Plan | None
             f"There is no file {path}. Name a Python script or a job file (.toml), for example: paceline run train.py"
         )
     if path.suffix != ".toml":
-        changes = {"program": str(path)} | changes
-        return Job(**changes), None, tuple(changes)
+        job_fields: dict[str, Any] = {"program": str(path), **changes}
+        return Job(**job_fields), None, tuple(job_fields)
     job, plan, given = read_job_file(path, changes)
     if not job.program:
         raise PlanError(f'{path} does not say what to run. Add a line: program = "train.py"')

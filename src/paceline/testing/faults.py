@@ -138,8 +138,8 @@ class Fault:
         for name in ("worker", "step"):
             if name not in fields and kind in (*KINDS, *OF_SERVERS):
                 raise PlanError(f"{text.strip()}: say the {name} too, as in {kind}:worker=1,step=10.")
-        fields = {"kind": kind, "worker": 0, "step": 1} | fields
-        return cls(**fields)
+        given: dict[str, Any] = {"kind": kind, "worker": 0, "step": 1, **fields}
+        return cls(**given)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

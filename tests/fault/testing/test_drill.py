@@ -13,6 +13,7 @@ import pytest
 import lasting
 import paceline
 import warm
+from paceline.errors import LaunchError, PlanError
 from paceline.testing import KINDS, Report, assert_unharmed, network_namespaces, run_with, runs
 from paceline.testing import disk as disks
 from paceline.testing.report import CURVE_TOLERANCE
@@ -265,3 +266,12 @@ def test_a_function_can_be_run_under_faults_too(tmp_path: Path) -> None:
     like = run_with((), function, folder=tmp_path / "like", **options)
     report = run_with("kill:worker=0,step=5", function, folder=tmp_path / "killed", **options)
     assert_unharmed(report, like)
+
+
+def test_a_run_that_takes_no_step_is_an_error_with_its_words(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print('nothing here')\n")
+    with pytest.raises(LaunchError, match=r"(?s)took no step.*ended without calling paceline.run"):
+        run_with("", script, folder=tmp_path / "run", workers=1)
+    with pytest.raises(PlanError, match="sets run_dir itself"):
+        run_with("", script, run_dir="x")

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+import quick
 from membership_simulation import World
 from paceline.elastic.membership import Limits
 
@@ -53,7 +54,7 @@ faults = st.builds(
 )
 
 
-@settings(max_examples=600)
+@settings(max_examples=quick.examples(600))
 @given(
     seed=st.integers(0, 2**32),
     replicas=st.integers(1, 5),
@@ -98,7 +99,7 @@ def test_whatever_happens_every_step_is_committed_once_by_one_generation_and_ste
         assert world.saved == len(world.steps) or len(world.steps) == last_step
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", quick.some(range(20), step=5))
 def test_after_many_losses_the_run_is_back_to_all_its_replicas(seed: int) -> None:
     world = World(Limits(least=1, most=4), replicas=4, seed=seed)
     for _ in range(10):
@@ -112,7 +113,7 @@ def test_after_many_losses_the_run_is_back_to_all_its_replicas(seed: int) -> Non
     assert world.membership.view.members == (0, 1, 2, 3)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", quick.some(range(20), step=5))
 def test_a_host_that_was_cut_off_and_comes_back_to_life_commits_nothing_of_its_own(seed: int) -> None:
     world = World(Limits(least=1, most=4), replicas=4, seed=seed)
     world.run(100)
@@ -152,7 +153,7 @@ def test_where_all_who_have_the_state_are_cut_off_only_they_or_those_who_begin_a
     world.go_on_until(lambda: len(world.steps) >= goal and not cut.is_alive)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", quick.some(range(20), step=5))
 def test_everybody_who_is_asked_to_leave_has_saved_the_last_step(seed: int) -> None:
     world = World(Limits(least=2, most=4), replicas=4, seed=seed)
     world.run(100)

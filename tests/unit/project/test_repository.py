@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,15 @@ def test_only_one_file_touches_the_environment() -> None:
             if touches and path != PACKAGE / "environment.py":
                 offenders.append(f"{path.relative_to(ROOT)}: {ast.unparse(node)}")
     assert offenders == []
+
+
+def test_no_class_name_stands_for_two_ideas() -> None:
+    defined = defaultdict(list)
+    for path in sources():
+        for node in nodes(path):
+            if isinstance(node, ast.ClassDef):
+                defined[node.name].append(str(path.relative_to(ROOT)))
+    assert not {name: paths for name, paths in defined.items() if len(paths) > 1}
 
 
 def test_no_library_code_asserts_or_excepts_everything() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -91,12 +89,3 @@ def test_an_old_word_is_found_alone_and_inside_a_name(name: str) -> None:
 @pytest.mark.parametrize("name", ["default", "diet", "indoors", "twinkle", "visitation"])
 def test_another_word_that_contains_one_is_not(name: str) -> None:
     assert not pattern().search(f"x = {name}")
-
-
-def test_no_class_name_stands_for_two_ideas() -> None:
-    defined = defaultdict(list)
-    for path in sorted((ROOT / "src").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                defined[node.name].append(str(path.relative_to(ROOT)))
-    assert not {name: paths for name, paths in defined.items() if len(paths) > 1}

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+import quick
 from paceline.schedule.staleness_clock import AsyncBatch, Pause, Save, StalenessClock, StreamEnd
 
 
@@ -165,14 +166,14 @@ def drive(
 def test_the_bound_holds_and_each_batch_is_done_once_whatever_workers_are_lost(
     staleness: int | None, deaths: float, joins: float
 ) -> None:
-    for seed in range(24):
+    for seed in quick.some(range(24), step=4):
         drive(seed, staleness=staleness, workers=2 + seed % 5, deaths=deaths, joins=joins)
 
 
 @pytest.mark.parametrize("staleness", [2, None])
 def test_all_pause_where_one_wishes_it_and_each_batch_is_done_once_all_the_same(staleness: int | None) -> None:
     pauses = 0
-    for seed in range(24):
+    for seed in quick.some(range(24), step=4):
         often = 0.01 * (seed % 2)
         told = drive(seed, staleness=staleness, workers=2 + seed % 5, deaths=often, joins=often, wishes=0.05)
         assert 0 not in told.pauses

@@ -41,7 +41,6 @@ from paceline.testing.disk import complete
 from paceline.testing.drill_folder import DrillFolder
 from paceline.testing.faults import OF_SERVERS
 from paceline.testing.report import recovery_s, resumed_from
-from paceline.testing.runs import run_with
 
 FROM_SEED_7 = "kill:worker=3,step=19,where=sum; cut:worker=3,step=29,where=sum"
 LINES = [
@@ -672,15 +671,6 @@ def test_the_options_make_a_request(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="use --together"):
         asked = request(str(script), "--faults", "kill:worker=1,step=2,where=regroup")
         programmes_of(asked, DrillTerms(is_elastic=True), plan=Plan(), steps=9, workers=2)
-
-
-def test_a_run_that_takes_no_step_is_an_error_with_its_words(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("print('nothing here')\n")
-    with pytest.raises(LaunchError, match=r"(?s)took no step.*ended without calling paceline.run"):
-        run_with("", script, folder=tmp_path / "run", workers=1)
-    with pytest.raises(PlanError, match="sets run_dir itself"):
-        run_with("", script, run_dir="x")
 
 
 def test_complete_checkpoints_are_found_by_their_marks(tmp_path: Path) -> None:

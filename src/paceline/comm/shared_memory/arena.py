@@ -94,7 +94,7 @@ class Arena:
         self._grow()
         self._address = _map(fd, 0, self._end)
         block = _block(self._address, self._end)
-        weakref.finalize(block, _unmap, self._address, self._end).atexit = False
+        weakref.finalize(block, _unmap, self._address, self._end).atexit = False  # pyrefly: ignore[missing-attribute]
         self.control = memoryview(block).cast("B").cast("Q")
         self._futex = _libc().syscall
         self._segments: dict[int, Segment] = {}  # by the address of one's own slot
@@ -194,7 +194,7 @@ class Arena:
         own = _block(key, slot_bytes)
         mapped = (address, self.size * slot_bytes)
         reserved = None if is_lasting else (own_start, slot_bytes)
-        weakref.finalize(own, self._release, key, mapped, reserved).atexit = False
+        weakref.finalize(own, self._release, key, mapped, reserved).atexit = False  # pyrefly: ignore[missing-attribute]
         return _tensor(own, numel, dtype)
 
     def segment(self, tensor: Tensor) -> Segment | None:

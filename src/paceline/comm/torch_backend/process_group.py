@@ -117,7 +117,7 @@ class SharedMemoryProcessGroup(TorchGroup):
         self._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._queue = OpQueue(name=f"{name}-collectives")
-        weakref.finalize(self, self._queue.close).atexit = False
+        weakref.finalize(self, self._queue.close).atexit = False  # pyrefly: ignore[missing-attribute]
 
     def getBackendName(self) -> str:
         return self._name

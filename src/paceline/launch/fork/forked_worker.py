@@ -34,7 +34,7 @@ FLUSH_FAILED = 120  # the exit status that Python itself uses
 
 def run_forked_worker(
     request: Mapping[str, Any], *, channel_fd: int, snapshot_fds: Sequence[int], warm_pid: int, mask: Iterable[int]
-) -> NoReturn:
+) -> NoReturn:  # pyrefly: ignore[bad-return]  # it ends in `finally`
     """Run the worker that `request` describes, then end this process. Called in the child, right after the fork."""
     status = 1
     try:
@@ -120,7 +120,7 @@ def _write_error(request: Mapping[str, Any], error: BaseException) -> None:
     partial.replace(worker_dir / "error.json")
 
 
-def _exit_process(status: int) -> NoReturn:
+def _exit_process(status: int) -> NoReturn:  # pyrefly: ignore[bad-return]  # the same
     """End as Python does (join threads, exit functions, flush), but run no C++ destructors, which may hang."""
     try:
         if status == 0:

@@ -115,8 +115,6 @@ def main_audit(run_dir: Path | str, json: bool = False) -> int:
         judged = {"clean": result.is_clean, "verdict": result.verdict}
         print(json_text.dumps(judged | dataclasses.asdict(result), indent=1))
     else:
-        from paceline.monitor.audit.audit import audit_text
-
         print(audit_text(result))
     return 0 if result.is_clean else 1
 

@@ -85,7 +85,7 @@ def split_dims(module: nn.Module, kind: Kind, layer: Layer) -> list[tuple[nn.Par
     parameters: Any = module
     if layer.role == "attention":
         width = parameters.embed_dim
-        found = [(parameters.out_proj.weight, 1, (width,))]
+        found: list[tuple[nn.Parameter, int, Sections]] = [(parameters.out_proj.weight, 1, (width,))]
         if parameters._qkv_same_embed_dim:
             found.append((parameters.in_proj_weight, 0, (width,) * 3))
         else:

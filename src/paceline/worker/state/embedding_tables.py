@@ -25,7 +25,9 @@ def server_table_names(model: nn.Module, tables: EmbeddingTables | None) -> froz
 
 def require_row_updates(optimizer: Optimizer, tables: EmbeddingTables | None, names: Mapping[int, str]) -> None:
     """Raise PlanError where an optimizer holds a table that it cannot update row by row. `names` are by ids."""
-    for group in optimizer.param_groups if tables is not None else ():
+    if tables is None:
+        return
+    for group in optimizer.param_groups:
         table = next((one for one in group["params"] if one in tables), None)
         why = None if table is None else why_not_by_rows(optimizer, table)
         if why is not None:

@@ -120,7 +120,8 @@ class PreparedObjects:
             name = OUTER_OPTIMIZER if len(averaging) == 1 else f"{OUTER_OPTIMIZER}_{number}_of_{len(averaging)}"
             registry.optimizers[name] = one.optimizer
             self._outer.append(name)
-            one.optimizer.state.update({p: known[key] for key, p in one.anchors if key in known})
+            kept: dict[torch.Tensor, Any] = {p: known[key] for key, p in one.anchors if key in known}
+            one.optimizer.state.update(kept)
             if is_first and self._resumed.has_optimizer(name):
                 self._fill_outer(name, one.optimizer)
 
