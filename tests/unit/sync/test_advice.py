@@ -156,7 +156,11 @@ def test_it_is_said_once_after_warm_steps_and_taken_back_where_it_holds_no_more(
     assert event_line(run.told[1]) is None
 
 
-def test_raw_on_a_slow_link_hears_of_a_wire_that_would_pay() -> None:
+def test_raw_on_a_slow_link_hears_of_a_wire_that_would_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_an_idle_machine(wire: Wire, shapes: Any, *, replicas: int) -> WireCost:
+        return dataclasses.replace(priced(wire, shapes, replicas=replicas), seconds_per_byte=1e-9)
+
+    monkeypatch.setattr("paceline.worker.loop.wire_advisor.priced", on_an_idle_machine)
     run = Run(Plan(wire=Raw()))
     assert run.take(30, step_s=0.12, waited_s=0.08, encoding_s=0.0, sent=8 * MIB) == ["pays"]
     text = event_line(run.told[0]) or ""
