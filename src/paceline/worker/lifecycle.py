@@ -50,7 +50,12 @@ class WorkerLifecycle:
             self._consensus.run(self._save_last)
         self._saver.close()
         if self._files.capture is not None:
-            self._files.capture.weights(self._parts.prepared.registry.models, self._parts.models.whole)
+            registry, models = self._parts.prepared.registry, self._parts.models
+            self._files.capture.weights(registry.models, models.whole)
+            if self._parts.servers is None:  # else optimizers run there
+                self._files.capture.optimizers(
+                    registry.optimizers, registry.parameter_names(), models.whole_state, models.state_keys
+                )
         self._finish()
 
     def _save_last(self) -> None:

@@ -22,6 +22,7 @@ from paceline.events import Note, Warned, WorkerStarted
 from paceline.parallel.offload.memory import refuse_useless
 from paceline.plan import Plan
 from paceline.plan.job import Assignment, Job
+from paceline.worker.bare.bare_worker import BareWorker
 from paceline.worker.build import build_worker
 from paceline.worker.data import random_state
 from paceline.worker.lifecycle import WorkerLifecycle
@@ -31,8 +32,9 @@ from paceline.worker.membership.join_run import WorkerContext, join_run
 from paceline.worker.membership.preemption import PreemptionNotice, TerminatedBySignal
 from paceline.worker.record.error_report import is_peer_failure, write_error
 from paceline.worker.record.flight_recording import recording_flight
+from paceline.worker.record.parity_capture import ParityCapture
 from paceline.worker.record.run_files import RunFiles
-from paceline.worker.topology.device import choose_device, why_gpus_are_idle
+from paceline.worker.topology.device import choose_device, peak_memory_bytes, why_gpus_are_idle
 from paceline.worker.worker import Worker
 
 __all__ = ["has_run", "merge_job", "run_worker"]
@@ -76,6 +78,8 @@ def run_worker(
     try:
         resolved, device = _checked(chosen, assignment, job)
         torch.set_num_threads(job.threads or environment.default_threads(assignment.local_workers))
+        if files.capture is not None and files.capture.wants_bare_loop:
+            return _run_bare_loop(function, assignment, resolved, device, files, job.max_steps)
         with contextlib.ExitStack() as stack:
             recorder = stack.enter_context(recording_flight(assignment, job, function, layout=resolved.layout))
             arrival = JoinContext(
@@ -128,6 +132,26 @@ def run_worker(
         raise
     if leaving is not None:
         raise leaving
+    return value
+
+
+def _run_bare_loop(
+    function: Callable[[Worker], T],
+    assignment: Assignment,
+    plan: Plan,
+    device: torch.device,
+    files: RunFiles,
+    max_steps: int | None,
+) -> T:
+    """Run the function with a plain torch loop in place of a worker, for `paceline parity --bare`."""
+    random_state.seed_all(plan.batch.seed, 3)
+    worker = BareWorker(
+        plan, device, capture=cast("ParityCapture", files.capture), emit=files.emit, max_steps=max_steps
+    )
+    files.emit(_started(assignment, plan, worker))
+    value = function(cast("Worker", worker))
+    worker.end()
+    files.finish(worker.step, peak_memory_bytes=peak_memory_bytes(device), state_bytes=0)
     return value
 
 
@@ -220,7 +244,7 @@ def _is_same(name: str, said: Any, counts: Any) -> bool:
     return said == counts
 
 
-def _started(assignment: Assignment, plan: Plan, worker: Worker) -> WorkerStarted:
+def _started(assignment: Assignment, plan: Plan, worker: Worker | BareWorker) -> WorkerStarted:
     return WorkerStarted(
         rank=assignment.rank,
         workers=assignment.workers,

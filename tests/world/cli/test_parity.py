@@ -152,15 +152,17 @@ def row(text: str, label: str) -> list[str]:
 
 
 def test_dropout_batch_norm_tied_weights_clipping_and_accumulation_do_not_break_it(parity: Any) -> None:
-    done = parity(EVERYTHING, "--workers", "1,2,3")
+    done = parity(EVERYTHING, "--workers", "1,2,3", "--bare")
     assert (done.returncode, done.stdout.strip().splitlines()[-1]) == (0, "parity holds"), done.stdout + done.stderr
-    assert row(done.stdout, "1 worker")[:4] == ["0"] * 4, "the same computation twice"
+    assert row(done.stdout, "1 worker")[:7] == ["0"] * 7, "the same computation twice"
+    bare = row(done.stdout, "1 worker, against a plain torch loop")
+    assert max(map(float, bare[:2])) < 1e-6 and max(map(float, bare[3:7])) < 1e-5, "also without Paceline's steps"
     for label in ("2 workers", "3 workers"):
         loss, first, _, weights = map(float, row(done.stdout, label)[:4])
         assert loss < 1e-6
         assert 0 < first < 1e-6, "another order of sums: not exactly equal, and very close"
         assert weights < 1e-4
-    assert "plan batch(size=20,micro=3), 5 steps, against one process in float32" in done.stdout
+    assert "plan batch(size=20,micro=3), 12 steps, against one process in float32" in done.stdout
 
 
 def test_in_float64_the_same_script_agrees_to_fourteen_digits(parity: Any) -> None:
@@ -304,6 +306,15 @@ class Made:
     def gradients(self, step: int, **tensors: list[float]) -> Made:
         return self._save(f"gradients_{step}", tensors)
 
+    def buffers(self, **tensors: list[float]) -> Made:
+        return self._save("buffers", tensors)
+
+    def optimizers(self, **tensors: list[float]) -> Made:
+        """The momentum of each parameter."""
+        arrays = {f"momentum of model.{key}": np.asarray(value, dtype=np.float32) for key, value in tensors.items()}
+        save_file(arrays, self.directory / "optimizers.safetensors")
+        return self
+
     def weights(self, **tensors: list[float]) -> CaptureReader:
         self._save("weights", tensors)
         return CaptureReader(self.directory)
@@ -335,21 +346,31 @@ def test_a_gradient_that_is_only_rounding_counts_little_and_its_weights_are_told
     """The bias before a batch norm: another gradient, so another full step of Adam, and another running mean."""
     a, b = two
     found = compare(
-        a.losses(1.0).gradients(1, w=[1.0], b=[1e-8]).weights(w=[1.0], b=[0.01], mean=[0.51]),
-        b.losses(1.0).gradients(1, w=[1.0], b=[-1e-8]).weights(w=[1.0], b=[-0.01], mean=[0.50]),
+        a.losses(1.0).gradients(1, w=[1.0], b=[1e-8]).buffers(mean=[0.51]).weights(w=[1.0], b=[0.01]),
+        b.losses(1.0).gradients(1, w=[1.0], b=[-1e-8]).buffers(mean=[0.50]).weights(w=[1.0], b=[-0.01]),
     )
     assert found.first_gradients.value == pytest.approx(2e-6)  # 2e-8 over 1 % of the model's largest
-    assert (found.weights.value, found.num_left_out) == (0.0, 1)
+    assert (found.weights.value, found.num_left_out, found.buffers.value) == (0.0, 1, 0.0)
     assert (found.left_out.value, found.left_out.where) == (pytest.approx(2.0), "model.b")
 
 
 def test_a_buffer_that_differs_more_than_what_it_may_follow_counts(two: tuple[Made, Made]) -> None:
     a, b = two
     found = compare(
-        a.losses(1.0).gradients(1, w=[1.0]).weights(w=[1.0], mean=[0.6]),
-        b.losses(1.0).gradients(1, w=[1.0]).weights(w=[1.0], mean=[0.5]),
+        a.losses(1.0).gradients(1, w=[1.0]).buffers(mean=[0.6]).weights(w=[1.0]),
+        b.losses(1.0).gradients(1, w=[1.0]).buffers(mean=[0.5]).weights(w=[1.0]),
     )
-    assert (found.weights.value, found.weights.where) == (pytest.approx(0.2, rel=1e-4), "model.mean")
+    assert (found.buffers.value, found.buffers.where) == (pytest.approx(0.2, rel=1e-4), "model.mean")
+    assert found.weights.value == 0.0
+
+
+def test_what_the_optimizer_keeps_is_compared_without_what_is_only_rounding(two: tuple[Made, Made]) -> None:
+    a, b = two
+    found = compare(
+        a.losses(1.0).gradients(1, w=[1.0], b=[1e-8]).optimizers(w=[1.1], b=[1e-8]).weights(w=[1.0], b=[0.01]),
+        b.losses(1.0).gradients(1, w=[1.0], b=[-1e-8]).optimizers(w=[1.0], b=[-1e-8]).weights(w=[1.0], b=[0.01]),
+    )
+    assert (found.optimizers.value, found.optimizers.where) == (pytest.approx(0.1, rel=1e-4), "momentum of model.w")
 
 
 def test_an_element_that_gets_its_first_gradient_later_is_judged_by_that_one(two: tuple[Made, Made]) -> None:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from paceline.cli.arguments import Commands, add_command
-from paceline.cli.parity.request import parity_request
+from paceline.cli.parity.request import STEPS, parity_request
 
 __all__ = ["add", "run"]
 
@@ -14,6 +14,7 @@ EXAMPLES = """\
   paceline parity train.py --workers 1,2,3,4
   paceline parity train.py --workers 2,4 --plan default --plan "cast(dtype=bf16)" --steps 5 --tolerance 1e-2
   paceline parity train.py --workers 1,2 --float64 -- --width 64
+  paceline parity train.py --workers 1,2 --bare
 
 Each configuration is compared with one process that runs the same plan. Without --plan that is the script's own; the
 number of replicas is always what --workers makes.
@@ -29,7 +30,8 @@ def add(commands: Commands) -> None:
         "parity",
         summary="prove that the loss is the same on other numbers of workers and plans",
         description="Run the same global batches on several numbers of workers and under several plans, and print the "
-        "largest relative difference in loss, gradients and weights against one process.",
+        "largest relative differences against one process in loss, gradients, weights, buffers, optimizer state and "
+        "reported values.",
         usage="paceline parity [options] SCRIPT.py [options] [the script's arguments] [-- more of them]",
         examples=EXAMPLES,
     )
@@ -45,7 +47,12 @@ def add(commands: Commands) -> None:
         default=[],
         help="a plan to compare; may be given many times (default: the script's own)",
     )
-    parser.add_argument("--steps", metavar="N", default="5", help="steps to run under each (default: 5)")
+    parser.add_argument("--steps", metavar="N", default=str(STEPS), help=f"steps to run under each (default: {STEPS})")
+    parser.add_argument(
+        "--bare",
+        action="store_true",
+        help="compare one process also with a plain torch loop, which has none of Paceline's step code",
+    )
     parser.add_argument(
         "--float64",
         action="store_true",

@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -34,6 +34,7 @@ FLOOR = 0.01
 SMALL = 1e-3
 
 Array: TypeAlias = NDArray[Any]
+Metrics: TypeAlias = Mapping[tuple[str, int], float]  # by name and step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,17 +54,27 @@ class Differences:
     loss: Difference
     first_gradients: Difference  # at the first step, where both sides still have the same weights
     gradients: Difference  # over all steps
-    weights: Difference  # at the end, without the elements that are left out
+    weights: Difference  # of parameters at the end, without the elements that are left out
     left_out: Difference  # of these elements alone
     num_left_out: int
+    buffers: Difference  # at the end
+    optimizers: Difference  # what optimizers keep, at the end, without the elements that are left out
+    metrics: tuple[Difference, ...]  # what the script reports: the largest of each
 
 
 class CaptureReader:
     """What `paceline.worker.record.parity_capture` wrote into a directory, read one tensor at a time."""
 
-    def __init__(self, directory: Path) -> None:
-        self.weights = directory / "weights.safetensors"
+    def __init__(self, directory: Path, metrics: Metrics | None = None) -> None:
+        """`metrics`: what the script reported, by name and step."""
+        self.metrics = metrics or {}
+        self.directory = directory
+        self.weights, self.buffers, self.optimizers = (
+            directory / f"{kind}.safetensors" for kind in ("weights", "buffers", "optimizers")
+        )
         path = directory / "losses.jsonl"
+        options = directory / "optimizers.json"
+        self.options: list[dict[str, Any]] = json.loads(options.read_text()) if options.exists() else []
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         self.losses = {row["step"]: float(row["loss"]) for row in map(json.loads, lines)}
         # A step that was skipped, because its gradients were not finite, has none.
@@ -75,7 +86,7 @@ def compare(capture: CaptureReader, reference: CaptureReader) -> Differences:
     """Compare a configuration's capture with its reference's; both must have taken at least one step."""
     by_step = [_gradients(capture, reference, step) for step in sorted(capture.gradients | reference.gradients)]
     left_out = _left_out(capture, reference)
-    judged, not_judged = _weights(capture, reference, left_out)
+    judged, not_judged, slack, floor = _weights(capture, reference, left_out)
     return Differences(
         num_steps=len(reference.losses),
         loss=_loss(capture.losses, reference.losses),
@@ -84,6 +95,9 @@ def compare(capture: CaptureReader, reference: CaptureReader) -> Differences:
         weights=judged,
         left_out=not_judged,
         num_left_out=sum(int(mask.sum()) for mask in left_out.values()),
+        buffers=_buffers(capture.buffers, reference.buffers, slack=slack, floor=floor),
+        optimizers=_optimizers(capture.optimizers, reference.optimizers, left_out),
+        metrics=_metrics(capture.metrics, reference.metrics),
     )
 
 
@@ -115,28 +129,76 @@ def _tensors(ours: Path, theirs: Path, step: int) -> Difference:
 
 def _weights(
     capture: CaptureReader, reference: CaptureReader, left_out: dict[str, Array]
-) -> tuple[Difference, Difference]:
-    """The difference of what is judged, and of the elements that are left out."""
+) -> tuple[Difference, Difference, float, float]:
+    """The difference of what is judged, that of the elements that are left out, by how much these differ, and the least
+    size that counts."""
     judged: list[Difference] = []
     not_judged: list[Difference] = []
     slack = 0.0
     with _opened(capture.weights) as mine, _opened(reference.weights) as other:
-        is_parameter = {name: name in left_out for name in sorted(mine.names | other.names)}
-        floor = FLOOR * max((_size(other.get(name)) for name, is_one in is_parameter.items() if is_one), default=0.0)
-        for name in sorted(is_parameter, key=is_parameter.__getitem__, reverse=True):  # parameters first: the slack
+        floor = FLOOR * other.largest
+        for name in sorted(mine.names | other.names):
             a, b = mine.get(name), other.get(name)
             scale = max(_size(b), floor)
             if a is None or b is None or a.shape != b.shape:
                 judged.append(Difference(value=float("inf"), where=name))
-            elif is_parameter[name]:
-                mask = left_out[name]
-                aside = _distance(a[mask], b[mask])
-                slack = max(slack, aside)
-                not_judged.append(Difference(value=_relative(aside, scale), where=name))
-                judged.append(Difference(value=_relative(_distance(a[~mask], b[~mask]), scale), where=name))
-            else:
-                judged.append(Difference(value=_relative(max(_distance(a, b) - slack, 0.0), scale), where=name))
-    return _worst(judged), _worst(not_judged)
+                continue
+            mask = left_out.get(name, np.zeros(b.shape, dtype=bool))
+            aside = _distance(a[mask], b[mask])
+            slack = max(slack, aside)
+            not_judged.append(Difference(value=_relative(aside, scale), where=name))
+            judged.append(Difference(value=_relative(_distance(a[~mask], b[~mask]), scale), where=name))
+    return _worst(judged), _worst(not_judged), slack, floor
+
+
+def _buffers(ours: Path, theirs: Path, *, slack: float, floor: float) -> Difference:
+    """The difference of buffers; `slack`: what elements of weights that are not judged differ by, and these follow.
+    Whole numbers have no slack."""
+    found: list[Difference] = []
+    with _opened(ours) as mine, _opened(theirs) as other:
+        for name in sorted(mine.names | other.names):
+            b = other.get(name)
+            distance = _distance(mine.get(name), b)
+            is_whole = b is not None and not np.issubdtype(b.dtype, np.floating)
+            if not is_whole and np.isfinite(distance):
+                distance = max(distance - slack, 0.0)
+            scale = max(_size(b), 1.0 if is_whole else floor)
+            found.append(Difference(value=_relative(distance, scale), where=name))
+    return _worst(found)
+
+
+def _optimizers(ours: Path, theirs: Path, left_out: dict[str, Array]) -> Difference:
+    """The difference of what optimizers keep; sizes are those of the same entry, over all parameters."""
+    found: list[Difference] = []
+    with _opened(ours) as mine, _opened(theirs) as other:
+        floors: dict[str, float] = {}
+        for name in other.names:
+            entry = name.partition(" of ")[0]
+            floors[entry] = max(floors.get(entry, 0.0), FLOOR * _size(other.get(name)))
+        for name in sorted(mine.names | other.names):
+            entry, _, parameter = name.partition(" of ")
+            a, b = mine.get(name), other.get(name)
+            mask = left_out.get(parameter)
+            scale = max(_size(b), floors.get(entry, 0.0))
+            if a is not None and b is not None and mask is not None and a.shape == b.shape == mask.shape:
+                a, b = a[~mask], b[~mask]
+            found.append(Difference(value=_relative(_distance(a, b), scale), where=name))
+    return _worst(found)
+
+
+def _metrics(ours: Metrics, theirs: Metrics) -> tuple[Difference, ...]:
+    """The largest difference of each value that the script reports; NaN equals NaN."""
+    worst: list[Difference] = []
+    for name in sorted({key for key, _ in theirs} | {key for key, _ in ours}):
+        mine = {step: value for (key, step), value in ours.items() if key == name}
+        other = {step: value for (key, step), value in theirs.items() if key == name}
+        floor = FLOOR * max((abs(value) for value in other.values() if np.isfinite(value)), default=0.0)
+        found: list[Difference] = []
+        for step in sorted(mine.keys() | other.keys()):
+            a, b = (np.asarray(values[step]) if step in values else None for values in (mine, other))
+            found.append(Difference(value=_relative(_distance(a, b), max(_size(b), floor)), where=name, step=step))
+        worst.append(dataclasses.replace(_worst(found), where=name))
+    return tuple(worst)
 
 
 def _left_out(capture: CaptureReader, reference: CaptureReader) -> dict[str, Array]:
@@ -162,8 +224,9 @@ class _TensorFile:
     """An open file of tensors."""
 
     def __init__(self, file: Any) -> None:
+        """`file`: None for one that is not there, and has no tensor."""
         self._file = file
-        self.names = frozenset[str](file.keys())
+        self.names = frozenset[str](file.keys() if file is not None else ())
 
     def get(self, name: str) -> Array | None:
         return np.asarray(self._file.get_tensor(name)) if name in self.names else None
@@ -177,6 +240,10 @@ class _TensorFile:
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[_TensorFile]:
     from safetensors import safe_open  # only parity needs it
+
+    if not path.exists():  # the run's plan has nothing of this kind on the workers
+        yield _TensorFile(None)
+        return
 
     with safe_open(path, framework="np") as file:
         yield _TensorFile(file)

@@ -5,18 +5,38 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from paceline.cli.parity.compare import Difference, Differences
 from paceline.errors import PlanError, WorkerError
 from paceline.plan import Cast, Plan, Raw
 
-__all__ = ["DEFAULTS", "FAILED", "REFUSED", "FailedTrial", "ParityVerdict", "Tolerance", "parity_text", "print_report"]
+__all__ = [
+    "BARE",
+    "DEFAULTS",
+    "FAILED",
+    "REFUSED",
+    "FailedTrial",
+    "ParityVerdict",
+    "Tolerance",
+    "later_parts",
+    "parity_text",
+    "print_report",
+    "with_steady_metrics",
+]
 
 DEFAULTS = {"fp32": 1e-5, "fp64": 1e-9, "bf16": 1e-2}  # by precision
 FAILED, REFUSED = "FAILED", "REFUSED"  # verdicts on what could not be compared
+BARE = "a plain torch loop"
 WIRE = 1e-2  # what a wire of 16 bits may change
+STEP_WORDS = ("steps", "warm", "freq", "start", "every", "interval", "keep", "delay", "period", "after")  # in options
+MANY = 10**6  # larger numbers are limits, not steps
+NOT_PLAIN = """\
+One process trains otherwise under Paceline than in a plain torch loop over the same micro-batches.
+Look for code that acts outside of the micro-batch's forward (hooks, writes to parameters), and for buffers: a running
+statistic of your own is averaged where prepare(..., buffers={"name": "mean"}) says so.
+See docs/reference/parity.md."""
 CAUSES = """\
 Usual causes: a loss that is scaled by hand, or divides by the whole batch; code that asks worker.rank or
 worker.workers; a random generator of the script's own; state that is neither in a parameter nor in a buffer.
@@ -33,8 +53,9 @@ Look for a random generator that it seeds from the clock or not at all, and for 
 class Tolerance:
     """Largest relative differences that pass.
 
-    Loss, and gradients of the first step: the tolerance itself. Weights: 100 times that, since an optimizer of Adam's
-    kind divides small gradients by themselves and so enlarges their rounding; but at most 1 %, or the tolerance itself.
+    Loss, and gradients of the first step: the tolerance itself. Weights and all other state: 100 times that, since an
+    optimizer of Adam's kind divides small gradients by themselves and so enlarges their rounding; but at most 1 %, or
+    the tolerance itself.
     """
 
     numbers: float
@@ -57,9 +78,14 @@ class ParityVerdict:
     reference_device: str
     tolerance: Tolerance
     found: Differences
+    is_bare: bool = False  # one process, against a plain torch loop
+    unsteady: frozenset[str] = frozenset()  # values that the script reports and one worker does not repeat
+    later_parts: tuple[str, ...] = ()  # options of optimizers that name a later step than the last one
 
     @property
     def label(self) -> str:
+        if self.is_bare:
+            return f"1 worker, against {BARE}"
         return f"{self.workers} worker{'s' * (self.workers > 1)}"
 
     @property
@@ -69,8 +95,17 @@ class ParityVerdict:
             ("the loss differs", self.found.loss, self.tolerance.numbers),
             ("gradients differ most in", self.found.first_gradients, self.tolerance.numbers),
             ("weights differ most in", self.found.weights, self.tolerance.weights),
+            ("buffers differ most in", self.found.buffers, self.tolerance.weights),
+            ("the optimizer's state differs most in", self.found.optimizers, self.tolerance.weights),
+            ("what the script reports differs most in", self.metrics, self.tolerance.weights),
         ]
         return [row for row in rows if not row[1].value <= row[2]]
+
+    @property
+    def metrics(self) -> Difference:
+        """The largest difference of a value that the script reports, and that is judged."""
+        steady = (one for one in self.found.metrics if one.where not in self.unsteady)
+        return max(steady, key=lambda one: one.value, default=Difference())
 
     @property
     def is_rounding_of_wire(self) -> bool:
@@ -110,8 +145,10 @@ def parity_text(judged: Sequence[ParityVerdict], lost: Sequence[FailedTrial] = (
     failed = [row for row in judged if not row.holds]
     for row in failed:
         blocks.append("\n".join([f"{row.label}{_wire(row)}:", *(f"  {line}" for line in _sentences(row))]))
-    if any(row.workers == 1 for row in failed):
+    if any(row.workers == 1 and not row.is_bare for row in failed):
         blocks.append(NOT_EVEN_ONE)
+    elif all(row.is_bare for row in failed) and failed:
+        blocks.append(NOT_PLAIN)
     elif any(not row.is_rounding_of_wire for row in failed):
         may_be_rounding = all(row.plan.compute.precision != "fp64" for row in failed)
         blocks.append(f"{CAUSES}\n{ROUNDING}" if may_be_rounding else CAUSES)
@@ -123,7 +160,10 @@ def _block(plan: Plan, rows: Sequence[ParityVerdict]) -> str:
     """The table of one plan."""
     found = rows[0].found
     head = f"plan {plan}, {found.num_steps} steps, against one process in {_precision(plan)}"
-    columns = ("configuration", "loss", "gradients at step 1", "at all steps", "weights", "tolerance", "verdict")
+    columns = (
+        *("configuration", "loss", "gradients at step 1", "at all steps", "weights"),
+        *("buffers", "optimizer", "reported", "tolerance", "verdict"),
+    )
     lines: list[Sequence[str]] = [columns]
     for row in rows:
         lines.append(
@@ -133,7 +173,10 @@ def _block(plan: Plan, rows: Sequence[ParityVerdict]) -> str:
                 _figure(row.found.first_gradients.value),
                 _figure(row.found.gradients.value),
                 _figure(row.found.weights.value),
-                f"{row.tolerance.numbers:.0e} (weights {row.tolerance.weights:.0e})",
+                _figure(row.found.buffers.value),
+                _figure(row.found.optimizers.value),
+                _figure(row.metrics.value),
+                f"{row.tolerance.numbers:.0e} (state {row.tolerance.weights:.0e})",
                 "holds" if row.holds else "DIFFERS",
             )
         )
@@ -160,7 +203,36 @@ def _notes(row: ParityVerdict) -> list[str]:
             f"note: {row.label}: weights with gradients too small to be judged: {found.num_left_out}; "
             f"they differ by up to {_figure(found.left_out.value)} ({found.left_out.where})"
         )
+    if row.unsteady:
+        notes.append(f"note: reported, but not judged, since one worker does not repeat it: {_names(row.unsteady)}")
+    if row.later_parts:
+        notes.append(
+            f"note: {found.num_steps} steps do not reach {', '.join(row.later_parts)}: what the optimizer does from "
+            "there on was not compared. Take more --steps"
+        )
     return notes
+
+
+def with_steady_metrics(rows: Sequence[ParityVerdict]) -> list[ParityVerdict]:
+    """Judge no value that one worker does not repeat, such as a speed."""
+    unsteady: dict[Plan, frozenset[str]] = {}
+    for row in rows:
+        if row.workers == 1 and not row.is_bare:
+            limit = row.tolerance.weights
+            names = frozenset(one.where for one in row.found.metrics if not one.value <= limit)
+            unsteady[_without_replicas(row.plan)] = names
+    return [dataclasses.replace(row, unsteady=unsteady.get(_without_replicas(row.plan), frozenset())) for row in rows]
+
+
+def later_parts(optimizers: Sequence[Mapping[str, Any]], *, num_steps: int) -> tuple[str, ...]:
+    """Options of optimizers that look like a number of steps, and were not reached: `AdaShift(keep_num=10)`."""
+    found = [
+        f"{one['class']}({name}={value})"
+        for one in optimizers
+        for name, value in one["options"].items()
+        if num_steps <= value < MANY and any(word in name.lower() for word in STEP_WORDS)
+    ]
+    return tuple(dict.fromkeys(found))
 
 
 def _sentences(row: ParityVerdict) -> list[str]:
@@ -187,9 +259,11 @@ def _verdict(judged: Sequence[ParityVerdict], failed: Sequence[ParityVerdict], l
 def _facts(judged: Sequence[ParityVerdict], lost: Sequence[FailedTrial]) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for row in judged:
+        fields = {field.name: getattr(row.found, field.name) for field in dataclasses.fields(row.found)}
+        fields["metrics"] = row.metrics
         found = {
             kind: dataclasses.asdict(value) | {"value": value.value if math.isfinite(value.value) else str(value.value)}
-            for kind, value in ((field.name, getattr(row.found, field.name)) for field in dataclasses.fields(row.found))
+            for kind, value in fields.items()
             if isinstance(value, Difference)
         }
         rows.append(
@@ -197,6 +271,9 @@ def _facts(judged: Sequence[ParityVerdict], lost: Sequence[FailedTrial]) -> dict
             | found
             | {
                 "num_left_out": row.found.num_left_out,
+                "against": BARE if row.is_bare else "one process",
+                "not_repeated": sorted(row.unsteady),
+                "later_parts": list(row.later_parts),
                 "tolerance": dataclasses.asdict(row.tolerance),
                 "holds": row.holds,
             }
@@ -229,6 +306,10 @@ def _wire(row: ParityVerdict) -> str:
 
 def _precision(plan: Plan) -> str:
     return {"fp32": "float32", "fp64": "float64", "bf16": "bfloat16"}[plan.compute.precision]
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
 
 
 def _figure(value: float) -> str:

@@ -11,7 +11,9 @@ from paceline import config
 from paceline.errors import PlanError
 from paceline.plan import Job, Plan
 
-__all__ = ["ParityRequest", "parity_request"]
+__all__ = ["STEPS", "ParityRequest", "parity_request"]
+
+STEPS = 12  # by default: optimizers that gather ten steps before they act have acted twice
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +24,8 @@ class ParityRequest:
     args: tuple[str, ...] = ()  # the script's own
     workers: tuple[int, ...] = (1, 2)
     plans: tuple[Plan, ...] = ()  # none: the script's own
-    steps: int = 5
+    steps: int = STEPS
+    bare: bool = False  # compare with a plain torch loop, too
     float64: bool = False
     tolerance: float | None = None  # None: by precision
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -40,7 +43,7 @@ def parity_request(arguments: argparse.Namespace) -> ParityRequest:
     if not counts or min(counts) < 1 or steps < 1:
         raise PlanError(
             f"--workers {arguments.workers} and --steps {steps} must be at least 1 each, "
-            "for example --workers 1,2,4 --steps 5."
+            f"for example --workers 1,2,4 --steps {STEPS}."
         )
     tolerance = None if arguments.tolerance is None else _tolerance(arguments.tolerance)
     keep: Path | None = arguments.keep
@@ -52,6 +55,7 @@ def parity_request(arguments: argparse.Namespace) -> ParityRequest:
         workers=tuple(dict.fromkeys(counts)),
         plans=tuple(dict.fromkeys(Plan.parse(text) for text in arguments.plans)),
         steps=steps,
+        bare=arguments.bare,
         float64=arguments.float64,
         tolerance=tolerance,
         device=config.parse_value(

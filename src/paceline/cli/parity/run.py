@@ -22,7 +22,18 @@ from typing import Any
 
 from paceline import environment, settings
 from paceline.cli.parity.compare import CaptureReader, compare
-from paceline.cli.parity.report import FAILED, REFUSED, FailedTrial, ParityVerdict, Tolerance, print_report
+from paceline.cli.parity.metrics import reported_metrics
+from paceline.cli.parity.report import (
+    BARE,
+    FAILED,
+    REFUSED,
+    FailedTrial,
+    ParityVerdict,
+    Tolerance,
+    later_parts,
+    print_report,
+    with_steady_metrics,
+)
 from paceline.cli.parity.request import ParityRequest
 from paceline.errors import PlanError, WorkerError
 from paceline.events import WorkerStarted, decode
@@ -33,6 +44,8 @@ from paceline.runs.attempt import Attempt, error_from_failures
 
 __all__ = ["ParityTrial", "main_parity", "trials"]
 
+BARE_LOOP = "bare_loop"  # the name that paceline.worker.record.parity_capture, which needs torch, looks for
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ParityTrial:
@@ -42,12 +55,13 @@ class ParityTrial:
     plan: Plan | None
     workers: int
     is_reference: bool
+    is_bare: bool = False  # steps are taken by a plain torch loop
 
     def overrides(self, *, float64: bool) -> tuple[str, ...]:
         """What is changed in the plan, be it from the command or the script."""
         # As many replicas as the workers make, of as many workers as the plan says.
         changed = ["plan.layout.replicas=none"]
-        if self.is_reference:
+        if self.is_reference or self.is_bare:
             changed = ["plan.layout=layout(replicas=1)", "plan.wire=raw"]
         if float64:
             changed.append("plan.compute.precision=fp64")
@@ -56,6 +70,8 @@ class ParityTrial:
     @property
     def label(self) -> str:
         """What runs, in words."""
+        if self.is_bare:
+            return BARE
         if self.is_reference:
             return "one process (reference)"
         return f"{self.workers} worker{'s' * (self.workers > 1)}"
@@ -127,6 +143,7 @@ def main_parity(request: ParityRequest) -> int:
                     shutil.rmtree(directory / trial.name)  # gradients of every step are many bytes
     if not judged:
         raise failed[0].error
+    judged = with_steady_metrics(judged)
     print_report(judged, failed, as_json=request.json)
     return 0 if all(row.holds for row in judged) and not failed else 1
 
@@ -143,6 +160,8 @@ def trials(request: ParityRequest) -> tuple[list[ParityTrial], list[tuple[Plan, 
     for number, plan in enumerate(plans, start=1):
         part = f"plan_{number}_" if len(plans) > 1 else ""
         rows = [ParityTrial(name=f"{part}reference", plan=plan, workers=1, is_reference=True)]
+        if request.bare:
+            rows.append(ParityTrial(name=f"{part}bare", plan=plan, workers=1, is_reference=False, is_bare=True))
         rows += [
             ParityTrial(name=f"{part}workers_{workers}", plan=plan, workers=workers, is_reference=False)
             for workers in _fitting(plan, request.workers)
@@ -179,6 +198,9 @@ def _run(trial: ParityTrial, request: ParityRequest, directory: Path, warm: Warm
     """Run one trial to its end, without a word on the screen."""
     run_dir = directory / trial.name
     captured = run_dir / "captured"
+    if trial.is_bare:
+        captured.mkdir(parents=True)
+        (captured / BARE_LOOP).touch()
     fields: dict[str, Any] = {
         "program": str(request.script),
         "args": request.args,
@@ -209,7 +231,7 @@ def _run(trial: ParityTrial, request: ParityRequest, directory: Path, warm: Warm
     if outcome.state == "failed":
         raise _error(trial, attempt)
     started = _started(attempt.directory / "worker_0" / "events.jsonl")
-    capture = CaptureReader(captured)
+    capture = CaptureReader(captured, reported_metrics(attempt.directory))
     if not capture.losses:
         raise PlanError(
             f"{request.script} took no step: there is nothing to compare. Its loop is over worker.batches(...)."
@@ -220,13 +242,18 @@ def _run(trial: ParityTrial, request: ParityRequest, directory: Path, warm: Warm
 def _judged(
     trial: ParityTrial, ended: FinishedTrial, reference: FinishedTrial, request: ParityRequest
 ) -> ParityVerdict:
+    capture, of_reference = ended.capture, reference.capture
+    if trial.is_bare:  # it is the reference of the reference
+        capture, of_reference = of_reference, capture
     return ParityVerdict(
         workers=trial.workers,
-        plan=ended.plan,
+        plan=reference.plan if trial.is_bare else ended.plan,
         device=ended.device,
         reference_device=reference.device,
         tolerance=Tolerance.of(request.tolerance, precision=ended.plan.compute.precision),
-        found=compare(ended.capture, reference.capture),
+        found=compare(capture, of_reference),
+        is_bare=trial.is_bare,
+        later_parts=later_parts(reference.capture.options, num_steps=len(reference.capture.losses)),
     )
 
 

@@ -1,8 +1,11 @@
-"""Captures for `paceline parity`: each step's loss and gradients, and the weights at the end, written by worker 0.
+"""Captures for `paceline parity`: each step's loss and gradients, and the state at the end, written by worker 0.
 
     losses.jsonl                    one line per committed step: {"step": 1, "loss": 2.3}
     gradients_<step>.safetensors    what the optimizers were about to use, by the parameters' full names
-    weights.safetensors             parameters and buffers at the end
+    weights.safetensors             parameters at the end
+    buffers.safetensors             buffers at the end
+    optimizers.safetensors          what optimizers keep for each parameter, at the end: `exp_avg of model.0.weight`
+    optimizers.json                 class and whole-numbered options of each optimizer
 
 Gradients are those that an optimizer sees: averaged over all workers, and clipped where the script clips. Types that
 numpy does not know are written as float32, which holds all their values.
@@ -11,13 +14,16 @@ numpy does not know are written as float32, which holds all their values.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-__all__ = ["ParityCapture"]
+__all__ = ["BARE_LOOP", "ParityCapture"]
+
+BARE_LOOP = "bare_loop"  # a file that the command puts there where the run is to take its steps by a plain torch loop
 
 GatherWhole = Callable[
     [str, Tensor | None], Tensor | None
@@ -34,6 +40,11 @@ class ParityCapture:
         self._seen: dict[str, Tensor] = {}  # gradients of the present step: several optimizers share its file
         if self._is_writer:
             directory.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def wants_bare_loop(self) -> bool:
+        """Whether the run is to take its steps by a plain torch loop, with none of Paceline's step code."""
+        return (self._directory / BARE_LOOP).exists()
 
     def loss(self, step: int, loss: float) -> None:
         """Note the loss of a committed step."""
@@ -54,19 +65,54 @@ class ParityCapture:
 
     def weights(self, models: Mapping[str, nn.Module], whole: GatherWhole) -> None:
         """Note the parameters and buffers of all models; a tied parameter has its first name."""
-        found: dict[str, Tensor] = {}
-        for prefix, model in models.items():
-            for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-                complete = whole(f"{prefix}.{name}", tensor)
+        parameters = [
+            (f"{prefix}.{name}", p) for prefix, model in models.items() for name, p in model.named_parameters()
+        ]
+        buffers = [(f"{prefix}.{name}", b) for prefix, model in models.items() for name, b in model.named_buffers()]
+        for file, tensors in (("weights", parameters), ("buffers", buffers)):
+            found: dict[str, Tensor] = {}
+            for name, tensor in tensors:
+                complete = whole(name, tensor)
                 if self._is_writer and complete is not None:
-                    found[f"{prefix}.{name}"] = _portable(complete)
+                    found[name] = _portable(complete)
+            if self._is_writer:
+                self._write(file, found)
+
+    def optimizers(
+        self,
+        optimizers: Mapping[str, Optimizer],
+        names: Mapping[int, str],
+        whole: GatherWhole,
+        keys: Callable[[str, Sequence[str]], Sequence[str]] = lambda _, here: here,
+    ) -> None:
+        """Note what optimizers keep for each parameter; `names` by the parameters' ids. `keys(name, here)`: what the
+        worker that has the parameter keeps for it; all workers call it."""
+        found: dict[str, Tensor] = {}
+        for optimizer in optimizers.values():
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                name = names[id(parameter)]
+                state = optimizer.state.get(parameter, {})
+                here = sorted(key for key, value in state.items() if isinstance(value, Tensor))
+                for key in keys(name, here):
+                    complete = whole(name, state.get(key))
+                    if self._is_writer and complete is not None:
+                        found[f"{key} of {name}"] = _portable(complete)
         if self._is_writer:
-            self._write("weights", found)
+            self._write("optimizers", found)
+            facts = [{"class": type(one).__name__, "options": _whole_numbers(one)} for one in optimizers.values()]
+            (self._directory / "optimizers.json").write_text(json.dumps(facts), encoding="utf-8")
 
     def _write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         from safetensors.torch import save_file  # only parity needs it
 
         save_file(dict(tensors), self._directory / f"{name}.safetensors")
+
+
+def _whole_numbers(optimizer: Optimizer) -> dict[str, int]:
+    """The options of an optimizer that may be numbers of steps."""
+    options = {key: value for group in optimizer.param_groups for key, value in group.items()}
+    options |= {key: value for key, value in vars(optimizer).items() if not key.startswith("_")}
+    return {key: value for key, value in options.items() if type(value) is int}
 
 
 def _portable(tensor: Tensor) -> Tensor:

@@ -59,6 +59,7 @@ class PreparedModels:
         self._parameters: dict[nn.Module, list[NamedParameter]] = {}  # of each model, as they were then
         self._splits: dict[str, tuple[ParameterSplit, RecordedTensorGroup]] = {}  # by full names
         self._owners: dict[str, StateOwner] = {}  # by full names
+        self._shapes: dict[str, list[int]] = {}  # of what is here of each parameter, by full names
         self._num_checked: dict[Optimizer, int] = {}  # parameters of each prepared optimizer
         self.layout = ModelLayout(
             plan,
@@ -97,6 +98,7 @@ class PreparedModels:
         """A model was prepared under this name."""
         self._names[model] = name
         self._parameters[model] = [(f"{name}.{key}", parameter) for key, parameter in model.named_parameters()]
+        self._shapes.update((key, list(parameter.shape)) for key, parameter in self._parameters[model])
         for splits, holders in self.layout.splits(model):
             self._splits.update((f"{name}.{key}", (split, holders)) for key, split in splits.items())
         self._owners.update((f"{name}.{key}", owner) for key, owner in self.layout.owners(model).items())
@@ -117,6 +119,23 @@ class PreparedModels:
         if owner is None:
             return complete
         return self._axes.parted.broadcast_object(complete, source=self._axes.place_of(owner))
+
+    def whole_state(self, name: str, value: Tensor | None) -> Tensor | None:
+        """Return the whole of what an optimizer keeps for the parameter of this name, as `whole` does.
+
+        What has not the parameter's own shape here (a count of steps, say) is the same on all workers of a split.
+        """
+        split, _ = self._splits.get(name, (None, None))
+        if split is None or value is None or list(value.shape) == self._shapes.get(name):
+            return self.whole(name, value)
+        owner = self._owners.get(name)
+        return value if owner is None else self._axes.parted.broadcast_object(value, source=self._axes.place_of(owner))
+
+    def state_keys(self, name: str, here: Sequence[str]) -> Sequence[str]:
+        """What an optimizer keeps for the parameter of this name, by the worker that has it; all of the replica call
+        it."""
+        owner = self._owners.get(name)
+        return here if owner is None else self._axes.parted.broadcast_object(here, source=self._axes.place_of(owner))
 
     def pipelined(self, models: Sequence[nn.Module], loss_of: Callable[[Any], Any]) -> PipelinePass | None:
         """How a stepper's micro-batches go through the stages, None without; raises PlanError for several models."""
