@@ -17,6 +17,7 @@ from paceline.world_detection import notice_signals as find_notice_signals
 
 __all__ = [
     "FAULTS",
+    "RUN_DIR",
     "World",
     "assignment",
     "child_environment",
@@ -27,16 +28,27 @@ __all__ = [
     "leave",
     "notice_signals",
     "quiet",
+    "run_dir",
     "set_gloo_interface",
     "token",
     "world_variables",
 ]
 
 OWN_ASSIGNMENT, OWN_PID, TOKEN = "PACELINE_ASSIGNMENT", "PACELINE_PID", "PACELINE_TOKEN"
+RUN_DIR = "PACELINE_RUN_DIR"  # the directory of the run that a script goes on with, whatever the script says
 FAULTS = "PACELINE_FAULTS"  # the programme of a run that is drilled (paceline.testing): a file
 SHORTEST_TOKEN = 16  # bytes; what people type by heart is shorter
 CGROUP = Path("/sys/fs/cgroup")
-MORE_NAMES = (OWN_ASSIGNMENT, OWN_PID, TOKEN, FAULTS, "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TORCH_CPP_LOG_LEVEL")
+MORE_NAMES = (
+    OWN_ASSIGNMENT,
+    OWN_PID,
+    TOKEN,
+    RUN_DIR,
+    FAULTS,
+    "OMP_NUM_THREADS",
+    "GLOO_SOCKET_IFNAME",
+    "TORCH_CPP_LOG_LEVEL",
+)
 
 
 def detect() -> World | None:
@@ -103,6 +115,11 @@ def token(job: Job) -> bytes:
     return secret
 
 
+def run_dir() -> str | None:
+    """Return the directory of the run that this process's script is to go on with; None: as the script says."""
+    return os.environ.get(RUN_DIR) or None
+
+
 def fault_programme() -> Path | None:
     """Return the file of the faults that are to come in this run, where it is a drill."""
     path = os.environ.get(FAULTS)
@@ -118,7 +135,7 @@ def notice_signals() -> tuple[int, ...]:
 
 def child_environment(**extra: str) -> dict[str, str]:
     """Return the environment for a process that we start: ours without the token and our own place, and `extra`."""
-    private = (OWN_ASSIGNMENT, OWN_PID, TOKEN)
+    private = (OWN_ASSIGNMENT, OWN_PID, TOKEN, RUN_DIR)
     return {name: value for name, value in os.environ.items() if name not in private} | extra
 
 

@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with these arguments (default: those of the process) and return its exit status."""
     command_started = time.time()
     words = list(sys.argv[1:] if argv is None else argv)
+    as_given = tuple(words)
     parser, commands = _parser()
     try:
         script_args: tuple[str, ...] = ()
@@ -51,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             words[1:], script_args = split_script(words[1:], commands.choices[words[0]])
         arguments = parser.parse_args(words)
         arguments.script_args, arguments.command_started = script_args, command_started
+        arguments.words = as_given
         exit_status: int = arguments.run(arguments)
         sys.stdout.flush()  # here, where a closed reader is handled
         return exit_status

@@ -37,7 +37,11 @@ OPTIONS = {
         "directory of the run; one that has checkpoints is continued (default: runs/<program>-<date>-<time>)",
     ),
     "fresh": ("", "start over, even if the run directory has checkpoints"),
-    "save_every": ("STEPS", "save a checkpoint every so many steps (default: only when the script does)"),
+    "save_every": ("STEPS", "save a checkpoint every so many steps (default: by time)"),
+    "save_every_s": (
+        "SECONDS",
+        "without --save-every: save every so many seconds, at most a hundredth of the time; 0: never (default: 300)",
+    ),
     "save_at_end": ("", "save no checkpoint after the last step"),
     "keep": ("N", "newest complete checkpoints that are kept (default: 3)"),
     "timeout_s": ("SECONDS", "how long a worker waits for the others before it gives up (default: 600)"),
@@ -121,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
         return show_dry_run(job, plan=plan)
     from paceline.runs.run import start
 
-    return start(job, plan=plan, given=given, command_started=arguments.command_started)
+    return start(job, plan=plan, given=given, command_started=arguments.command_started, words=arguments.words)
 
 
 def job_of(arguments: argparse.Namespace) -> tuple[Job, CommandPlan, tuple[str, ...]]:

@@ -1,20 +1,25 @@
 """Runs worker 0 in the calling process for launcher="inline", so that pdb works in it.
 
 The debugger needs the terminal and the main thread, so the supervisor runs in a thread. The other workers are forked as
-usual. The supervisor sends no signals to worker 0, Ctrl-C works as in any program, and the other workers wait for
-worker 0 for days.
+usual. The supervisor sends no signals to worker 0, and the other workers wait for worker 0 for days.
+
+The first Ctrl-C has all workers finish the step, save and leave. In the debugger, before the first step, and the second
+time, it is a KeyboardInterrupt as in any program.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import resource
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import FrameType
 from typing import Any
 
 from paceline.comm.messages.json_channel import Channel
@@ -27,6 +32,7 @@ from paceline.plan.job import Assignment
 
 __all__ = ["INLINE_TIMEOUT_S", "run_inline"]
 
+DEBUGGERS = ("pdb", "bdb", "ipdb", "IPython", "pudb", "pydevd", "debugpy")
 INLINE_TIMEOUT_S = 7 * 24 * 3600.0  # least job.timeout_s: worker 0 may stand in a debugger
 
 
@@ -50,7 +56,10 @@ def run_inline(
     link = MessageStream(exit_reader, loop, on_message=exited, on_close=lambda _: None)
     report = Channel(exit_writer)
     status = 1
-    with ThreadPoolExecutor(1, thread_name_prefix="paceline-supervisor") as threads:
+    with (
+        _first_interrupt_leaves(supervisor, signals),
+        ThreadPoolExecutor(1, thread_name_prefix="paceline-supervisor") as threads,
+    ):
         running = threads.submit(supervisor.run)
         try:
             status = call_entry(entry, dataclasses.replace(assignment, channel_fd=theirs.detach()))
@@ -65,6 +74,37 @@ def run_inline(
             link.close()
             report.close()
         return outcome
+
+
+@contextlib.contextmanager
+def _first_interrupt_leaves(supervisor: Supervisor, signals: StopSignals) -> Iterator[None]:
+    """Meanwhile the first Ctrl-C asks all workers to save and leave, where they take steps and no debugger runs."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    has_come = False
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        nonlocal has_come
+        if has_come or not supervisor.has_begun or _is_debugging(frame):
+            signal.default_int_handler(signum, frame)
+        has_come = True
+        signals.note(signum)
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _is_debugging(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] in DEBUGGERS:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _wait(running: Future[JobOutcome], signals: StopSignals) -> JobOutcome:

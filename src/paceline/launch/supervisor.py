@@ -112,6 +112,11 @@ class Supervisor:
         self._observe_at = 0.0
         node_role.lead(self.local_workers, observer.emit)
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a worker is taking steps, so that there is something to save."""
+        return self._node_role.has_begun
+
     def run(self) -> JobOutcome:
         """Start the workers and return when the job has ended on all hosts.
 

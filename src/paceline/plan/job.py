@@ -68,7 +68,8 @@ class Job:
     token_file: str | None = None  # holds the job's token; else the environment's PACELINE_TOKEN; needed when hosts > 1
     run_dir: str | None = None  # None: runs/<program>-<date>-<time>
     fresh: bool = False  # do not continue from checkpoints found in run_dir
-    save_every: int | None = None  # steps between checkpoints; None: only worker.save()
+    save_every: int | None = None  # steps between checkpoints; None: every save_every_s seconds
+    save_every_s: float = 300.0  # without save_every: least seconds between checkpoints; 0: only worker.save()
     save_at_end: bool = True  # one more checkpoint after the last step
     keep: int = 3  # newest complete checkpoints that are kept
     timeout_s: float = 600.0  # a worker waits this long for its peers
@@ -98,6 +99,10 @@ class Job:
         for name in ("timeout_s", "silence_s", "patience_s", "grace_s"):
             if getattr(self, name) <= 0:
                 raise PlanError(f"Job.{name} is {getattr(self, name)}; it must be more than 0 seconds.")
+        if self.save_every_s < 0:
+            raise PlanError(
+                f"Job.save_every_s is {self.save_every_s}; it must be seconds between two saves, or 0 for none by time."
+            )
         if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
             raise PlanError(f"Job.metrics_port is {self.metrics_port}; it must be from 0 (any free port) to 65535.")
         if self.head is not None:

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from paceline import config, environment
-from paceline.elastic.membership_messages import TOO_FEW
+from paceline.elastic.membership_messages import PREEMPTED, TOO_FEW
 from paceline.errors import PlanError, WorkerError, WorkersLostError
 from paceline.launch.local import prestart
 from paceline.plan import CommandPlan, Job, Plan, read_plan
 from paceline.plan.script_scan import workers_of_script
 from paceline.runs.attempt import Attempt, begin_record, error_from_failures, qualified_name, wait_for_orphans
+from paceline.runs.go_on import command_of_script, command_of_words, command_of_world
 from paceline.runs.monitor_thread import monitoring_thread, note_end, note_failure, note_left, reporting_thread
 from paceline.runs.restart_loop import run_with_restarts
 
@@ -36,6 +38,8 @@ __all__ = ["run", "start"]
 
 T = TypeVar("T")
 
+_calls = itertools.count()  # of `run` in this process, outside of workers
+
 JOB_FIELDS = frozenset(field.name for field in dataclasses.fields(Job)) - {"program", "args"}
 
 
@@ -48,6 +52,7 @@ def run(
     fresh: bool | None = None,
     max_steps: int | None = None,
     save_every: int | None = None,
+    save_every_s: float | None = None,
     save_at_end: bool | None = None,
     keep: int | None = None,
     device: Literal["auto", "cpu", "cuda"] | None = None,
@@ -89,7 +94,9 @@ def run(
     :param run_dir: where the run's files lie (`runs/<program>-<date>-<time>`); one with checkpoints is continued.
     :param fresh: start over in a `run_dir` that holds checkpoints (False).
     :param max_steps: stop after this global step, counted over all attempts.
-    :param save_every: steps between two checkpoints (only `worker.save()` saves).
+    :param save_every: steps between two checkpoints (checkpoints are saved by time).
+    :param save_every_s: without `save_every`, least seconds between two checkpoints; steps wait for them at most 1 % of
+        the time; 0: only `worker.save()` saves (300).
     :param save_at_end: save one more checkpoint after the last step (True).
     :param keep: how many of the newest complete checkpoints are kept (3).
     :param device: "cpu", "cuda", or "auto": a GPU for each worker if the host has enough, else the CPU ("auto").
@@ -137,9 +144,13 @@ def run(
             )
         return run_worker(function, own, plan=chosen, fields=fields)
     world = environment.detect()
+    is_first = next(_calls) == 0
+    if is_first and (directory := environment.run_dir()) is not None:  # of the command that goes on with a run
+        fields = {**fields, "run_dir": directory, "fresh": False}
+        wanted = config.read(Job, fields)
     if world is not None and not _is_for_each_host(world, wanted):
-        return _join(world, function, wanted, chosen, fields)
-    return _run_function(function, wanted, chosen, fields)
+        return _join(world, function, wanted, chosen, fields, is_first=is_first)
+    return _run_function(function, wanted, chosen, fields, is_first=is_first)
 
 
 def start(
@@ -148,8 +159,9 @@ def start(
     plan: CommandPlan,
     given: Sequence[str] = (),
     command_started: float,
+    words: Sequence[str] = (),
 ) -> int:
-    """Run a script for the command; returns the exit status."""
+    """Run a script for the command, whose arguments are `words`; returns the exit status."""
     world = environment.detect()
     if world is not None and world.workers > 1 and not _is_for_each_host(world, job):
         raise PlanError(
@@ -168,13 +180,19 @@ def start(
             command_started=command_started,
             follow=job.run_dir is None,
         )
-        _, outcome = run_with_restarts(attempt, warm)
+        attempt, outcome = run_with_restarts(attempt, warm)
     finally:
         warm.close()
+    if words and outcome.exit_code not in (0, 2):
+        script = Path(job.program)
+        command = command_of_words(words, attempt.run_dir, script=script, names_dir=job.run_dir is not None)
+        _tell_go_on(command, outcome.exit_code, is_there=attempt.run_dir.exists())
     return outcome.exit_code
 
 
-def _run_function(function: Callable[[Worker], T], job: Job, plan: Plan | None, fields: Mapping[str, Any]) -> T:
+def _run_function(
+    function: Callable[[Worker], T], job: Job, plan: Plan | None, fields: Mapping[str, Any], *, is_first: bool
+) -> T:
     """Be the supervisor of workers that run a function of this process."""
     started = time.time()
     with prestart() as warm:
@@ -189,8 +207,14 @@ def _run_function(function: Callable[[Worker], T], job: Job, plan: Plan | None, 
         finally:
             if job.launcher == "inline":
                 environment.leave()  # this process was worker 0, and is no longer
+    if outcome.exit_code not in (0, 2):
+        _tell_go_on(
+            _script_command(attempt.run_dir, names_dir=job.run_dir is not None, is_first=is_first),
+            outcome.exit_code,
+            is_there=attempt.run_dir.exists(),
+        )
     if outcome.state == "stopped":
-        if outcome.exit_code == 128 + signal.SIGINT and _own_script() is None:
+        if outcome.exit_code in (128 + signal.SIGINT, PREEMPTED) and _own_script() is None:
             raise KeyboardInterrupt(outcome.reason)
         raise SystemExit(outcome.exit_code)
     if outcome.state == "failed":
@@ -202,7 +226,15 @@ def _run_function(function: Callable[[Worker], T], job: Job, plan: Plan | None, 
     return attempt.value(outcome)
 
 
-def _join(world: World, function: Callable[[Worker], T], job: Job, plan: Plan | None, fields: Mapping[str, Any]) -> T:
+def _join(
+    world: World,
+    function: Callable[[Worker], T],
+    job: Job,
+    plan: Plan | None,
+    fields: Mapping[str, Any],
+    *,
+    is_first: bool,
+) -> T:
     """Become a worker of a world that another launcher started; a thread beside worker 0 shows and records the run."""
     from paceline.worker.external_launch import await_records_closed, join_external_world, started_at
     from paceline.worker.membership.consensus import CleanExit
@@ -232,7 +264,11 @@ def _join(world: World, function: Callable[[Worker], T], job: Job, plan: Plan | 
             watched = reporting_thread(own, hosts=place.hosts, store=place.store)
         environment.enter(own)
         try:
-            with _listening_for_preemption(own, world) as notice, watched:
+            with (
+                _telling_go_on(own, is_first=is_first),
+                _listening_for_preemption(own, world) as notice,
+                watched,
+            ):
                 return _run_as_worker(function, place, plan=plan, fields=fields, notice=notice)
         except CleanExit:
             await_records_closed(
@@ -280,11 +316,42 @@ def _listening_for_preemption(own: Assignment, world: World) -> PreemptionNotice
     """What hears that this worker is asked to leave."""
     from paceline.worker.membership.preemption import PreemptionNotice
 
-    def noticed(ends_at_once: bool) -> None:
+    def noticed(signum: int, ends_at_once: bool) -> None:
         if own.rank == 0 and (ends_at_once or world.kills_soon):
-            note_end(own, "stopped", 128 + signal.SIGTERM)
+            note_end(own, "stopped", 128 + (signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM))
 
     return PreemptionNotice(grace_s=own.job.grace_s, more=environment.notice_signals(), on_notice=noticed)
+
+
+@contextlib.contextmanager
+def _telling_go_on(own: Assignment, *, is_first: bool) -> Iterator[None]:
+    """Where the run ends before its end, print what goes on with it; on worker 0."""
+    try:
+        yield
+    except BaseException as error:
+        if own.rank == 0 and not isinstance(error, PlanError) and getattr(error, "code", 1):
+            run_dir = Path(own.run_dir)
+            command = command_of_world(run_dir) if is_first else _later_call(run_dir)
+            _tell_go_on(command, getattr(error, "code", 1), is_there=True)
+        raise
+
+
+def _script_command(run_dir: Path, *, names_dir: bool, is_first: bool) -> str:
+    script = _own_script()
+    if script is None or not is_first:
+        return _later_call(run_dir)
+    return command_of_script(run_dir, script=script, names_dir=names_dir)
+
+
+def _later_call(run_dir: Path) -> str:
+    """What goes on where no command alone does: a cell of a notebook, or not the first run of a script."""
+    return f"the same call with run_dir={str(run_dir)!r}, fresh=False"
+
+
+def _tell_go_on(command: str, exit_code: object, *, is_there: bool) -> None:
+    """Print the command that goes on, as the last line of a run that was interrupted."""
+    if is_there:
+        _tell(f"{'once the error is mended, ' if exit_code == 1 else ''}go on with: {command}")
 
 
 def _is_for_each_host(world: World, job: Job) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from paceline.worker.loop.training_loop import TrainingLoop
 from paceline.worker.parts import WorkerParts
+from paceline.worker.state.codec_state import GatheredCodecState
 from paceline.worker.state.run_state import Carrier, RunState
 
 __all__ = ["ElasticState"]
@@ -20,6 +22,7 @@ class ElasticState:
         self._group, self._consensus = parts.place.group, parts.place.consensus
         self._setup_replay = parts.place.setup_replay
         self._loop, self._memory_checkpointer = loop, parts.memory_checkpointer
+        self._guard = parts.numerical_guard
 
     @property
     def step(self) -> int:
@@ -55,3 +58,21 @@ class ElasticState:
 
         self._loop.step_log.leave()
         self._consensus.run(settle)
+
+    @property
+    def wants_save(self) -> bool:
+        """Whether the time for a save has come; the first member's clock decides."""
+        between = self._loop.between
+        return self._group.index == 0 and between.save_timer.is_due and self.step > between.saved_at_step
+
+    def save(self) -> None:
+        """Save by time, and go on while the checkpoint is written; on all workers."""
+
+        def begin() -> GatheredCodecState:
+            self._saver.wait()  # otherwise a writer might wait alone, and the others in a step
+            return self._contents.codecs.gather(keeps=self._saver.writes)
+
+        began = time.monotonic()
+        self._guard.compare(self.step, is_save_due=True)
+        self._loop.save(self._consensus.run(begin))
+        self._loop.between.save_timer.saved(time.monotonic() - began)

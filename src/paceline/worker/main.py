@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import runpy
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,10 @@ def work(assignment: Assignment) -> int:
             _run_function(assignment)
     except SystemExit as stop:
         return _exit_status(stop, assignment)
+    except KeyboardInterrupt:
+        if assignment.job.launcher == "inline" and assignment.rank == 0:  # the user's own, which ends the run
+            raise
+        return 128 + signal.SIGINT
     except BaseException as error:  # the process boundary: reported in error.json ...
         write_error(error, assignment, step=0)
         if assignment.job.launcher != "inline" or assignment.rank > 0:  # there the console is this process's own

@@ -134,7 +134,7 @@ def test_below_the_minimum_for_too_long_the_run_saves_and_says_run_me_again(tmp_
     options = {"plan": "replicas=3-4+batch(size=20,micro=2)+compute(precision=fp64)", "pause_s": 0.02}
     first = trained(tmp_path / "a", *faults, no_joins=True, job={"patience_s": 1.0}, **options)
     assert first.code == 76, first.output
-    assert "run the same command again" in first.output
+    assert "go on with: " in first.output
     assert (first.run_dir / "checkpoints" / "step_00000005").is_dir()
     assert_unharmed(trained(tmp_path / "a", *faults, **options))
 

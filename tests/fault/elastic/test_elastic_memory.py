@@ -60,7 +60,7 @@ def test_a_loss_that_comes_back_ends_the_run_after_three_restarts_as_it_would_ha
     first = "after step 1: the worker starts again at the beginning, nothing was kept or saved: 1 step is done again"
     assert run.output.count(first) == 3, run.output
     assert "the workers have begun again 3 times in a row, and none came beyond step 1: the run ends" in run.output
-    assert "nothing was saved; run the same command again to begin at step 1" in run.output
+    assert "nothing was saved, so it begins at step 1 again" in run.output
 
 
 def test_single_workers_that_are_all_lost_go_on_from_what_the_first_of_them_has_kept_for_all(tmp_path: Path) -> None:

@@ -215,7 +215,7 @@ def test_where_the_heads_supervisor_is_killed_all_hosts_save_and_say_run_me_agai
 
     killed, other = sorted(attempt(), key=lambda run: run.code)
     assert (killed.code, other.code) == (KILLED, 75), killed.output + other.output
-    assert "everything is saved: run the same command again" in other.output
+    assert "everything is saved" in other.output
     (saved,) = checkpoints(other.run_dir)
     assert saved >= 6
     ends = attempt()

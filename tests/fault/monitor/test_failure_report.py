@@ -330,7 +330,7 @@ def test_an_exit_status_of_a_worker_is_a_failure_that_names_it(train: Callable[.
 def test_a_worker_that_is_killed_is_said_to_be_killed_with_step_and_peak_memory(train: Callable[..., Done]) -> None:
     done = train("kill")
     assert done.status == 76, "who was killed may come again"
-    assert "failed after step 3 (too few workers were left: run the same command again to go on)" in done.screen
+    assert "failed after step 3 (too few workers were left: it can go on)" in done.screen
     headline, echo = done.report.splitlines()
     assert re.fullmatch(
         r"worker 1 \(host \S+, pid \d+\) was killed by signal 9 \(SIGKILL\) after step 3; "

@@ -140,6 +140,7 @@ OPTION_VALUES: dict[str, tuple[list[str], object]] = {
     "run_dir": (["--run-dir", "runs/x"], "runs/x"),
     "fresh": (["--fresh"], True),
     "save_every": (["--save-every", "100"], 100),
+    "save_every_s": (["--save-every-s", "60"], 60.0),
     "save_at_end": (["--no-save-at-end"], False),
     "keep": (["--keep=5"], 5),
     "timeout_s": (["--timeout-s", "30"], 30.0),

@@ -13,7 +13,7 @@ import pytest
 from fake_hosts import MemberAndHead, ended, heard, told
 from paceline.elastic.lease import seconds_since_boot
 from paceline.elastic.membership_messages import PREEMPTED, TOO_FEW
-from paceline.launch.coordinator.job_end import STOP_S, TERMINATE_S
+from paceline.launch.coordinator.job_end import TERMINATE_S
 from paceline.launch.coordinator.remote_hosts import SILENCE_S
 from paceline.launch.job.outcome import JobOutcome
 
@@ -84,7 +84,7 @@ def test_a_signal_to_a_member_is_told_to_the_head(pair: MemberAndHead) -> None:
     pair.member.interrupted(signal.SIGHUP)
     assert told(pair.head) == {"op": "leaving", "signal": int(signal.SIGHUP), "reason": ""}
     pair.member.interrupted(signal.SIGHUP)
-    assert pair.local_workers.told == [("terminate", STOP_S), "kill"]
+    assert pair.local_workers.told == ["kill"], "the first one is for the coordinator to decide on"
 
 
 LEFT: dict[str, Any] = {"op": "end", "outcome": JobOutcome(state="stopped", exit_code=PREEMPTED).to_json()}

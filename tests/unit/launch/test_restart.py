@@ -18,7 +18,7 @@ from paceline.launch.job.outcome import RecoverableLoss
 from paceline.launch.job.restart_plan import RemainingHost
 from paceline.plan.job import Job
 
-AGAIN = "nothing was saved; run the same command again to begin at step 1"
+AGAIN = "nothing was saved, so it begins at step 1 again"
 
 
 class OneHost:

@@ -133,11 +133,12 @@ def test_sigterm_to_any_one_worker_has_all_finish_the_step_save_and_leave(
     assert_goes_on(tmp_path / "run", *run_alone(train, max(asked)), after=max(asked))
 
 
-def test_sigterm_to_torchrun_which_passes_it_on_to_all(torchrun: list[str], train: Path, tmp_path: Path) -> None:
+def test_ctrl_c_to_torchrun_which_passes_it_on_to_all(torchrun: list[str], train: Path, tmp_path: Path) -> None:
     with asked_while_running([*torchrun, train], tmp_path) as program:
-        program.process.terminate()
+        program.process.send_signal(signal.SIGINT)
         code, output = program.end()
     assert code != 0
+    assert "go on with: PACELINE_RUN_DIR=" in output and "torch.distributed.run --nproc-per-node 2" in output
     saved = assert_preempted(tmp_path / "run")
     assert "asked to leave" not in output, "somebody did not come to the end of a step"
     assert_goes_on(tmp_path / "run", *run_alone(train, saved), after=saved)
@@ -156,7 +157,7 @@ def test_a_signal_of_ones_choice_to_mpirun_which_passes_it_on_to_all(
 
 
 def test_in_a_world_made_by_hand_each_worker_exits_with_75(python: str, train: Path, tmp_path: Path) -> None:
-    assert by_hand(python, train, "--ask", "1:5:SIGTERM") == [PREEMPTED, PREEMPTED]
+    assert by_hand(python, train, "--ask", "1:5:SIGINT") == [PREEMPTED, PREEMPTED]
     saved = assert_preempted(tmp_path / "run", at_steps=[5])
     assert_goes_on(tmp_path / "run", *run_alone(train, saved), after=saved)
 

@@ -208,6 +208,7 @@ def _run(trial: ParityTrial, request: ParityRequest, directory: Path, warm: Warm
         "run_dir": str(run_dir),
         "fresh": True,
         "save_every": None,
+        "save_every_s": 0.0,
         "save_at_end": False,
         "tensorboard": False,
         "metrics_port": None,

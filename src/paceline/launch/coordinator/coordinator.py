@@ -33,6 +33,7 @@ from paceline.launch.coordinator.remote_hosts import COORDINATOR_INDEX, RemoteHo
 from paceline.launch.coordinator.restart import Admission, JobRestart
 from paceline.launch.coordinator.restart_decision import leave_text, more_text
 from paceline.launch.fork.local_workers import LocalWorkers
+from paceline.launch.io.signals import signal_text
 from paceline.launch.job.outcome import JobOutcome, WorkerExit, WorkerExits, is_root_loss, lost_worker
 from paceline.launch.job.placement import ranks_by_host
 from paceline.launch.job.restart_plan import RemainingHost, RestartPlan
@@ -79,7 +80,8 @@ class Coordinator:
         )
         self._job, self._admission, self._say = job, admission, say
         self._controller: ElasticController | None = None
-        self._has_begun = False  # some worker is taking steps
+        # Some worker is taking steps, or will from state that only memory has.
+        self._has_begun = restart_plan is not None and restart_plan.begins_at is not None
         self._cannot_fork = False  # the warm parent is lost, so no worker can be forked
         self._emit: Callable[[Event], None] = _drop_event
         initial = [*self.ranks, *(worker for remote_host in remote_hosts for worker in remote_host.workers)]
@@ -203,8 +205,13 @@ class Coordinator:
 
     # Called by the supervisor.
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a worker is taking steps, so that there is something to save."""
+        return self._has_begun
+
     def interrupted(self, signum: int) -> None:
-        """Handle a signal to this supervisor: SIGTERM first asks the workers to save and leave."""
+        """Handle a signal to this supervisor: the first one asks the workers to save and leave."""
         self._end.on_signal(signum, has_begun=self._has_begun, controller=self._controller)
 
     def abandon(self, reason: str, *, signum: int | None = None) -> None:
@@ -286,12 +293,13 @@ class Coordinator:
     def remote_host_leaves(self, remote_host: RemoteHost, signum: int, *, at_once: bool) -> None:
         if at_once and self._controller is not None:
             return  # its workers count as lost, and the other replicas go on or save without them
-        if at_once or signum != signal.SIGTERM or not self._has_begun:
+        if at_once or not self._has_begun:
             self._end.stop(signum, by=f" on host {remote_host.host}")
             return
-        reason = f"SIGTERM came on host {remote_host.host}"
-        if self._controller is None or not self._goes_on_without(remote_host, self._controller, reason):
-            self._end.ask_to_leave(reason, self._controller)
+        reason, controller = f"{signal_text(signum)} came on host {remote_host.host}", self._controller
+        # Ctrl-C is a person's, and is meant for the whole run.
+        if controller is None or signum == signal.SIGINT or not self._goes_on_without(remote_host, controller, reason):
+            self._end.ask_to_leave(reason, controller)
 
     def remote_host_lost(
         self, remote_host: RemoteHost, exits: Sequence[WorkerExit], message: str, *, silent_s: float
@@ -350,6 +358,8 @@ class Coordinator:
                     self._begin_elastic(int(notice["least"]), int(notice["most"]), int(notice["workers_each"]))
             case "begun":
                 self._has_begun = True
+                if self._controller is None:
+                    self._end.remind(worker)
             case "keeps":
                 self._restart.is_possible = True
             case "unserved":

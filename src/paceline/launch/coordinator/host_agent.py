@@ -8,7 +8,6 @@ on to them how long they may go on without the coordinator, and they keep to it 
 from __future__ import annotations
 
 import dataclasses
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -79,6 +78,11 @@ class HostAgent:
         """Whether the run was already taking steps when this host joined."""
         return not self.ranks
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a worker of this host is taking steps."""
+        return self._has_begun
+
     def lead(self, local_workers: LocalWorkers, emit: Callable[[Event], None]) -> None:
         """Take over the workers of this host; the coordinator keeps the run's record."""
         self._local_workers = local_workers
@@ -117,7 +121,7 @@ class HostAgent:
     # Called by the supervisor.
 
     def interrupted(self, signum: int) -> None:
-        """Handle a signal to the supervisor: end the workers and notify the coordinator.
+        """Handle a signal to the supervisor: the coordinator decides which workers save and leave.
 
         A second signal, or one while workers leave because the coordinator was lost, kills them.
         """
@@ -132,10 +136,8 @@ class HostAgent:
             return
         self._signum = signum
         self._link.send({"op": "leaving", "signal": signum, "reason": ""})
-        # For SIGTERM the coordinator decides whether this host leaves alone or all workers leave.
-        if signum != signal.SIGTERM:
+        if not self._has_begun:  # there is nothing to save, so the coordinator should end the job soon
             self._patience = time.monotonic() + STOP_S + REPORT_S
-            self._local_workers.terminate(STOP_S)
 
     def abandon(self, reason: str, *, signum: int | None = None) -> None:
         """Tell the coordinator that this host cannot go on, or was stopped before it had workers."""
@@ -244,8 +246,8 @@ class HostAgent:
                 local_workers.drop_state(int(message["worker"]))
             case "end":
                 self.outcome = self._own(JobOutcome.from_json(message["outcome"]))
-                if self._signum == signal.SIGTERM and self.outcome.exit_code == PREEMPTED:
-                    self._say(f"{self.outcome.reason}: run the same command again to go on")
+                if self._signum is not None and self.outcome.exit_code == PREEMPTED:
+                    self._say(self.outcome.reason)
             case op:
                 raise ValueError(f"unknown message {op!r}")
 
@@ -259,7 +261,7 @@ class HostAgent:
         exits = sorted(self._exits, key=lambda ended: ended.worker)
         if exits and all(ended.has_left for ended in exits):
             finish = Finish(exit_code=PREEMPTED, reason=f"{self._coordinator_loss}; everything is saved")
-            self._say(f"{finish.reason}: run the same command again to go on")
+            self._say(finish.reason)
             self.outcome = saved_and_left(finish, exits)
             return
         if self._signum is not None:

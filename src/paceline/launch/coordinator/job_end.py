@@ -16,6 +16,7 @@ from paceline.launch.coordinator.elastic_controller import ElasticController
 from paceline.launch.coordinator.remote_hosts import RemoteHosts
 from paceline.launch.coordinator.restart_decision import have_text
 from paceline.launch.fork.local_workers import LocalWorkers
+from paceline.launch.io.signals import signal_text
 from paceline.launch.job.outcome import JobOutcome, WorkerExits, interrupted, lost_worker
 
 __all__ = ["FAILURE_REPORTS_S", "REPORT_S", "STOP_S", "TERMINATE_S", "JobEnd"]
@@ -41,6 +42,7 @@ class JobEnd:
         self._is_restarting = False  # the workers were killed for a restart
         self._report_by: float | None = None  # deadline for other hosts to report their workers' ends
         self._num_signals = 0  # to this supervisor
+        self._leave_signum: int = signal.SIGTERM  # the one that asked workers to leave
         self._remote_hosts, self._grace_s, self._say = remote_hosts, grace_s, say
         self._local_workers: LocalWorkers | None = None
         self._emit: Callable[[Event], None] | None = None
@@ -62,12 +64,13 @@ class JobEnd:
     def on_signal(self, signum: int, *, has_begun: bool, controller: ElasticController | None) -> None:
         """Handle a signal to this supervisor.
 
-        The first SIGTERM asks workers that are taking steps (`has_begun`) to save and leave. Other first signals end
-        the workers, and a further signal kills them.
+        The first one, Ctrl-C too, asks workers that are taking steps (`has_begun`) to save and leave. Before that it
+        ends the workers. The second one ends them at once, and a further one kills them.
         """
         self._num_signals += 1
-        if self._num_signals == 1 and signum == signal.SIGTERM and has_begun and not self.is_ending:
-            self.ask_to_leave("SIGTERM came", controller)
+        if self._num_signals == 1 and has_begun and not self.is_ending:
+            self._leave_signum = signum
+            self.ask_to_leave(f"{signal_text(signum)} came", controller)
             return
         if self._num_signals == 1 or not self.is_ending:
             self.stop(signum)
@@ -81,7 +84,8 @@ class JobEnd:
         if self.is_under_way:
             return
         self.leave_by = time.monotonic() + self._grace_s
-        self._say(f"{reason}: finishing the step in hand, then saving")
+        again = "; once more ends the run at once" if self._num_signals else ""
+        self._say(f"{reason}: finishing the step in hand, then saving{again}")
         if controller is not None:
             controller.stop(PREEMPTED, reason)
             self.note_finish(controller.finish)
@@ -90,6 +94,11 @@ class JobEnd:
         self.note_finish(finish)
         for worker in self.exits.missing:
             self._remote_hosts.send(worker, finish.to_json())
+
+    def remind(self, worker: int) -> None:
+        """Tell a worker that was forked after all were asked to leave; an elastic run's controller does so itself."""
+        if self.exits.finish is not None and not self.is_ending:
+            self._remote_hosts.send(worker, self.exits.finish.to_json())
 
     def note_finish(self, finish: Finish | None) -> None:
         """Record that all workers were told to save and leave."""
@@ -127,7 +136,7 @@ class JobEnd:
             return False
         outcome = self.exits.outcome
         if self.exits.have_all_left:
-            self._say(f"{outcome.reason}: everything is saved; run the same command again to go on")
+            self._say(f"{outcome.reason}: everything is saved")
         self.finish(outcome)
         return True
 
@@ -152,7 +161,7 @@ class JobEnd:
             if self._emit is not None:
                 late = have_text(self.exits.missing)
                 self._emit(Warned(text=f"{late} not left within {self._grace_s:.0f} s: they are ended"))
-            self.stop(signal.SIGTERM)
+            self.stop(self._leave_signum)
         if self._report_by is not None and now >= self._report_by:
             for remote_host in self._remote_hosts:
                 if self._remote_hosts.workers_of(remote_host):

@@ -148,11 +148,11 @@ class RestartDecision:
 
 
 def next_time(run_dir: Path) -> str:
-    """Return what the same command will do after a run that ended with too few workers, without saving."""
+    """Return from where a run goes on that ended with too few workers, without saving."""
     step = find(run_dir / "checkpoints").step
     if step:
-        return f"run the same command again to go on from the newest checkpoint, of step {step}"
-    return "nothing was saved; run the same command again to begin at step 1"
+        return f"it can go on from the newest checkpoint, of step {step}"
+    return "nothing was saved, so it begins at step 1 again"
 
 
 def more_text(replicas: int) -> str:

@@ -13,9 +13,14 @@ from typing import Any
 
 from paceline import environment
 
-__all__ = ["STOP_SIGNALS", "Interrupted", "StopSignals"]
+__all__ = ["STOP_SIGNALS", "Interrupted", "StopSignals", "signal_text"]
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def signal_text(signum: int) -> str:
+    """Return "Ctrl-C", or another signal's name."""
+    return "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
 
 
 class Interrupted(Exception):

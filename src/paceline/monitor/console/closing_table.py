@@ -99,7 +99,7 @@ def ending_text(facts: Mapping[str, Any]) -> str:
         return f"finished already at step {facts['step']}, nothing was left to do"
     cause = EXIT_CAUSES.get(facts["exit_code"])
     if cause and facts["state"] == "failed":  # by no fault of the program's
-        cause += ": run the same command again to go on"
+        cause += ": it can go on"
     where = "at" if facts["state"] == "finished" else "after"
     return f"{facts['state']} {where} step {facts['step']}" + (f" ({cause})" if cause else "")
 

@@ -5,6 +5,7 @@ All workers come to these places in the same order, and have equal weights there
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from paceline.worker.data.batch_stream import BatchStream
 from paceline.worker.data.load_balancing import LoadBalancer
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.data.stream_position import StreamPosition, StreamPositions
+from paceline.worker.loop.save_timer import SaveTimer
 from paceline.worker.loop.step_log import StepLog
 from paceline.worker.loop.wire_advisor import WireAdvisor
 from paceline.worker.parts import WorkerParts
@@ -37,6 +39,7 @@ class BetweenSteps:
         self._group, self._consensus, self._recorder = place.group, place.consensus, place.recorder
         # The steps after which all had equal weights the last time, and the time before: but for rounds, the last two.
         self._equal_before = self._equal_at = 0
+        self.save_timer = SaveTimer(files.save_every_s)
         self.balance, self._balanced_at = LoadBalancer(is_on=files.balances and not place.axes.is_split), -1
         if files.balances and place.axes.is_split and place.group.index == 0:
             files.emit(Note(text="balance is not used: the workers of a replica run in step with each other"))
@@ -70,6 +73,7 @@ class BetweenSteps:
 
     def before_step(self) -> None:
         """What is due where all have equal weights."""
+        self.save_timer.begin()
         self._consensus.between_steps()
         self._rebalance()
         is_kept = self._numerical_guard.keep(self.log.step, self.cursors)
@@ -86,7 +90,7 @@ class BetweenSteps:
             self._consensus.run(self._saver.wait)  # else the writer might wait alone, and the others in a step
         if is_save_due and self.saved_at_step != self.log.step:
             self.save()
-        elif self._files.saves_regularly:
+        elif self._files.saves_regularly or self.save_timer.is_near:
             self._saver.warm()
 
     def _came_by(self, is_due: Callable[[int], bool]) -> bool:
@@ -155,7 +159,7 @@ class BetweenSteps:
         def gather() -> GatheredCodecState:
             return self._codec_state.gather(keeps=is_writer or self._saver.writes)  # the writer may change meanwhile
 
-        step = self.log.step
+        step, began = self.log.step, time.monotonic()
         self._shards.close()
         self._recorder.begin("saving", step)
         self._numerical_guard.put_back(step, self.cursors)
@@ -165,6 +169,7 @@ class BetweenSteps:
         if is_writer and self._consensus.has_changed:
             self._saver.has_taken_over = True
         self._saver.save(step=self.log.step, gathered=gathered, is_writer=is_writer)
+        self.save_timer.saved(time.monotonic() - began)
 
     def state_dict(self) -> dict[str, Any]:
         """The counts, for a newcomer."""

@@ -14,8 +14,8 @@ With asynchronous updates, parameter servers hand out the batches, and workers a
 or new member then delays no other one, and nothing is done again. The members come together, in the newest generation,
 at the end of the loop, and where all are to save and leave. A newcomer has the servers' state by then.
 
-All members may also leave between two steps: by order of the coordinator, by a request to one of them where there is
-none (`PreemptionNotice`), or after a lost supervisor. Then all members of the generation save after the same step.
+All members may also save, or leave, between two steps: by the first one's clock, by order of the coordinator, by a
+request to one of them where there is none (`PreemptionNotice`), or after a lost supervisor.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class Consensus:
         self.is_behind = False  # when this generation formed, others had taken a step that this worker had not
         self.recovery_s = 0.0  # that changes of the members have cost this worker: discarded work, regrouping
         self._holder: StateHolder | None = None
-        self._members, self._rank, self._coordinator, self._timeout_s = members, rank, coordinator, timeout_s
+        self.rank = rank  # in the whole run
+        self._members, self._coordinator, self._timeout_s = members, coordinator, timeout_s
         self._notice = notice
         self._position: int | None = None  # operations that were completed; None: a newcomer
         self._is_change_due = False
@@ -155,15 +156,14 @@ class Consensus:
 
     def detach(self) -> None:
         """From now on this worker works alone: no collective waits for the others."""
-        self._members.detach(self._rank)
+        self._members.detach(self.rank)
         if self.elastic is not None and self._coordinator is not None:
             self._is_detached = True
             self._coordinator.detach()
 
     def join_detached(self) -> None:
         """Make this newcomer a member, without a state from the others. Raises CleanExit where the run ends."""
-        coordinator = self._needed()[0]
-        finish = coordinator.join_detached()
+        finish = self._needed()[0].join_detached()
         if finish is not None:
             raise CleanExit(finish.exit_code)
         self._has_joined_detached = True
@@ -263,11 +263,11 @@ class Consensus:
                 members.generation, is_between_steps=is_between_steps, timeout_s=self._timeout_s
             )
             is_newcomer = self._position is None and not coordinator.acknowledges
-            if is_newcomer and (self._rank not in view.members or not view.planned):
+            if is_newcomer and (self.rank not in view.members or not view.planned):
                 members.generation = view.generation  # that one is for members that have the state
                 coordinator.tell("ready", generation=view.generation)
                 continue
-            if self._rank not in view.members:
+            if self.rank not in view.members:
                 self._depart(coordinator)
             try:
                 is_hurry = not is_newcomer and not coordinator.acknowledges  # others may still run a batch
@@ -277,7 +277,7 @@ class Consensus:
                 received = transfer_state(
                     members,
                     progress,
-                    rank=self._rank,
+                    rank=self.rank,
                     workers_each=elastic.workers_each,
                     holder=self._holder,
                     servers_have_state=coordinator.acknowledges,
@@ -355,11 +355,6 @@ class Consensus:
             coordinator.tell("committed", pid=os.getpid())
 
     @property
-    def rank(self) -> int:
-        """This worker's rank in the whole run."""
-        return self._rank
-
-    @property
     def is_over(self) -> bool:
         """Whether the present generation is over: a member was lost."""
         return self._coordinator is not None and self._coordinator.is_over(self._members.generation)
@@ -367,11 +362,9 @@ class Consensus:
     @property
     def is_urgent(self) -> bool:
         """Whether this worker knows of a change that cannot wait for long: a lost member, or a request to leave."""
-        if self._notice is not None and self._notice.came:
-            return True
         coordinator = self._coordinator
-        if coordinator is None:
-            return False
+        if self._has_notice or coordinator is None:
+            return self._has_notice
         planned = coordinator.planned(self._members.generation)
         leaves = planned is not None and not set(self.ranks) <= set(planned.members)
         return leaves or self.is_over or coordinator.finish is not None
@@ -379,11 +372,9 @@ class Consensus:
     @property
     def wants_change(self) -> bool:
         """Whether this worker knows of something to be done between two steps."""
-        if self._notice is not None and self._notice.came:
-            return True
         coordinator = self._coordinator
-        if coordinator is None:
-            return False
+        if self._has_notice or self._wants_save or coordinator is None:
+            return self._has_notice or self._wants_save
         return coordinator.finish is not None or coordinator.planned(self._members.generation) is not None
 
     def change_is_due(self) -> None:
@@ -394,34 +385,44 @@ class Consensus:
         """Make the changes that are due; all members call it after the same step."""
         if self._is_change_due or self.holds:
             began, before_s = time.perf_counter(), self.recovery_s
-            self._make_changes()
+            is_due, self._is_change_due = self._is_change_due, False
+            if is_due:
+                self._change()
+            self.hold()
             self.recovery_s = before_s + time.perf_counter() - began
 
-    def _make_changes(self) -> None:
-        if self._is_change_due:
-            self._is_change_due = False
-            if self._coordinator is not None:
-                self._change(self._coordinator)
-            else:  # all members know from the step's metadata, or from a pause of all, that one was asked to leave
-                self._leave(Finish(exit_code=PREEMPTED, reason="a worker was asked to leave"))
-        self.hold()
+    @property
+    def _has_notice(self) -> bool:
+        return self._notice is not None and bool(self._notice.came)
 
-    def _change(self, coordinator: CoordinatorClient) -> None:
-        """Make a change that all members know of; one that some do not know yet comes again with the next step."""
+    @property
+    def _wants_save(self) -> bool:
+        return self._holder is not None and self._holder.wants_save
 
-        def compare() -> list[tuple[bool, int]]:
-            planned = coordinator.planned(self._members.generation)
-            own = (coordinator.finish is not None, planned.generation if planned is not None else 0)
-            known = self._members.gather_objects(own)
-            if planned is not None and {own[1]} == {one for _, one in known} and self._rank not in planned.members:
+    def _change(self) -> None:
+        """Make a change that all members know of; one that some do not know yet comes again with the next step.
+
+        Without a coordinator, one member that was asked to leave is enough: all leave."""
+        coordinator, members = self._coordinator, self._members
+
+        def compare() -> list[tuple[bool, int, bool]]:
+            if coordinator is None:
+                return members.gather_objects((self._has_notice, 0, self._wants_save))
+            planned = coordinator.planned(members.generation)
+            generation = planned.generation if planned is not None else 0
+            known = members.gather_objects((coordinator.finish is not None, generation, self._wants_save))
+            if planned is not None and {generation} == {one[1] for one in known} and self.rank not in planned.members:
                 self._is_dismissed = True  # the others may be past the vote, and gone on, when this one is disrupted
             return known
 
-        known = self.run(compare)
-        if all(finishes for finishes, _ in known) and coordinator.finish is not None:
+        finishes, generations, saves = zip(*self.run(compare), strict=True)
+        if coordinator is None and any(finishes):
+            self._leave(Finish(exit_code=PREEMPTED, reason="a worker was asked to leave"))
+        if coordinator is not None and coordinator.finish is not None and all(finishes):
             self._leave(coordinator.finish)
-        generations = {generation for _, generation in known}
-        if len(generations) == 1 and max(generations) > self._members.generation:
+        if any(saves) and self._holder is not None:
+            self._holder.save()
+        if len(set(generations)) == 1 and max(generations) > members.generation:
             self._change_over()
 
     def _leave(self, finish: Finish) -> NoReturn:

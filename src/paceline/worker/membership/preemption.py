@@ -1,10 +1,10 @@
-"""Preemption without a supervisor: SIGTERM, or a batch system's warning, reaches the worker itself.
+"""Preemption without a supervisor: SIGTERM, Ctrl-C or a batch system's warning reaches the worker itself.
 
 Under torchrun, srun or mpirun one worker may get the signal, or all of them, at different moments. A worker that gets
 it only notes it. The present step goes on, its metadata carries the request to the other workers, and all save and
 leave between two steps. A thread notices the signal whatever the training thread does, and ends the process when
-leaving takes longer than the grace time. Before the first step there is nothing to save, and the signal ends the worker
-at once.
+leaving takes longer than the grace time, or at a second Ctrl-C. Before the first step there is nothing to save, and the
+signal ends the worker at once.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 __all__ = ["PreemptionNotice", "TerminatedBySignal"]
 
 THREAD_ENDS = 0  # no signal's number: the thread has nothing more to listen for
+SAME_S = 0.5  # a terminal and a launcher may both pass on one Ctrl-C
 AT_ONCE_S = 5.0  # where there is nothing to be saved: for closing the run's files
 
 
@@ -32,19 +33,20 @@ class TerminatedBySignal(SystemExit):
 
 
 class PreemptionNotice:
-    """While entered, SIGTERM and the signals `more` are requests to leave; `came` names the one that has arrived.
+    """While entered, SIGTERM, Ctrl-C and the signals `more` are requests to leave; `came` names the one that arrived.
 
-    `on_notice(ends_at_once)` is called by another thread, once, as soon as one has arrived. Python allows this only in
+    `on_notice(signum, ends_at_once)` is called by another thread as soon as one has arrived, and again where a second
+    Ctrl-C ends the worker at once. Python allows this only in
     the main thread: in another one no signal is noticed. A signal that the program handles or ignores stays as it is.
     """
 
     def __init__(
-        self, *, grace_s: float, more: Iterable[int] = (), on_notice: Callable[[bool], None] = lambda _: None
+        self, *, grace_s: float, more: Iterable[int] = (), on_notice: Callable[[int, bool], None] = lambda *_: None
     ) -> None:
         self.came = ""  # the signal's name
         self._is_at_steps = self._is_held = False
         self._grace_s, self._on_notice = grace_s, on_notice
-        self._signals = {int(signal.SIGTERM), *map(int, more)}
+        self._signals = {int(signal.SIGTERM), int(signal.SIGINT), *map(int, more)}
         self._before: dict[int, Any] = {}
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
@@ -55,7 +57,7 @@ class PreemptionNotice:
         if threading.current_thread() is not threading.main_thread():
             return self
         for signum in self._signals:
-            if signal.getsignal(signum) == signal.SIG_DFL:
+            if signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler):
                 self._before[signum] = signal.signal(signum, self._note)
         if self._before:
             before = signal.set_wakeup_fd(self._signal_writer.fileno(), warn_on_full_buffer=False)
@@ -73,8 +75,8 @@ class PreemptionNotice:
         if self._thread is not None:
             self._thread.join()
         self._signal_reader.close()
-        if self.came == "SIGTERM":  # the run had ended already: the signal takes effect now
-            os.kill(os.getpid(), signal.SIGTERM)
+        if self.came in ("SIGTERM", "SIGINT"):  # the run had ended already: the signal takes effect now
+            os.kill(os.getpid(), signal.Signals[self.came])
 
     def begin_steps(self) -> None:
         """From now on there is something to save: a request takes effect between two steps."""
@@ -91,7 +93,7 @@ class PreemptionNotice:
 
     def _listen(self) -> None:
         deadline: float | None = None
-        grace_s = self._grace_s
+        grace_s, came_at = self._grace_s, 0.0
         while True:
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
             ready, _, _ = select.select([self._signal_reader], [], [], left_s)
@@ -101,10 +103,15 @@ class PreemptionNotice:
             numbers = self._signal_reader.recv(4096)
             if not numbers or THREAD_ENDS in numbers:
                 return
+            now = time.monotonic()
+            if deadline is not None and signal.SIGINT in numbers and now - came_at > SAME_S:
+                self._on_notice(signal.SIGINT, True)
+                self._end_by(signal.SIGINT)
             if deadline is None and self._signals & set(numbers):
+                came_at = now
                 grace_s = self._grace_s if self._is_at_steps else min(AT_ONCE_S, self._grace_s)
                 deadline = time.monotonic() + grace_s
-                self._on_notice(not self._is_at_steps)
+                self._on_notice(min(self._signals & set(numbers)), not self._is_at_steps)
 
     def _end(self, grace_s: float) -> None:
         """End this process: the training thread did not finish its step in time."""
@@ -114,8 +121,12 @@ class PreemptionNotice:
             file=sys.stderr,
             flush=True,
         )
-        ctypes.CDLL(None).signal(signal.SIGTERM, None)  # SIG_DFL; Python's own call is for the main thread alone
-        os.kill(os.getpid(), signal.SIGTERM)
+        self._end_by(signal.SIGTERM)
+
+    @staticmethod
+    def _end_by(signum: int) -> None:
+        ctypes.CDLL(None).signal(signum, None)  # SIG_DFL; Python's own call is for the main thread alone
+        os.kill(os.getpid(), signum)
 
     def _restore(self) -> None:
         """Restore the signals' handlers, in forked processes as well."""

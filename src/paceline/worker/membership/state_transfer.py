@@ -39,6 +39,14 @@ class StateHolder(Protocol):
     def settle(self) -> None:
         """Save, and wait until the checkpoint is complete; on all members."""
 
+    @property
+    def wants_save(self) -> bool:
+        """Whether the time for a save has come, as this member sees it."""
+        ...
+
+    def save(self) -> None:
+        """Save, and go on while the checkpoint is written; on all members."""
+
 
 def operation_counts(progress: list[MemberProgress], position: int | None, holds_result: bool) -> bool:
     """Whether the interrupted operation counts: a member is past it, or all members that were in it have its result."""

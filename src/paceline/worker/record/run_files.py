@@ -84,6 +84,11 @@ class RunFiles:
         return self._job.save_every is not None and step > 0 and step % self._job.save_every == 0
 
     @property
+    def save_every_s(self) -> float:
+        """Seconds between two saves by time; 0: there are none."""
+        return 0.0 if self.saves_regularly else self._job.save_every_s
+
+    @property
     def save_every(self) -> int | None:
         return self._job.save_every
 

@@ -1,0 +1,84 @@
+"""The command that goes on with an interrupted run, in the run's own directory.
+
+A command without `--run-dir` makes a new directory each time, and `fresh` starts over: the same words would begin
+again. So the command that is printed names the directory, and leaves `fresh` out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline import environment
+
+__all__ = ["command_of_script", "command_of_words", "command_of_world"]
+
+FRESH_IN_SCRIPT = re.compile(r"\bfresh\s*=\s*True\b")
+ENGINES = ("torchrun", "mpirun", "mpiexec", "mpiexec.hydra", "prterun")
+
+
+def command_of_words(words: Sequence[str], run_dir: Path, *, script: Path | None, names_dir: bool) -> str:
+    """Return the `paceline run` command that goes on, made of the words of the one that began.
+
+    `names_dir`: the command, or its job file, has named the run directory.
+
+    Example::
+
+        command_of_words(["run", "train.py", "--lr", "1"], Path("runs/a"), script=None, names_dir=False)
+        # "paceline run --run-dir runs/a train.py --lr 1"
+    """
+    kept, is_ours = list[str](), True
+    for word in words:
+        is_ours = is_ours and word != "--"
+        if not (is_ours and word == "--fresh"):
+            kept.append(word)
+    more = [] if names_dir else ["--run-dir", str(run_dir)]
+    if script is not None and _says_fresh(script):
+        more += ["--set", "fresh=false"]
+    return shlex.join([*_program(), kept[0], *more, *kept[1:]])
+
+
+def command_of_script(run_dir: Path, *, script: Path, names_dir: bool) -> str:
+    """Return the command that runs this process's script again, and goes on in the run directory.
+
+    `names_dir`: the script itself names the directory.
+    """
+    words = [*_interpreter(), *sys.orig_argv[1:]]
+    if names_dir and not _says_fresh(script):
+        return shlex.join(words)
+    return f"{environment.RUN_DIR}={shlex.quote(str(run_dir))} {shlex.join(words)}"
+
+
+def command_of_world(run_dir: Path) -> str:
+    """Return the same where another launcher has started this process, as far as its command can be seen from here."""
+    setting = f"{environment.RUN_DIR}={shlex.quote(str(run_dir))}"
+    try:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+    except OSError:
+        words = []
+    names = [Path(word).name for word in words[:4]]
+    for number, name in enumerate(names):
+        if name in ENGINES:
+            return f"{setting} {shlex.join([name, *words[number + 1 :]])}"
+        if name in ("torch.distributed.run", "torch.distributed.launch"):
+            return f"{setting} {shlex.join(words)}"
+    return f"the same one, with {setting} in the environment of all workers"
+
+
+def _says_fresh(script: Path) -> bool:
+    try:
+        return FRESH_IN_SCRIPT.search(script.read_text()) is not None
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _program() -> list[str]:
+    return ["paceline"] if Path(sys.argv[0]).name == "paceline" else [*_interpreter(), "-m", "paceline"]
+
+
+def _interpreter() -> list[str]:
+    return [sys.orig_argv[0] if sys.orig_argv else "python"]
