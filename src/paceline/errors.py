@@ -101,7 +101,9 @@ class LaunchError(PacelineError):
     """Workers could not be started, or could not find each other. Nothing was trained.
 
     Raised by `paceline.run()` in the process that starts the workers. The message names the host or worker and the
-    remedy: an address without an answer, a different token, a missing host. The command ends with exit status 2.
+    remedy: an address without an answer, a different token, a missing host. The command ends with exit status 2, or
+    with 76 where `is_accident`: something was taken away, or has not come yet, and the same command may work later. A
+    script gets a `WorkersLostError` then.
 
     Example::
 
@@ -111,6 +113,13 @@ class LaunchError(PacelineError):
             except paceline.LaunchError as error:
                 print(error)
     """
+
+    def __init__(self, message: str = "", *, is_accident: bool = False) -> None:
+        super().__init__(message)
+        self.is_accident = is_accident
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _launch_error, (str(self), self.is_accident)
 
 
 class WorkerError(PacelineError):
@@ -278,6 +287,10 @@ def writing(path: Path) -> Iterator[None]:
 
 def _plan_error(message: str, reasons: tuple[Reason, ...]) -> PlanError:
     return PlanError(message, reasons=reasons)
+
+
+def _launch_error(message: str, is_accident: bool) -> LaunchError:
+    return LaunchError(message, is_accident=is_accident)
 
 
 def _worker_error(

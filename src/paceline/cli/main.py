@@ -1,6 +1,7 @@
 """The `paceline` command: runs a sub-command, and turns errors into one message and an exit status.
 
-Exit status: 0 done, 1 the run (or a proof) failed, 2 the command, job or plan cannot work, 130 interrupted. The files
+Exit status: 0 done, 1 the run (or a proof) failed, 2 the command, job or plan cannot work, 75 and 76 run it again, 130
+interrupted. The files
 beside this one declare sub-commands and their arguments in `add(commands)`, which must import little. Each sub-command
 sets a function `run(arguments)`, which imports what it needs and returns the exit status.
 """
@@ -17,6 +18,7 @@ from paceline.cli import existing_runs, export, plan, run
 from paceline.cli.arguments import Commands, Parser, split_script
 from paceline.cli.drill import command as drill
 from paceline.cli.parity import command as parity
+from paceline.elastic.membership_messages import TOO_FEW
 from paceline.errors import LaunchError, PacelineError, PlanError
 
 __all__ = ["main"]
@@ -58,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_status
     except (PlanError, LaunchError) as error:
         print(f"paceline: {error}", file=sys.stderr)
-        return 2
+        return TOO_FEW if isinstance(error, LaunchError) and error.is_accident else 2
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return 1

@@ -140,7 +140,7 @@ class Supervisor:
             return self._node_role.outcome
         except LaunchError as error:
             signals = self._signals.take()
-            self._node_role.abandon(str(error), signum=signals[0] if signals else None)
+            self._node_role.abandon(str(error), signum=signals[0] if signals else None, is_accident=error.is_accident)
             if signals:  # to all processes at once, and the warm parent was faster
                 return interrupted(signals[0], ())
             raise

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.elastic.membership_messages import TOO_FEW
 from paceline.errors import LaunchError, PlanError, WorkerError, writing
 from paceline.events import Event, EventLog, RunStarted, Warned
 from paceline.host_memory import memory_limit_bytes, oom_kills, oom_likely
@@ -33,7 +34,15 @@ from paceline.monitor.records.run_record import RUNNING, RunRecord
 from paceline.monitor.watch import Watch
 from paceline.plan import CommandPlan, Job, Plan
 
-__all__ = ["Attempt", "begin_record", "error_from_failures", "qualified_name", "run_started", "wait_for_orphans"]
+__all__ = [
+    "Attempt",
+    "begin_record",
+    "error_from_failures",
+    "exit_status",
+    "qualified_name",
+    "run_started",
+    "wait_for_orphans",
+]
 
 ORPHANS_END_S = 10.0  # beyond their grace time: until a worker that did not leave in time is killed
 WHILE_MET_S = 10.0  # less than the coordinator waits for a host's first message
@@ -116,8 +125,8 @@ class Attempt:
                 judge=None if judge is None else functools.partial(self._judged, judge),
             )
             self.next = outcome.restart_plan
-        except (LaunchError, PlanError):
-            outcome = dataclasses.replace(outcome, exit_code=2)
+        except (LaunchError, PlanError) as error:
+            outcome = dataclasses.replace(outcome, exit_code=exit_status(error))
             raise
         finally:
             seen = tuple(_worker_end(exit, oom_kills_before=kills_before) for exit in outcome.failures)
@@ -364,6 +373,11 @@ def qualified_name(function: Callable[..., Any]) -> str:
     name = getattr(inner, "__qualname__", type(inner).__qualname__)
     module = getattr(inner, "__module__", "__main__")
     return name if module in ("__main__", "__mp_main__", None) else f"{module}.{name}"
+
+
+def exit_status(error: LaunchError | PlanError) -> int:
+    """The exit status of a run that could not be started: 76 where an accident kept it from it, else 2."""
+    return TOO_FEW if isinstance(error, LaunchError) and error.is_accident else 2
 
 
 def error_from_failures(failures: Sequence[Failure]) -> WorkerError | PlanError:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from paceline import config, environment
 from paceline.elastic.membership_messages import PREEMPTED, TOO_FEW
-from paceline.errors import PlanError, WorkerError, WorkersLostError
+from paceline.errors import LaunchError, PlanError, WorkerError, WorkersLostError
 from paceline.launch.local import prestart
 from paceline.plan import CommandPlan, Job, Plan, read_plan
 from paceline.plan.script_scan import workers_of_script
@@ -204,6 +204,11 @@ def _run_function(
         )
         try:
             attempt, outcome = run_with_restarts(attempt, warm)
+        except LaunchError as error:
+            if not error.is_accident or _own_script() is None:
+                raise
+            _tell(str(error))
+            raise WorkersLostError(str(error), worker=0, code=TOO_FEW) from error
         finally:
             if job.launcher == "inline":
                 environment.leave()  # this process was worker 0, and is no longer
@@ -351,7 +356,8 @@ def _later_call(run_dir: Path) -> str:
 def _tell_go_on(command: str, exit_code: object, *, is_there: bool) -> None:
     """Print the command that goes on, as the last line of a run that was interrupted."""
     if is_there:
-        _tell(f"{'once the error is mended, ' if exit_code == 1 else ''}go on with: {command}")
+        with contextlib.suppress(OSError):  # the terminal may have been closed
+            _tell(f"{'once the error is mended, ' if exit_code == 1 else ''}go on with: {command}")
 
 
 def _is_for_each_host(world: World, job: Job) -> bool:

@@ -38,7 +38,7 @@ def train(worker):
     def strike(where, step):
         for attempt, rank, place, when in KILLS:
             if attempt in (0, worker._files.attempt) and (rank, place, when) == (worker.rank, where, step):
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getppid() if "warm" in sys.argv else os.getpid(), signal.SIGKILL)
 
     def torn(slot, offset, data):
         num_writes[0] += 1
@@ -153,6 +153,16 @@ def test_kills_at_any_moment_cost_the_steps_since_the_last_whole_snapshot(
     found = audit(run_dir)
     assert found.is_clean and found.verdict == "clean", found
     assert [one["state"] for one in record(run_dir)["attempts"]] == ["failed", "failed", "failed", "finished"]
+
+
+def test_a_killed_warm_parent_is_started_again_and_all_go_on_from_memory(program: Path, tmp_path: Path) -> None:
+    told = command(program, "shard=2", [[1, 0, "forward", 11]], "--no-save-at-end")
+    code, output = run(*told, "warm", limit_s=150)
+    assert code == 0, output
+    assert "was killed by signal 9 (SIGKILL): it is started again" in output
+    assert "both workers start again at step 8 from this host's memory" in output
+    assert losses(tmp_path / "r") == pytest.approx(undisturbed(routed=False), rel=1e-9)
+    assert audit(tmp_path / "r").is_clean
 
 
 def test_a_loss_that_comes_back_ends_the_run_when_three_restarts_brought_no_step(program: Path, tmp_path: Path) -> None:

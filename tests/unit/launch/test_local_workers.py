@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import LaunchError
-from paceline.launch.fork.local_workers import KILL_TIMEOUT_S, LocalWorkers
+from paceline.launch.fork.local_workers import KILL_TIMEOUT_S, MAX_PARENT_RESTARTS, LocalWorkers
 from paceline.launch.io.event_loop import EventLoop
 from paceline.launch.job.outcome import STUCK, WorkerExit
 from paceline.launch.job.placement import assign, assignment_template
@@ -25,7 +25,8 @@ class FakeParent:
     """Records which workers it is to fork; `says` passes on its messages."""
 
     def __init__(self) -> None:
-        self.has_files = True
+        self.has_files, self.can_restart, self.num_restarts = True, True, 0
+        self.was_killed = True
         self.forked: list[Assignment] = []
         self.signalled: list[tuple[int, int]] = []
         self.says: Callable[[dict[str, Any]], None]
@@ -42,6 +43,11 @@ class FakeParent:
 
     def signal(self, worker: int, signum: int, *, alone: bool = False) -> None:
         self.signalled.append((worker, signum))
+
+    def restart(self) -> None:
+        if not self.can_restart:
+            raise LaunchError("no process")
+        self.num_restarts += 1
 
     def output(self) -> str:
         return ""
@@ -174,6 +180,7 @@ def test_a_successor_may_be_killed_before_its_start_is_heard_of(began: Scene) ->
 def test_a_host_whose_warm_parent_is_lost_says_that_it_can_start_nobody_before_it_tells_who_was_lost(
     began: Scene,
 ) -> None:
+    began.parent.can_restart = False
     began.parent.ends("was killed by signal 9")
     assert began.notes.heard == ["barren", (2, "WarmParentLost"), (3, "WarmParentLost")]
     began.local_workers.add(2, workers=4, incarnation=1)
@@ -183,9 +190,36 @@ def test_a_host_whose_warm_parent_is_lost_says_that_it_can_start_nobody_before_i
     assert len(began.forked) == 2
 
 
-def test_a_warm_parent_that_is_lost_before_it_is_ready_ends_the_host(late: Scene) -> None:
-    with pytest.raises(LaunchError, match="The process that imports the workers' modules was killed"):
+def test_a_warm_parent_that_is_lost_is_started_again_and_forks_the_successors(began: Scene) -> None:
+    began.notes.on_exit = lambda ended: began.local_workers.add(ended.worker, workers=4, incarnation=1)  # type: ignore[method-assign]
+    began.parent.ends("was killed by signal 9")
+    losses = [one for one in began.notes.heard if isinstance(one, tuple)]
+    assert losses == [(2, "WarmParentLost"), (3, "WarmParentLost")] and "barren" not in began.notes.heard
+    assert began.parent.num_restarts == 1 and len(began.forked) == 2
+    began.local_workers.tick(time.monotonic())
+    began.ready()
+    assert [(rank, joins) for rank, _, _, joins in began.forked[2:]] == [(2, True), (3, True)]
+    assert began.local_workers.alive.keys() == {2, 3}
+
+
+def test_a_warm_parent_that_is_lost_again_and_again_is_given_up(began: Scene) -> None:
+    for _ in range(MAX_PARENT_RESTARTS):
+        began.parent.ends("was killed by signal 9")
+    began.ready()
+    with pytest.raises(LaunchError) as info:
+        began.local_workers._has_forked = False
+        began.parent.ends("was killed by signal 9")
+    assert info.value.is_accident and began.parent.num_restarts == MAX_PARENT_RESTARTS
+
+
+@pytest.mark.parametrize("was_killed", [True, False])
+def test_a_warm_parent_that_is_lost_before_it_is_ready_is_an_accident_where_it_was_killed(
+    late: Scene, was_killed: bool
+) -> None:
+    late.parent.was_killed, late.parent.can_restart = was_killed, False
+    with pytest.raises(LaunchError, match="The process that imports the workers' modules was killed") as info:
         late.parent.ends("was killed by signal 9")
+    assert info.value.is_accident == was_killed
 
 
 def not_started(scene: Scene, worker: int) -> None:
@@ -266,6 +300,7 @@ def test_when_the_warm_parent_is_lost_no_worker_is_reported_twice(
     began: Scene,
 ) -> None:
     began.notes.on_exit = lambda ended: began.local_workers.kill_worker(5 - ended.worker)  # type: ignore[method-assign]  # as above
+    began.parent.can_restart = False
     began.parent.ends("was killed by signal 9")
     assert began.notes.heard == ["barren", (2, "WarmParentLost")]
     assert not began.local_workers.alive

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fake_hosts import FakeLocalWorkers, ended
+from paceline.elastic.membership_messages import TOO_FEW
 from paceline.events import Event
 from paceline.launch.coordinator.coordinator import Coordinator
 from paceline.launch.coordinator.restart_decision import GONE_S
@@ -146,7 +147,7 @@ def test_a_lost_server_ends_a_run_that_nobody_can_begin_again(one: OneHost) -> N
     one.head.tick(time.monotonic())
     assert one.head.outcome is not None
     (failure,) = one.head.outcome.failures
-    assert (one.head.outcome.exit_code, one.head.outcome.may_restart) == (1, False)
+    assert (one.head.outcome.exit_code, one.head.outcome.may_restart) == (TOO_FEW, False)
     assert failure.error is not None and failure.error["message"] == f"{SERVER}: {AGAIN}"
 
 

@@ -138,7 +138,7 @@ def test_ctrl_c_to_torchrun_which_passes_it_on_to_all(torchrun: list[str], train
         program.process.send_signal(signal.SIGINT)
         code, output = program.end()
     assert code != 0
-    assert "go on with: PACELINE_RUN_DIR=" in output and "torch.distributed.run --nproc-per-node 2" in output
+    assert "go on with: " in output and "PACELINE_RUN_DIR=" in output
     saved = assert_preempted(tmp_path / "run")
     assert "asked to leave" not in output, "somebody did not come to the end of a step"
     assert_goes_on(tmp_path / "run", *run_alone(train, saved), after=saved)

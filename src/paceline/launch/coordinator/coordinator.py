@@ -214,9 +214,9 @@ class Coordinator:
         """Handle a signal to this supervisor: the first one asks the workers to save and leave."""
         self._end.on_signal(signum, has_begun=self._has_begun, controller=self._controller)
 
-    def abandon(self, reason: str, *, signum: int | None = None) -> None:
+    def abandon(self, reason: str, *, signum: int | None = None, is_accident: bool = False) -> None:
         """Tell the other hosts that this host cannot go on, or was stopped before it had workers."""
-        self._end.abandon(self.host, reason, signum)
+        self._end.abandon(self.host, reason, signum, is_accident=is_accident)
 
     def answer_command(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Answer a user command on this host (`paceline.launch.coordinator.control_socket`)."""

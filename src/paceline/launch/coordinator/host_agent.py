@@ -139,9 +139,10 @@ class HostAgent:
         if not self._has_begun:  # there is nothing to save, so the coordinator should end the job soon
             self._patience = time.monotonic() + STOP_S + REPORT_S
 
-    def abandon(self, reason: str, *, signum: int | None = None) -> None:
+    def abandon(self, reason: str, *, signum: int | None = None, is_accident: bool = False) -> None:
         """Tell the coordinator that this host cannot go on, or was stopped before it had workers."""
-        self._link.send({"op": "leaving", "signal": signum, "reason": f"host {self.host}: {reason}"})
+        about = {"signal": signum, "reason": f"host {self.host}: {reason}", "is_accident": is_accident}
+        self._link.send({"op": "leaving", **about})
         self._link.flush(FAREWELL_S)
 
     def answer_command(self, request: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from paceline.elastic.membership_messages import PREEMPTED, Finish
+from paceline.elastic.membership_messages import PREEMPTED, TOO_FEW, Finish
 from paceline.events import Event, Warned
 from paceline.launch.coordinator.elastic_controller import ElasticController
 from paceline.launch.coordinator.remote_hosts import RemoteHosts
@@ -146,14 +146,15 @@ class JobEnd:
             self.outcome = outcome
             self._remote_hosts.farewell({"op": "end", "outcome": outcome.to_json()})
 
-    def abandon(self, host: str, reason: str, signum: int | None) -> None:
+    def abandon(self, host: str, reason: str, signum: int | None, *, is_accident: bool = False) -> None:
         """End the job before this `host` had workers: it was stopped by a signal, or cannot go on."""
         if signum is not None:
             self.finish(interrupted(signum, (), by=f" on host {host}"))
             return
         reason = f"host {host}: {reason}"
-        failure = lost_worker(0, host=host, pid=0, kind="LaunchError", message=reason)
-        self.finish(JobOutcome(state="failed", exit_code=1, failures=(failure,), reason=reason))
+        kind, exit_code = ("HostLost", TOO_FEW) if is_accident else ("LaunchError", 1)
+        failure = lost_worker(0, host=host, pid=0, kind=kind, message=reason)
+        self.finish(JobOutcome(state="failed", exit_code=exit_code, failures=(failure,), reason=reason))
 
     def tick(self, now: float) -> None:
         """End workers that leave too late or outlive a failure, and lose hosts that report no ends."""

@@ -359,7 +359,8 @@ class RemoteHosts:
             case "leaving" if message["signal"] is not None:
                 self._host.remote_host_leaves(remote_host, int(message["signal"]), at_once=bool(message.get("at_once")))
             case "leaving":
-                self.lose(remote_host, str(message["reason"]), kind="LaunchError")
+                is_accident = bool(message.get("is_accident"))
+                self.lose(remote_host, str(message["reason"]), kind="HostLost" if is_accident else "LaunchError")
             case op:
                 raise ValueError(f"unknown message {op!r}")
 

@@ -132,7 +132,8 @@ class _RendezvousTimeout:
         if passed > self._limit_s:
             raise LaunchError(
                 f"Gave up after {passed:.0f} s {progress}. Start the same command on all {self._terms.job.hosts} "
-                "hosts, with a head that each of them reaches (its name, the port, firewalls)."
+                "hosts, with a head that each of them reaches (its name, the port, firewalls).",
+                is_accident=True,
             )
         if now >= self._tell_at:
             self._tell_at = now + TELL_S

@@ -98,7 +98,15 @@ class JobRestart:
         recoverable_loss = RecoverableLoss(causes=(cause,), lost=(), keeps=self.is_possible)
         self._has_lost_server = True
         self.is_possible = True  # from checkpoints on disk
-        self.begin(JobOutcome(state="failed", exit_code=1, failures=(failure,), recoverable_loss=recoverable_loss))
+        self.begin(
+            JobOutcome(
+                state="failed",
+                exit_code=TOO_FEW,  # as after a lost worker: the program broke nothing
+                failures=(failure,),
+                reason=message,
+                recoverable_loss=recoverable_loss,
+            )
+        )
 
     def give_up(self, reason: str, *, causes: Sequence[str], lost: Sequence[int]) -> None:
         """No replica with the run's state is left: restart all workers if possible, else end the job."""

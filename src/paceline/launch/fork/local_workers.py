@@ -28,6 +28,7 @@ from paceline.plan.job import ERROR_SPARE, Assignment
 
 __all__ = ["LocalWorkers", "LocalWorkersListener"]
 
+MAX_PARENT_RESTARTS = 3  # of a warm parent that was lost, in one attempt
 KILL_TIMEOUT_S = 2.0  # a worker that has not ended this long after SIGKILL counts as stuck
 
 
@@ -79,7 +80,8 @@ class LocalWorkers:
         self._unstarted: dict[int, str] = {}  # why workers that join later could not be started
         self._inline_workers: set[int] = set()  # workers in this process
         self._has_forked = False
-        self._parent_loss = ""  # how the warm parent was lost
+        self._parent_loss = ""  # how the warm parent was lost for good
+        self._num_parent_restarts = 0
         self._is_ending = False
         self._kill_at: float | None = None
         self._give_up_at: float | None = None
@@ -383,11 +385,40 @@ class LocalWorkers:
         self._listener.exited(ended)
 
     def _parent_lost(self, how: str) -> None:
-        output = f"\n{self._parent.output()}" if self._parent is not None else ""
-        if not self._has_forked:
-            raise LaunchError(f"The process that imports the workers' modules {how}.{output}")
-        self._parent_loss = f"the process that the workers were forked from {how}{output}"
-        self._listener.cannot_fork()
-        for number, worker in enumerate(sorted(self.alive.keys() - self._inline_workers)):
-            if worker in self.alive and worker not in self._unstarted:  # otherwise ended meanwhile, or restarted
-                self._report_lost(worker, "WarmParentLost", self._parent_loss, echo=number > 0)
+        parent, had_forked = self._parent, self._has_forked
+        if parent is None:
+            return
+        output, was_killed = f"\n{parent.output()}".rstrip(), parent.was_killed
+        is_back = self._restart_parent(parent, how) if had_forked or was_killed else False
+        if not had_forked:
+            if not is_back:
+                text = f"The process that imports the workers' modules {how}.{output}"
+                raise LaunchError(text, is_accident=was_killed)
+            return
+        # With it, all that it had forked has ended.
+        self._killed_pids.clear()
+        self._killed_before_start.clear()
+        loss = f"the process that the workers were forked from {how}{output}"
+        if not is_back:
+            self._parent_loss = loss
+            self._listener.cannot_fork()
+        before = {worker: self.alive[worker] for worker in sorted(self.alive.keys() - self._inline_workers)}
+        for number, (worker, assignment) in enumerate(before.items()):
+            # Otherwise it was ended meanwhile, or its successor is to be started.
+            if self.alive.get(worker) is assignment and worker not in self._unstarted:
+                self._report_lost(worker, "WarmParentLost", loss, echo=number > 0)
+
+    def _restart_parent(self, parent: WarmParent, how: str) -> bool:
+        """Start the warm parent again after it was lost; return whether that is possible."""
+        if self._num_parent_restarts >= MAX_PARENT_RESTARTS:
+            return False
+        self._num_parent_restarts += 1
+        self._has_forked = self._is_parent_ready = False
+        try:
+            parent.restart()
+            parent.attach(self._loop, on_message=self._on_parent_message, on_lost=self._parent_lost)
+        except LaunchError:
+            self._has_forked = True
+            return False
+        self._say(f"the process that workers are forked from {how}: it is started again")
+        return True

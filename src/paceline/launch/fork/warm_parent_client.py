@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -44,9 +45,16 @@ class WarmParent:
     """The warm parent process, as its supervisor sees it. Close it on every path."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes], sock: socket.socket, output: IO[bytes], *, entry: str, family: str
+        self,
+        process: subprocess.Popen[bytes],
+        sock: socket.socket,
+        output: IO[bytes],
+        *,
+        modules: Sequence[str] = MODULES,
+        entry: str,
+        family: str,
     ) -> None:
-        self.entry = entry
+        self.entry, self._modules = entry, tuple(modules)
         self._process, self._sock, self._output, self._family = process, sock, output, family
         self._link: MessageStream | None = None
         self._ready: dict[str, Any] | None = None  # its "ready" message
@@ -78,16 +86,35 @@ class WarmParent:
         except OSError as error:
             ours.close()
             output.close()
-            raise LaunchError(f"Cannot start {sys.executable}: {error.strerror}.") from error
+            is_accident = error.errno in (errno.EAGAIN, errno.ENOMEM)
+            raise LaunchError(f"Cannot start {sys.executable}: {error.strerror}.", is_accident=is_accident) from error
         finally:
             theirs.close()
-        return cls(process, ours, output, entry=entry, family=family)
+        return cls(process, ours, output, modules=modules, entry=entry, family=family)
 
     def __enter__(self) -> WarmParent:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether it was ended from outside, by SIGKILL or SIGTERM."""
+        return self._process.returncode in (-signal.SIGKILL, -signal.SIGTERM)
+
+    def restart(self) -> None:
+        """Start it again after it was lost with all its workers; then `attach` it. Raise LaunchError if that fails."""
+        fresh = type(self).start(modules=self._modules, entry=self.entry)
+        self._output.close()
+        self._process, self._sock, self._output, self._family = (
+            fresh._process,
+            fresh._sock,
+            fresh._output,
+            fresh._family,
+        )
+        self._link = self._ready = None
+        self._has_forked = False
 
     @property
     def pid(self) -> int:

@@ -35,14 +35,14 @@ class StopSignals:
     """A context manager that records Ctrl-C, SIGTERM and SIGHUP, and restores their earlier handlers at its end.
 
     Python sets signal handlers only in the main thread; in another thread nothing is recorded. A signal that is ignored
-    (nohup, a shell's background job) stays ignored.
+    (nohup, a shell's background job) stays ignored. SIGHUP counts once: a closed terminal shows itself in several ways.
     """
 
     def __init__(self) -> None:
         self._noted: list[int] = []
         self._before: dict[int, Any] = {}
         self._warnings: tuple[int, ...] = ()
-        self._is_warned = False
+        self._is_warned = self._has_hung_up = False
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
@@ -61,6 +61,9 @@ class StopSignals:
 
     def note(self, signum: int) -> None:
         """Record a signal as if it had come."""
+        if signum == signal.SIGHUP and self._has_hung_up:
+            return
+        self._has_hung_up = self._has_hung_up or signum == signal.SIGHUP
         self._noted.append(signum)
 
     def take(self) -> list[int]:
@@ -76,7 +79,7 @@ class StopSignals:
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         if signum not in self._warnings:
-            self._noted.append(signum)
+            self.note(signum)
         elif not self._is_warned:
             self._is_warned = True
             self._noted.append(signal.SIGTERM)
