@@ -169,7 +169,7 @@ def part_like(source: Tensor, like: Tensor, cut: TensorSlice | None = None) -> T
     """
     if cut is not None and source.shape == torch.Size(cut.shape):
         source = cut.take(source)
-    elif cut is not None and source.dim():
+    elif cut is not None and source.numel() > 1:
         raise ValueError(
             f"it has the shape {tuple(source.shape)}, its parameter {cut.shape}, of which each worker holds a part"
         )

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
+from paceline.checkpoint.state_tree import freeze
 from paceline.errors import PlanError
 from paceline.parallel.check.optimizer_requirements import needs_all_parameters, needs_whole_parameters
+from paceline.parallel.check.optimizer_state import kept_state
 from paceline.plan import ParameterServer, Plan
 from paceline.worker.state.state_registry import StateRegistry
 
-__all__ = ["require_own_parameters", "require_possible_steps"]
+__all__ = ["require_own_parameters", "require_possible_steps", "require_storable_state"]
 
 
 def require_own_parameters(optimizer: Optimizer, registry: StateRegistry) -> None:
@@ -34,23 +38,68 @@ def require_possible_steps(optimizer: Optimizer, registry: StateRegistry, plan: 
     parameters are DTensors: torch gives the optimizer norms and products of the whole.
     """
     names = registry.parameter_names()
-    held = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
-    split = next((name for name in held if name in registry.slices), None)
+    held = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    split = {name: p for name, p in held.items() if name in registry.slices}
     layout, name = plan.layout, type(optimizer).__name__
-    if split is not None and needs_whole_parameters(optimizer):
-        axes = " and ".join(axis for axis in ("tensor", "experts") if getattr(layout, axis) > 1)
-        raise PlanError(
-            f"{name} looks at parameters as a whole (norms, rows and columns, products), but "
-            f"under {layout!r} each worker has only a part of {split}, and would take other steps. Use shard or "
-            f"stages in place of {axes}, or an optimizer that treats each number by itself, such as AdamW."
-        )
-    why = _why_not_all(held, split, registry, plan)
+    why = _why_not_all(list(held), next(iter(split), None), registry, plan)
     if why is not None and needs_all_parameters(optimizer):
         raise PlanError(
             f"{name}, as it was made here, looks at all its parameters together (their norm, or how far all have "
             f"come), but {why}: each part would take other steps. Use replicas or shard without that, or an "
             "optimizer that looks at one parameter at a time, such as AdamW."
         )
+    if split and needs_whole_parameters(optimizer, list(split.values())):
+        axes = " and ".join(axis for axis in ("tensor", "experts") if getattr(layout, axis) > 1)
+        raise PlanError(
+            f"{name} looks at parameters as a whole (norms, rows and columns, products), or draws random numbers, but "
+            f"under {layout!r} each worker has only a part of {next(iter(split))}, and would take other steps. Use "
+            f"shard or stages in place of {axes}, or an optimizer that treats each number by itself, such as AdamW."
+        )
+
+
+def require_storable_state(optimizer: Optimizer, registry: StateRegistry, plan: Plan) -> str | None:
+    """Raise PlanError where what an optimizer keeps cannot be in a checkpoint; returns what is to be warned of.
+
+    torch's own optimizers keep tensors in the shapes of parameters, single numbers and plain values.
+    """
+    if type(optimizer).__module__.partition(".")[0] == "torch" and not _has_odd_groups(optimizer):
+        return None
+    kept, name = kept_state(optimizer, freeze), type(optimizer).__name__
+    instead = "Use an optimizer whose state has its parameters' shapes, such as AdamW or SGD"
+    if kept.refused:
+        raise PlanError(
+            f"{name} keeps what no checkpoint can hold, so no save of this run could succeed: {kept.refused}. "
+            "A checkpoint holds tensors of each parameter, and dict, list, tuple, str, int, float, bool, bytes and "
+            f"None. {instead}."
+        )
+    names = registry.parameter_names()
+    split = [
+        names[id(p)] for group in optimizer.param_groups for p in group["params"] if names[id(p)] in registry.slices
+    ]
+    if kept.odd_tensors and split:
+        raise PlanError(
+            f"{name} keeps {kept.odd_tensors[0]}, but under {plan.layout!r} each worker has only a part of {split[0]}, "
+            f"and a checkpoint can put together only what has its shape. {instead}, or layouts without tensor and "
+            "experts."
+        )
+    if not kept.is_incomplete:
+        return None
+    if plan.layout.is_elastic:
+        raise PlanError(
+            f"{name} keeps a part of what it remembers outside of its state (in attributes, or in another optimizer "
+            f"in it), but under {plan.layout!r} newcomers are sent the state, and would take other steps. {instead}."
+        )
+    return (
+        f"{name} keeps a part of what it remembers outside of its state (in attributes, or in another optimizer in "
+        "it), so checkpoints do not hold it: a resumed run takes other steps than one that was not interrupted"
+    )
+
+
+def _has_odd_groups(optimizer: Optimizer) -> bool:
+    """Whether an optimizer has options or state of another kind than those that torch's optimizers begin with."""
+    plain = (str, int, float, bool, type(None), tuple, list, Tensor, torch.device)
+    options = [value for group in optimizer.param_groups for key, value in group.items() if key != "params"]
+    return not all(isinstance(value, plain) for value in options)
 
 
 def _why_not_all(held: Sequence[str], split: str | None, registry: StateRegistry, plan: Plan) -> str | None:

@@ -15,7 +15,11 @@ from paceline.parallel.offload.memory import memory_for, why_no_disk
 from paceline.parallel.offload.optimizer_state import OffloadedState
 from paceline.plan import Plan
 from paceline.sync.local.weight_averaging import WeightAveraging
-from paceline.worker.state.optimizer_check import require_own_parameters, require_possible_steps
+from paceline.worker.state.optimizer_check import (
+    require_own_parameters,
+    require_possible_steps,
+    require_storable_state,
+)
 from paceline.worker.state.resumed_state import ResumedState
 from paceline.worker.state.state_registry import StateRegistry
 from paceline.worker.step.model_buffers import BufferAverager
@@ -80,6 +84,8 @@ class PreparedObjects:
         """Register an optimizer, and fill it."""
         require_own_parameters(optimizer, self.registry)
         require_possible_steps(optimizer, self.registry, self._plan)
+        if (text := require_storable_state(optimizer, self.registry, self._plan)) is not None:
+            self._emit(Warned(text=text))
         full_name = self.registry.name_for("optimizer", name)
         self.registry.optimizers[full_name] = optimizer
         if self._plan.compute.offload != "none":

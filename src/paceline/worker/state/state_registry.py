@@ -145,7 +145,7 @@ class StateRegistry:
                 for key, value in state.items() if name in self.slices else ():
                     if isinstance(value, Tensor) and value.shape == parameter.shape:
                         found[f"{prefix}.state.{name}.{key}"] = self.slices[name]
-                    elif isinstance(value, Tensor) and value.dim():
+                    elif isinstance(value, Tensor) and value.numel() > 1:
                         raise CheckpointError(
                             f"cannot store {key} of {name}: {prefix} keeps it in the shape {list(value.shape)}, and "
                             f"each worker has a part of the parameter, {list(parameter.shape)}. Use an optimizer whose "
