@@ -10,6 +10,7 @@ OPTIONS  JSON: plan, and fields of the Job; pause_s: after each step; gate: afte
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -77,6 +78,11 @@ def num_to_be(worker: paceline.Worker) -> int:
     return len(consensus.ranks if planned is None else planned.members)
 
 
+def _in_backward(worker: paceline.Worker, _: torch.nn.Module, __: Any, output: torch.Tensor) -> None:
+    if output.requires_grad:
+        output.register_hook(lambda _: fault(worker, "backward"))
+
+
 def train(worker: paceline.Worker) -> str:
     if FAULTS:
         arm(worker, sums=("gradients", "layers"), save=(AsyncWriter, "_write"))
@@ -91,7 +97,7 @@ def train(worker: paceline.Worker) -> str:
     words = worker.broadcast([f"from {worker.rank}"])
     step = worker.stepper(model, optim, F.cross_entropy, clip_norm=1.0)
     model.register_forward_pre_hook(lambda *_: fault(worker, "forward"))
-    next(model.parameters()).register_hook(lambda _: fault(worker, "backward"))
+    model.register_forward_hook(functools.partial(_in_backward, worker))
     if words != ["from 0"]:
         raise ValueError(f"the first broadcast gave {words}")
     pause_s = float(OPTIONS.get("pause_s", 0))

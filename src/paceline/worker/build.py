@@ -96,6 +96,7 @@ class _Builder:
         )
         tables = _tables(servers)
         models = self._models(executor, servers, tables)
+        executor.hooks.gather = models.gathered
         registry = StateRegistry(self._device)
         codec_state = CodecState(self._plan.wire, models=models, registry=registry, axes=place.axes)
         contents = StateContents(registry, codec_state)

@@ -135,6 +135,11 @@ class ShardedModels:
                 found = bool(found) or id(parameter) in model.used
         return found
 
+    def gathered(self) -> Iterator[tuple[str, Parameter]]:
+        """Yield the name and the whole of each parameter that forwards of this gradient pass have seen gathered."""
+        for model in self._models:
+            yield from model.gathered()
+
     @property
     def reduces_on_last_pass(self) -> bool:
         """Whether gradients are summed only by the last run's backward."""
@@ -215,6 +220,7 @@ class ShardedModel:
         held = model.parameters() if apart is None else [p for slots in self._slots.values() for _, _, p in slots]
         self.parameters = {id(parameter): parameter for parameter in held}
         self._of_experts = {id(split) for unit in gather_modules for _, _, split in self._slots[unit]}
+        self._names = {id(one): name for name, one in model.named_parameters()}
         self._gathered: dict[int, Parameter] = {}  # id of a sharded parameter -> the whole one that autograd sees
         for unit in self._units:
             # Registered after torch's own hook, so it runs when the unit's parameters are gathered.
@@ -224,6 +230,9 @@ class ShardedModel:
     @property
     def num_bytes(self) -> int:
         return sum(local.numel() * local.element_size() for local in map(local_part, self.parameters.values()))
+
+    def gathered(self) -> Iterator[tuple[str, Parameter]]:
+        return ((self._names[number], whole) for number, whole in self._gathered.items())
 
     def before_run(self, *, is_last: bool, is_void: bool) -> None:
         self._is_void = is_void

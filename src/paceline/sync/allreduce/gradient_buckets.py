@@ -139,6 +139,11 @@ class GradientBuckets(ABC):
         self._memory = memory
         self._is_stale = True  # until the next gradient pass
 
+    @property
+    def named(self) -> Sequence[NamedParameter]:
+        """All registered parameters, each under one of its names."""
+        return self._all
+
     def has(self, parameter: Tensor) -> bool:
         """Return whether `parameter` is one of those that were registered."""
         return id(parameter) in self._parameter_ids

@@ -230,6 +230,11 @@ class GradientReducer(GradientBuckets):
         self.parts = [ReplicaNorm(part.weight, square) for part, square in zip(self.parts, squares, strict=True)]
         self.waited_s += time.perf_counter() - began
 
+    def changed(self) -> None:
+        """Called after hooks of the user may have changed the sums: what was computed from them is out of date."""
+        self._square, self.parts = None, []
+        self._seal()
+
     def unused(self) -> tuple[str, ...]:
         """Return the parameters that no worker used in the last gradient pass."""
         return tuple(self._all[place][0] for place, is_used in self._used.items() if not is_used)

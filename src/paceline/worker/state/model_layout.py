@@ -30,6 +30,7 @@ from paceline.plan import Plan
 from paceline.sync.allreduce.gradient_sharding import GradientSharding, TensorParallelGradients
 from paceline.worker.membership.consensus import RunTogether
 from paceline.worker.step.model_buffers import persistent_buffers
+from paceline.worker.step.parameter_hooks import carry_hooks
 from paceline.worker.topology.parallel_groups import ParallelGroups, StateOwner
 from paceline.worker.topology.recorded_groups import RecordedContextGroup, RecordedExpertGroup, RecordedTensorGroup
 
@@ -95,6 +96,7 @@ class ModelLayout:
                 f"{type(model).__name__}: config.use_cache is off from now on, since blocks that are recomputed would "
                 "fill the cache for generation twice"
             )
+        before = dict(model.named_parameters(remove_duplicate=False))
         place(
             model,
             self._plan,
@@ -103,6 +105,7 @@ class ModelLayout:
             split_layers=lambda one: self._split_layers(one, device=device, is_fresh=is_fresh, hints=hints),
             shard=lambda one: self._shard(one, is_fresh=is_fresh, hints=hints),
         )
+        carry_hooks(before, model)
         if self._tables is not None:
             use_remote_tables(model, self._tables)
 

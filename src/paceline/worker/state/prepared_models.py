@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from paceline.comm.flight_recorder import FlightRecorder
 from paceline.comm.group import WorkerGroup
 from paceline.comm.remote_tensors import is_remote
-from paceline.comm.sharded_tensors import full_tensor
+from paceline.comm.sharded_tensors import TensorSlice, full_tensor
 from paceline.errors import PlanError
 from paceline.parallel.fully_sharded.sharded_model import ShardedModels
 from paceline.plan import Plan
@@ -112,10 +112,7 @@ class PreparedModels:
             return self._tables.whole(tensor)
         owner, complete = self._owners.get(name), None
         if tensor is not None and (owner is None or self._axes.is_at(owner)):
-            complete = full_tensor(tensor)
-            if name in self._splits:
-                split, holders = self._splits[name]
-                complete = split.gathered(complete, holders)
+            complete, _ = self.gathered(name, tensor)
         if owner is None:
             return complete
         return self._axes.parted.broadcast_object(complete, source=self._axes.place_of(owner))
@@ -136,6 +133,18 @@ class PreparedModels:
         it."""
         owner = self._owners.get(name)
         return here if owner is None else self._axes.parted.broadcast_object(here, source=self._axes.place_of(owner))
+
+    def gathered(self, name: str, tensor: Tensor) -> tuple[Tensor, TensorSlice | None]:
+        """Return the whole of a parameter, or of its gradient, by its full name, and the slice of it that is here.
+
+        All workers that have parts of it call it.
+        """
+        complete = full_tensor(tensor)
+        if name not in self._splits:
+            return complete, None
+        split, holders = self._splits[name]
+        cut = TensorSlice(split.shape, split.dim, split.ranges(holders.index))
+        return split.gathered(complete, holders), cut
 
     def pipelined(self, models: Sequence[nn.Module], loss_of: Callable[[Any], Any]) -> PipelinePass | None:
         """How a stepper's micro-batches go through the stages, None without; raises PlanError for several models."""

@@ -32,7 +32,7 @@ from paceline.comm.group import Disrupted, WorkerGroup
 from paceline.errors import SyncError
 from paceline.parallel.fully_sharded.sharded_model import ShardedModels
 from paceline.parallel.precision import computing, input_dtype
-from paceline.plan import Plan
+from paceline.plan import ParameterServer, Plan
 from paceline.schedule.micro_batches import MicroBatch
 from paceline.sync.allreduce.gradient_reducer import GradientReducer
 from paceline.worker.data import random_state
@@ -40,6 +40,7 @@ from paceline.worker.data.step_batch import StepBatch, to_device
 from paceline.worker.step.gradient_noise_scale import GradientNoiseScale
 from paceline.worker.step.losses import LossLike, LossSpike, LossSpikeDetector, as_weight, single, split_loss
 from paceline.worker.step.model_buffers import BufferAverager
+from paceline.worker.step.parameter_hooks import ParameterHooks
 from paceline.worker.topology.parallel_groups import ParallelGroups
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ class StepExecutor:
         replica that takes steps by itself."""
         self.buffers = BufferAverager()
         self.shards = ShardedModels()
+        self.hooks = ParameterHooks(refusal=_why_no_hooks(plan))
         self.outcome: StepOutcome | None = None  # of the last pass; None during one, or when it was left early
         self._plan, self._group, self._consensus, self._device = plan, group, consensus, device
         self._axes = axes
@@ -226,6 +228,7 @@ class StepExecutor:
             # This may wait for parameter servers, and be disrupted.
             gradients.begin(batch.num_passes, step=batch.step, measures=measures)
             self.shards.begin()
+            self.hooks.begin(gradients.named)
             yield
         except Disrupted:
             batch.num_passes -= 1  # the batch will be run again, as the same pass
@@ -234,6 +237,7 @@ class StepExecutor:
             self._batch = self._micro = self._gradients = None
             batch.num_passes += 1
             batch.is_void = False
+            self.hooks.end()
             if self.outcome is None:
                 self.buffers.give_up()
                 self.shards.give_up()
@@ -295,6 +299,7 @@ class StepExecutor:
         mean_loss = summed.loss_sum / summed.weight_sum if summed.weight_sum else None
         scale = (batch.num_here / summed.weight_sum if summed.weight_sum > 0 else 1.0) / self._axes.context.size
         gradients.land(scale=scale)
+        self.hooks.apply(gradients, self.shards.gathered())
         finite = is_finite() if is_finite is not None else gradients.is_finite()
         series = f"{batch.stream}.{batch.num_passes}"
         judged = self.losses.judge(series, mean_loss, finite=finite)
@@ -346,11 +351,10 @@ class StepExecutor:
         loss, loss_rest, weight, weight_rest = _halves(own_loss, own_weight)
         wish = float(self._consensus.wants_change)
         trail = self.shards.traffic.trail % TRAILS * self._axes.sign
-        gradients.flush(
-            [serial, serial**2, trail, wish, loss, loss_rest, weight, weight_rest, *self.buffers.changed()],
-            weight=own_weight,
-        )
-        serials, squares, trails, wishes, loss, loss_rest, weight, weight_rest, *changed = gradients.collect()
+        numbers = [serial, serial**2, trail, wish, loss, loss_rest, weight, weight_rest, *self.hooks.marks()]
+        gradients.flush([*numbers, *self.buffers.changed()], weight=own_weight)
+        serials, squares, trails, wishes, loss, loss_rest, weight, weight_rest, *rest = gradients.collect()
+        marks, mark_squares, *changed = rest
         if self._group.size * squares != serials**2:
             raise SyncError(
                 f"worker {self._group.index} runs batch {batch.serial} of the run, others run another one: a worker "
@@ -363,6 +367,7 @@ class StepExecutor:
                 "each block is gathered from all of them: under Layout(shard=...) every micro-batch must run the same "
                 "blocks, in the same order. Run all and multiply by 0 what is not wanted, or use Layout(replicas=n)"
             )
+        self.hooks.compare(marks, mark_squares, size=self._group.size)
         return _SummedMetadata(
             loss_sum=loss + loss_rest,
             weight_sum=weight * WEIGHT_UNIT + weight_rest,
@@ -406,6 +411,12 @@ class _SummedMetadata:
     weight_sum: float
     wants_change: bool  # one of them wants a change between two steps
     changed: list[bool]  # for each buffer: it changed on one of them
+
+
+def _why_no_hooks(plan: Plan) -> str:
+    if not isinstance(plan.sync, ParameterServer):
+        return ""
+    return f"under {plan.sync!r} gradients are summed on the servers: it would see a part. Use sync=AllReduce()"
 
 
 def _halves(loss: float, weight: float) -> tuple[float, float, float, float]:
