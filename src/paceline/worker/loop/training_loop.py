@@ -49,6 +49,7 @@ class TrainingLoop:
         self._is_stepping = False
         self._group, self._consensus, self._recorder = place.group, place.consensus, place.recorder
         self._consensus.before_each_operation(self.mode.before_operation)
+        self.executor.observer = self._files.module_capture
         self._axes = place.axes
         self._last_pass: GradientReducer | None = None  # the gradients of the last pass
         self._unsettled: list[GradientReducer] = []  # those of passes whose step is to be taken
@@ -171,6 +172,7 @@ class TrainingLoop:
         if batch.num_passes == 0:
             self._unsettled.clear()
         self._recorder.begin("forward and backward", batch.step)
+        self._capture_modules(batch)
         began, data_s = time.perf_counter(), batch.data_s
         while True:
             try:
@@ -200,7 +202,26 @@ class TrainingLoop:
             self._numerical_guard.broken_gradients(batch.step, self.executor.nonfinite_gradients)
         if outcome.spike is not None:
             self._numerical_guard.spiked(batch.step, outcome.spike)
+        self._capture_modules(batch, is_done=True)
         self.step_log.end_pass(step, outcome, names_unused=names_unused)
+
+    def _capture_modules(self, batch: StepBatch, *, is_done: bool = False) -> None:
+        """Note weights before a pass, and summed gradients after it, for a comparison module by module."""
+        capture = self._files.module_capture
+        if capture is None or not capture.is_due(batch.step):
+            return
+        models, whole = self._prepared.registry.models, self._models.whole
+        if is_done:
+            capture.summed(batch.step, batch.num_passes - 1, models, whole)
+        else:
+            capture.start(
+                batch.step,
+                models,
+                whole,
+                left_out=self._models.routed_experts(),
+                splits=self._models.split_kinds(),
+                context_size=self._axes.context.size,
+            )
 
     def clip(self, max_norm: float) -> Tensor:
         """Bound the global norm of the last pass's gradients; returns what it was."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["BARE_LOOP", "ParityCapture"]
+__all__ = ["BARE_LOOP", "GatherWhole", "ParityCapture", "portable"]
 
 BARE_LOOP = "bare_loop"  # a file that the command puts there where the run is to take its steps by a plain torch loop
 
@@ -59,7 +59,7 @@ class ParityCapture:
         for name, parameter in parameters:
             gradient = whole(name, parameter.grad)
             if self._is_writer and gradient is not None:
-                self._seen[name] = _portable(gradient)
+                self._seen[name] = portable(gradient)
         if self._is_writer:
             self._write(f"gradients_{step}", self._seen)
 
@@ -74,7 +74,7 @@ class ParityCapture:
             for name, tensor in tensors:
                 complete = whole(name, tensor)
                 if self._is_writer and complete is not None:
-                    found[name] = _portable(complete)
+                    found[name] = portable(complete)
             if self._is_writer:
                 self._write(file, found)
 
@@ -96,7 +96,7 @@ class ParityCapture:
                 for key in keys(name, here):
                     complete = whole(name, state.get(key))
                     if self._is_writer and complete is not None:
-                        found[f"{key} of {name}"] = _portable(complete)
+                        found[f"{key} of {name}"] = portable(complete)
         if self._is_writer:
             self._write("optimizers", found)
             facts = [{"class": type(one).__name__, "options": _whole_numbers(one)} for one in optimizers.values()]
@@ -115,7 +115,7 @@ def _whole_numbers(optimizer: Optimizer) -> dict[str, int]:
     return {key: value for key, value in options.items() if type(value) is int}
 
 
-def _portable(tensor: Tensor) -> Tensor:
+def portable(tensor: Tensor) -> Tensor:
     """A copy on the CPU, of a type that numpy has."""
     copy = tensor.detach().to("cpu", copy=True)
     if copy.is_complex():

@@ -10,6 +10,7 @@ from paceline.errors import RunFileError, writing
 from paceline.events import Event, EventLog, WorkerFinished
 from paceline.plan.job import Assignment, Job
 from paceline.worker.record.error_report import release_error_space, reserve_error_space
+from paceline.worker.record.module_capture import ModuleCapture
 from paceline.worker.record.parity_capture import ParityCapture
 from paceline.worker.record.sample_ledger import ResumeOrigin, SampleLedger
 
@@ -34,6 +35,9 @@ class RunFiles:
             reserve_error_space(self.worker_dir)
         self._ledger: SampleLedger | None = None
         self.capture = ParityCapture(Path(job.capture_dir), assignment.rank) if job.capture_dir else None
+        self.module_capture: ModuleCapture | None = None
+        if job.capture_dir:
+            self.module_capture = ModuleCapture.asked_for(Path(job.capture_dir), assignment.rank)
 
     @property
     def ledger(self) -> SampleLedger:

@@ -288,6 +288,10 @@ class ModelLayout:
 
     # Which worker has what of it.
 
+    def routed(self, model: nn.Module) -> tuple[str, ...]:
+        """The names of a model's modules of whose experts each worker has some."""
+        return tuple(one.name for one in self._experts.get(model, ()))
+
     def splits(self, model: nn.Module) -> Iterator[tuple[Mapping[str, ParameterSplit], RecordedTensorGroup]]:
         """Yield how parameters of a model are split, by name, and the group whose workers hold the parts."""
         if self._axes.tensor_parallel_group is not None:

@@ -146,6 +146,21 @@ class PreparedModels:
         cut = TensorSlice(split.shape, split.dim, split.ranges(holders.index))
         return split.gathered(complete, holders), cut
 
+    def routed_experts(self) -> tuple[str, ...]:
+        """The full names of modules of whose experts each worker has some."""
+        return tuple(f"{name}.{one}" for model, name in self._names.items() for one in self.layout.routed(model))
+
+    def split_kinds(self) -> dict[str, str]:
+        """How parameters are spread over the workers of a replica, in words, by their full names."""
+        found = {
+            name: f"of stage {owner.stage}" if owner.expert in (None, 0) else "of experts on other workers"
+            for name, owner in self._owners.items()
+        }
+        experts = self._axes.expert_parallel_group
+        for name, (_, holders) in self._splits.items():
+            found[name] = "of experts, split over workers" if holders is experts else "split over workers"
+        return found
+
     def pipelined(self, models: Sequence[nn.Module], loss_of: Callable[[Any], Any]) -> PipelinePass | None:
         """How a stepper's micro-batches go through the stages, None without; raises PlanError for several models."""
         if self._axes.link is None:

@@ -39,6 +39,7 @@ from paceline.worker.data import random_state
 from paceline.worker.data.step_batch import StepBatch, to_device
 from paceline.worker.step.gradient_noise_scale import GradientNoiseScale
 from paceline.worker.step.losses import LossLike, LossSpike, LossSpikeDetector, as_weight, single, split_loss
+from paceline.worker.step.micro_batch_observer import MicroBatchObserver, observed
 from paceline.worker.step.model_buffers import BufferAverager
 from paceline.worker.step.parameter_hooks import ParameterHooks
 from paceline.worker.topology.parallel_groups import ParallelGroups
@@ -115,6 +116,7 @@ class StepExecutor:
         self.buffers = BufferAverager()
         self.shards = ShardedModels()
         self.hooks = ParameterHooks(refusal=_why_no_hooks(plan))
+        self.observer: MicroBatchObserver | None = None
         self.outcome: StepOutcome | None = None  # of the last pass; None during one, or when it was left early
         self._plan, self._group, self._consensus, self._device = plan, group, consensus, device
         self._axes = axes
@@ -198,6 +200,9 @@ class StepExecutor:
                         (self._plan.batch.seed, 0, batch.step, batch.num_passes, micro.index) for _, micro, _ in runs
                     ],
                     buffers=self.buffers,
+                    around=lambda number: observed(
+                        self.observer, (batch.num_passes, runs[number][1].index), is_void=runs[number][2]
+                    ),
                 )
                 self._stages_waited_s += pipelined.waited_s - waited_s
             self._is_backward_done = True  # of the last one, too
@@ -259,6 +264,8 @@ class StepExecutor:
                 "or loop over the batch again for another optimizer"
             )
         self._is_backward_done = True
+        if self.observer is not None:
+            self.observer.close()
         if self._gradients is not None:
             self._gradients.check()
         if batch.is_void:
@@ -282,6 +289,8 @@ class StepExecutor:
         self.buffers.rewind()
         random_state.seed_all(self._plan.batch.seed, 0, batch.step, batch.num_passes, micro.index)
         self.shards.before_run(is_last=is_last, is_void=batch.is_void)
+        if self.observer is not None:
+            self.observer.open((batch.num_passes, micro.index), is_void=batch.is_void)
         if is_last:
             gradients.arm()
 

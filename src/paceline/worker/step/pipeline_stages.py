@@ -273,9 +273,11 @@ class PipelinePass:
         num_step: int,
         seeds: Sequence[tuple[int, ...]],
         buffers: BufferAverager,
+        around: Callable[[int], AbstractContextManager[None]],
     ) -> list[MicroBatchLoss]:
         """Run forward and backward of micro-batches of these sizes; returns their losses, on the last stage's worker.
 
+        `around(number)` surrounds each of this worker's parts of that micro-batch's forward.
         Each counts by its share of the step's `num_step` samples; a `void` one, which only the last ones may be, does
         not count. All workers of the stages must call it.
         """
@@ -285,10 +287,11 @@ class PipelinePass:
         self._worker.pipeline = pipeline = staged.pipeline(len(micros))
 
         @contextlib.contextmanager
-        def around(action: Action) -> Iterator[None]:
+        def around_action(action: Action) -> Iterator[None]:
             random_state.seed_all(*seeds[action.micro])  # also numpy's generator, which the units' own seeds do not set
             buffers.rewind(afresh=True)
-            yield
+            with around(action.micro):
+                yield
             if void[action.micro]:
                 buffers.undo(afresh=True)
                 self._counted(action)
@@ -317,7 +320,8 @@ class PipelinePass:
             elif action.kind == BACKWARD_WEIGHT:
                 staged.shards.after_weights(staged.model, is_last=last.get(action.stage) is action)
 
-        self._worker.around, self._worker.before, self._worker.after, self._counts = around, before, after, {}
+        self._worker.around, self._worker.before, self._worker.after = around_action, before, after
+        self._counts = {}
         outcome = self._worker.step(self._loss, micros, weights=factors, seeds=seeds)
         self._note(outcome, pipeline)
         return [MicroBatchLoss(value=outcome.results[m], count=self._counts[m]) for m in sorted(outcome.results)]
