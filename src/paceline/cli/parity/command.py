@@ -67,6 +67,12 @@ def add(commands: Commands) -> None:
         "--device", metavar="WHERE", default="auto", help="auto, cpu or cuda, as for `paceline run` (default: auto)"
     )
     parser.add_argument("--keep", metavar="DIR", type=Path, help="keep the runs and their captures in this directory")
+    parser.add_argument(
+        "--no-where",
+        dest="where",
+        action="store_false",
+        help="do not run what differs again, to find the first module that departs",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
     parser.set_defaults(run=run)
 

@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["FLOOR", "SMALL", "CaptureReader", "Difference", "Differences", "compare"]
+__all__ = ["FLOOR", "SMALL", "CaptureReader", "Difference", "Differences", "compare", "first_step_over"]
 
 FLOOR = 0.01
 SMALL = 1e-3
@@ -99,6 +99,18 @@ def compare(capture: CaptureReader, reference: CaptureReader) -> Differences:
         optimizers=_optimizers(capture.optimizers, reference.optimizers, left_out),
         metrics=_metrics(capture.metrics, reference.metrics),
     )
+
+
+def first_step_over(capture: CaptureReader, reference: CaptureReader, tolerance: float) -> int:
+    """Return the first step whose loss or gradients differ by more; the last one where only the end's weights do."""
+    steps = sorted(capture.losses.keys() | reference.losses.keys())
+    for step in steps:
+        ours, theirs = ({step: losses[step]} if step in losses else {} for losses in (capture.losses, reference.losses))
+        has_gradients = step in capture.gradients or step in reference.gradients
+        found = [_loss(ours, theirs), *([_gradients(capture, reference, step)] if has_gradients else [])]
+        if not _worst(found).value <= tolerance:
+            return step
+    return steps[-1]
 
 
 def _loss(ours: dict[int, float], theirs: dict[int, float]) -> Difference:

@@ -23,12 +23,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from paceline.cli.parity.compare import CaptureReader
 from paceline.cli.parity.module_records import (
     Array,
     ModuleReader,
@@ -184,9 +183,7 @@ class _Search:
         module, text = guess
         return dataclasses.replace(found, module=module, what=f"the norm for clipping, which {text}")
 
-    def _of_parameters(
-        self, step: int, phase: str, judged: Sequence[_Judged], first: _Judged, what: str
-    ) -> Departure:
+    def _of_parameters(self, step: int, phase: str, judged: Sequence[_Judged], first: _Judged, what: str) -> Departure:
         """The departure of one parameter, or that of all."""
         names = {one.name for one in judged if one.departs}
         known = {one.name for one in judged}
@@ -292,9 +289,7 @@ class _Search:
         number = f" of micro-batch {record.micro[1]}"
         return _departure(step, "backward" if is_gradient else "forward", module, what + number, first[2])
 
-    def _judge(
-        self, record: TensorRecord, ours: StepRecords, theirs: StepRecords, noise: float
-    ) -> _Judged | None:
+    def _judge(self, record: TensorRecord, ours: StepRecords, theirs: StepRecords, noise: float) -> _Judged | None:
         """Compare what all workers have of a tensor; None where nothing of it can be compared."""
         b = theirs.array(record)
         worst: _Judged | None = None
@@ -313,8 +308,11 @@ def _forward_cause(theirs: StepRecords, sequence: Sequence[TensorRecord], first:
     """The module that made a tensor of a forward, and the tensor in words."""
     if first.kind == "output":
         return first.module, f"what {first.module} returns"
-    caller = theirs.caller_of(first.module)
-    return caller, f"what {caller} computes itself for {first.module}"
+    outermost = theirs.users_of(first)[-1]  # a module hands on what it was given
+    caller = theirs.caller_of(outermost)
+    if caller == outermost:
+        return caller, f"what {caller} is given"
+    return caller, f"what {caller} computes itself for {outermost}"
 
 
 def _backward_cause(theirs: StepRecords, sequence: Sequence[TensorRecord], first: TensorRecord) -> tuple[str, str]:
@@ -362,10 +360,10 @@ def _noise(record: TensorRecord, theirs: StepRecords, noisy: StepRecords) -> flo
     return _distance(found[0], theirs.array(record)) if found else 0.0
 
 
-def _floor(noises: Iterator[float] | Sequence[float] | object, arrays: object) -> float:
+def _floor(noises: Iterable[float], arrays: Iterable[Array]) -> float:
     """The least noise that a tensor is taken to have: the median of its kind, or one rounding."""
-    finite = [noise for noise in noises if math.isfinite(noise) and noise > 0]  # pyright: ignore
-    types = {array.dtype for array in arrays if array.dtype.kind == "f"}  # pyright: ignore
+    finite = [noise for noise in noises if math.isfinite(noise) and noise > 0]
+    types = {array.dtype for array in arrays if array.dtype.kind == "f"}
     rounding = max((float(np.finfo(kind).eps) for kind in types), default=0.0)
     return max(float(np.median(finite)) if finite else 0.0, rounding)
 

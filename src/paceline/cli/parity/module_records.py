@@ -148,7 +148,8 @@ def _step(directory: Path, step: int, num_workers: int) -> StepRecords:
         files[worker] = path.with_suffix(".safetensors")
         for row in json.loads(path.read_text(encoding="utf-8")):
             pieces = tuple((dim, tuple((a, b) for a, b in ranges)) for dim, ranges in row["pieces"])
-            records.append(TensorRecord(**{**row, "micro": tuple(row["micro"]), "pieces": pieces, "worker": worker}))
+            fields: dict[str, Any] = {**row, "micro": tuple(row["micro"]), "pieces": pieces, "worker": worker}
+            records.append(TensorRecord(**fields))
     return StepRecords(records, files)
 
 

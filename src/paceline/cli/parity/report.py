@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from paceline.cli.parity.compare import Difference, Differences
+from paceline.cli.parity.localize import Departure
 from paceline.errors import PlanError, WorkerError
 from paceline.plan import Cast, Plan, Raw
 
@@ -81,6 +82,8 @@ class ParityVerdict:
     is_bare: bool = False  # one process, against a plain torch loop
     unsteady: frozenset[str] = frozenset()  # values that the script reports and one worker does not repeat
     later_parts: tuple[str, ...] = ()  # options of optimizers that name a later step than the last one
+    departure: Departure | None = None  # where it departs first
+    is_located: bool = False  # whether that was looked for
 
     @property
     def label(self) -> str:
@@ -241,6 +244,10 @@ def _sentences(row: ParityVerdict) -> list[str]:
         where = "" if difference.where == "loss" else f" {difference.where}"
         when = f" at step {difference.step}" if difference.step is not None else " at the end"
         lines.append(f"{what}{where} by {_figure(difference.value)}{when} (tolerance {tolerance:.0e})")
+    if row.departure is not None:
+        lines.append(str(row.departure))
+    elif row.is_located:
+        lines.append("module by module nothing departs by more than rounding explains")
     if row.is_rounding_of_wire:
         lines.append(f"{row.plan.wire!r} rounds gradients to 16 bits: allow for it with --tolerance {WIRE:.0e}")
     elif not row.plan.wire.exact and not isinstance(row.plan.wire, Cast):
@@ -276,6 +283,7 @@ def _facts(judged: Sequence[ParityVerdict], lost: Sequence[FailedTrial]) -> dict
                 "later_parts": list(row.later_parts),
                 "tolerance": dataclasses.asdict(row.tolerance),
                 "holds": row.holds,
+                "departs_first": None if row.departure is None else _departure_facts(row.departure),
             }
         )
     not_compared = [
@@ -289,6 +297,11 @@ def _facts(judged: Sequence[ParityVerdict], lost: Sequence[FailedTrial]) -> dict
     ]
     holds = all(row.holds for row in judged) and not lost
     return {"holds": holds, "configurations": rows, "not_compared": not_compared}
+
+
+def _departure_facts(departure: Departure) -> dict[str, Any]:
+    facts = dataclasses.asdict(departure)
+    return {key: str(one) if isinstance(one, float) and not math.isfinite(one) else one for key, one in facts.items()}
 
 
 def _table(lines: Sequence[Sequence[str]]) -> list[str]:

@@ -31,6 +31,7 @@ class ParityRequest:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     keep: Path | None = None  # directory for the runs; None: a temporary one
     json: bool = False
+    where: bool = True  # run what does not hold again, to find out where
 
 
 def parity_request(arguments: argparse.Namespace) -> ParityRequest:
@@ -63,6 +64,7 @@ def parity_request(arguments: argparse.Namespace) -> ParityRequest:
         ),
         keep=keep,
         json=arguments.json,
+        where=arguments.where,
     )
 
 

@@ -35,6 +35,7 @@ from paceline.cli.parity.report import (
     with_steady_metrics,
 )
 from paceline.cli.parity.request import ParityRequest
+from paceline.cli.parity.where import ask_for_modules, find_departure
 from paceline.errors import PlanError, WorkerError
 from paceline.events import WorkerStarted, decode
 from paceline.launch.fork.warm_parent_client import WarmParent
@@ -138,7 +139,10 @@ def main_parity(request: ParityRequest) -> int:
             if reference is None:
                 reference = references[key] = ended
             else:
-                judged.append(_judged(trial, ended, reference, request))
+                verdict = _judged(trial, ended, reference, request)
+                if request.where and trial.workers > 1 and not (verdict.holds or verdict.is_rounding_of_wire):
+                    verdict = _located(verdict, trial, ended, reference, request, directory)
+                judged.append(verdict)
                 if request.keep is None:
                     shutil.rmtree(directory / trial.name)  # gradients of every step are many bytes
     if not judged:
@@ -256,6 +260,43 @@ def _judged(
         is_bare=trial.is_bare,
         later_parts=later_parts(reference.capture.options, num_steps=len(reference.capture.losses)),
     )
+
+
+def _located(
+    verdict: ParityVerdict,
+    trial: ParityTrial,
+    ended: FinishedTrial,
+    reference: FinishedTrial,
+    request: ParityRequest,
+    directory: Path,
+) -> ParityVerdict:
+    """Add to a verdict where the configuration departs; where that cannot be found out, the verdict as it is."""
+    _say(f"{_label(trial)} differs: running it and its reference again, to find out where")
+
+    def run(what: str, steps: int, perturbed: bool) -> Path:
+        is_reference = what == "reference"
+        name = f"{trial.name}_{what}{'_perturbed' * perturbed}_modules"
+        again = dataclasses.replace(
+            trial, name=name, is_reference=is_reference, workers=1 if is_reference else trial.workers
+        )
+        captured = directory / name / "captured"
+        ask_for_modules(captured, steps=steps, perturbed=perturbed)
+        with prestart() as warm:
+            _run(again, request, directory, warm)
+        return captured
+
+    try:
+        departure = find_departure(
+            run, capture=ended.capture, reference=reference.capture, tolerance=verdict.tolerance.numbers
+        )
+    except (WorkerError, PlanError) as error:
+        _say(f"that failed: {error}")
+        return verdict
+    finally:
+        if request.keep is None:
+            for path in directory.glob(f"{trial.name}_*_modules"):
+                shutil.rmtree(path)
+    return dataclasses.replace(verdict, departure=departure, is_located=True)
 
 
 def _error(trial: ParityTrial, attempt: Attempt) -> WorkerError | PlanError:

@@ -1,5 +1,4 @@
-"""Captures of single modules for `paceline parity`: what each module's forward got and returned in each micro-batch, and
-the gradients that came back for it.
+"""Captures of single modules for `paceline parity`: what each module's forward got and returned, and its gradients.
 
 They are made only where a file `modules.json` lies in the capture directory, and only for its first steps:
 
@@ -26,7 +25,7 @@ import dataclasses
 import json
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +142,7 @@ class ModuleCapture:
         rows = [dataclasses.asdict(note) for note in self._notes]
         (self._directory / f"{name}.json").write_text(json.dumps(rows), encoding="utf-8")
 
-    def _write_whole(self, name: str, named: list[tuple[str, Tensor | None]], whole: GatherWhole) -> None:
+    def _write_whole(self, name: str, named: Sequence[tuple[str, Tensor | None]], whole: GatherWhole) -> None:
         found: dict[str, Tensor] = {}
         for key, tensor in named:
             complete = whole(key, tensor)
@@ -178,10 +177,10 @@ class ModuleCapture:
         self, tensor: Tensor, kind: str, micro: tuple[int, int], module: str, call: int, item: int
     ) -> None:
         """Note a tensor of a forward, and later its gradient."""
-        known = self._numbers.get(id(tensor))
-        is_new = known is None or known[0]() is not tensor
-        number = len(self._notes) if is_new else known[1]
+        seen, number = self._numbers.get(id(tensor), (None, 0))
+        is_new = seen is None or seen() is not tensor
         if is_new:
+            number = len(self._notes)
             self._numbers[id(tensor)] = weakref.ref(tensor), number
         note = TensorNote(
             key=str(len(self._notes)) if is_new or kind == "output" else "",

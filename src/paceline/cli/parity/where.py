@@ -1,0 +1,38 @@
+"""Finds out where a configuration does not hold: runs it again with its modules captured, and its reference twice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from paceline.cli.parity.compare import CaptureReader, first_step_over
+from paceline.cli.parity.localize import Departure, locate
+
+__all__ = ["ask_for_modules", "find_departure"]
+
+
+def ask_for_modules(captured: Path, *, steps: int, perturbed: bool = False) -> None:
+    """Have a run that captures into this directory capture the modules of its first steps, too. `perturbed`: with each
+    weight changed by one rounding."""
+    captured.mkdir(parents=True, exist_ok=True)
+    request = {"steps": steps, "perturbed": perturbed}
+    (captured / "modules.json").write_text(json.dumps(request), encoding="utf-8")
+
+
+def find_departure(
+    run: Callable[[str, int, bool], Path],
+    *,
+    capture: CaptureReader,
+    reference: CaptureReader,
+    tolerance: float,
+) -> Departure | None:
+    """Return the first module that departs; None where all that was captured agrees.
+
+    `run(what, steps, perturbed)` runs "configuration" or "reference", with the modules of the first steps captured, and
+    returns the directory of its captures. `capture` and `reference` tell up to which step this is needed.
+    """
+    steps = first_step_over(capture, reference, tolerance)
+    ours = run("configuration", steps, False)
+    theirs, noisy = run("reference", steps, False), run("reference", steps, True)
+    return locate(ours, theirs, noisy, steps=steps)
