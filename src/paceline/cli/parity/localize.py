@@ -100,8 +100,8 @@ class _Search:
         theirs = self._theirs.step(step)
         self._order = self._order or theirs.forward_order()
         looks: Sequence[Callable[[], Departure | None]] = (
-            lambda: self._weights(step, "start"),
-            lambda: self._buffers(step),
+            lambda: self._weights(step, f"start_{step}"),
+            lambda: self._buffers(step, f"buffers_{step}"),
             lambda: self._micro_batches(step, theirs),
             lambda: self._tensors(step, theirs, is_gradient=False),
             lambda: self._loss(step),
@@ -113,7 +113,7 @@ class _Search:
 
     def at_end(self, step: int) -> Departure | None:
         """The departure of the weights after the last step."""
-        return self._weights(step + 1, "end") or self._buffers(step + 1)
+        return self._weights(step + 1, "weights") or self._buffers(step + 1, "buffers")
 
     # ------------------------------------------------------------------------------------------ whole named tensors
 
@@ -135,9 +135,9 @@ class _Search:
     def _place(self, parameter: str) -> int:
         return self._order.get(owner_of(parameter), len(self._order))
 
-    def _weights(self, step: int, when: str) -> Departure | None:
+    def _weights(self, step: int, file: str) -> Departure | None:
         is_first = step == 1
-        judged = self._compare(f"start_{step}" if when == "start" else "end")
+        judged = self._compare(file)
         departed = [one for one in judged if one.departs]
         if not departed:
             return None
@@ -146,8 +146,8 @@ class _Search:
             1 if is_first else step - 1, "weights" if is_first else "update", judged, departed[0], what
         )
 
-    def _buffers(self, step: int) -> Departure | None:
-        departed = [one for one in self._compare(f"buffers_{step}") if one.departs]
+    def _buffers(self, step: int, file: str) -> Departure | None:
+        departed = [one for one in self._compare(file) if one.departs]
         if not departed:
             return None
         one = departed[0]

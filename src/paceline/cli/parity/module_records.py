@@ -126,11 +126,7 @@ class ModuleReader:
 
     def whole(self, name: str, worker: int) -> dict[str, Array]:
         """The named tensors of one file of a worker; none where there is no such file."""
-        if name == "end":
-            start = self.whole("start_1", 0)
-            weights = _file(self._directory / "weights.safetensors") if worker == 0 else {}
-            return {key: tensor for key, tensor in weights.items() if key in start}
-        if name.startswith("gradients_"):
+        if name in ("weights", "buffers") or name.startswith("gradients_"):  # those that every comparison has
             path = self._directory / f"{name}.safetensors"
             return _file(path) if worker == 0 and path.exists() else {}
         path = self._directory / f"{name}_worker_{worker}.safetensors"
