@@ -207,7 +207,9 @@ def test_a_script_that_depends_on_the_number_of_workers_is_found_out(script: str
     done = parity(script, "--workers", "2", *([] if is_located else ["--no-where"]))
     assert done.returncode == 1, done.stdout + done.stderr
     assert row(done.stdout, "2 workers")[-1] == "DIFFERS"
-    assert ("first departs in model, loss of step 1: the mean of the losses, of right outputs" in done.stdout) == (is_located)
+    assert ("first departs in model, loss of step 1: the mean of the losses, of right outputs" in done.stdout) == (
+        is_located
+    )
     assert says in done.stdout
     assert "Usual causes:" in done.stdout and "check with --float64" in done.stdout
     assert done.stdout.endswith("parity does not hold for 1 of 1 configurations\n")
