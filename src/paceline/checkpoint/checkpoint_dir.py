@@ -201,7 +201,8 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     except OSError as error:
         raise CheckpointError(f"{path} could not be written: {error}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # where its folder cannot be made, neither can it be removed
+            temporary.unlink()
 
 
 def sync_directory(path: Path) -> None:

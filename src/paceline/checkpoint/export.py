@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -21,7 +21,7 @@ from paceline.checkpoint.safetensors_file import TensorInfo, num_bytes_of, write
 from paceline.errors import CheckpointError
 from paceline.units import bytes_text
 
-__all__ = ["MAX_SHARD_BYTES", "export_checkpoint", "export_folder", "main_export"]
+__all__ = ["MAX_SHARD_BYTES", "export_checkpoint", "export_folder", "main_export", "write_weights"]
 
 WHOLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 MAX_SHARD_BYTES = 5 * 10**9  # Hugging Face's own default
@@ -30,7 +30,7 @@ MAX_SHARD_BYTES = 5 * 10**9  # Hugging Face's own default
 def export_checkpoint(checkpoint_dir: Path, path: Path, prefix: str = "model.") -> list[Path]:
     """Write the tensors of a checkpoint whose names begin with `prefix`, without it, to one file; returns it."""
     weights = _Weights(checkpoint_dir, prefix)
-    weights.write(path, list(weights.kept), dict(weights.ties))
+    write_safetensors(path, weights.kept, weights.read, weights.about(weights.ties))
     return [path]
 
 
@@ -48,22 +48,61 @@ def export_folder(
     weights, which readers might take for these.
     """
     weights = _Weights(checkpoint_dir, prefix)
-    shards = _shards(weights.kept, max_shard_bytes)
+    text = None if config is None else _config(config)
+    return _write_folder(folder, weights.kept, weights.read, weights.about, weights.ties, max_shard_bytes, text)
+
+
+def write_weights(
+    path: Path,
+    tensors: Mapping[str, TensorInfo],
+    read: Callable[[str], Tensor],
+    *,
+    ties: Mapping[str, str],
+    step: int,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    config: str | None = None,
+) -> list[Path]:
+    """Write weights to a file, or to a folder as `export_folder` does where the path is one or has no suffix.
+
+    `read` is called once for each of `tensors`: in their order, if those of larger elements come first. `ties` maps
+    further names to the one of `tensors` that they stand for; `config` is the text of a folder's config.json.
+    """
+
+    def about(metadata: Mapping[str, str]) -> dict[str, str]:
+        return {"format": "pt", **metadata, "step": str(step)}
+
+    if path.suffix and not path.is_dir():
+        write_safetensors(path, tensors, read, about(ties))
+        return [path]
+    return _write_folder(path, tensors, read, about, ties, max_shard_bytes, config)
+
+
+def _write_folder(
+    folder: Path,
+    tensors: Mapping[str, TensorInfo],
+    read: Callable[[str], Tensor],
+    about: Callable[[Mapping[str, str]], dict[str, str]],
+    ties: Mapping[str, str],
+    max_shard_bytes: int,
+    config: str | None,
+) -> list[Path]:
+    shards = _shards(tensors, max_shard_bytes)
     many = len(shards)
     files = [WHOLE] if many == 1 else [f"model-{one + 1:05}-of-{many:05}.safetensors" for one in range(many)]
     _refuse_others(folder, {*files, INDEX} if many > 1 else set(files))
-    settings = None if config is None else _config(config)
     done: list[Path] = []
-    for name, tensors in zip(files, shards, strict=True):
-        weights.write(folder / name, tensors, dict(weights.ties) if many == 1 else {})
+    for name, names in zip(files, shards, strict=True):
+        write_safetensors(
+            folder / name, {one: tensors[one] for one in names}, read, about(dict(ties) if many == 1 else {})
+        )
         done.append(folder / name)
     if many > 1:
-        places = {tensor: name for name, tensors in zip(files, shards, strict=True) for tensor in tensors}
-        total = sum(map(num_bytes_of, weights.kept.values()))
+        places = {tensor: name for name, names in zip(files, shards, strict=True) for tensor in names}
+        total = sum(map(num_bytes_of, tensors.values()))
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2, sort_keys=True)
         done.append(_written(folder / INDEX, f"{text}\n"))
-    if settings is not None:
-        done.append(_written(folder / CONFIG, settings))
+    if config is not None:
+        done.append(_written(folder / CONFIG, config))
     return done
 
 
@@ -113,17 +152,16 @@ class _Weights:
         }
         self.kept.update((name, (value.dtype, tuple(value.shape))) for name, value in self._extra.items())
 
-    def write(self, path: Path, names: Sequence[str], metadata: Mapping[str, str]) -> None:
-        """Write some of the kept tensors to a file."""
+    def read(self, name: str) -> Tensor:
+        """Return one of the kept tensors."""
+        if name in self._extra:
+            return self._extra[name]
+        [tensor] = self._checkpoint.load([f"{self._prefix}{name}"]).values()
+        return tensor
 
-        def read(name: str) -> Tensor:
-            if name in self._extra:
-                return self._extra[name]
-            [tensor] = self._checkpoint.load([f"{self._prefix}{name}"]).values()
-            return tensor
-
-        about = {"format": "pt", **metadata, "step": str(self._checkpoint.step)}
-        write_safetensors(path, {name: self.kept[name] for name in names}, read, about)
+    def about(self, metadata: Mapping[str, str]) -> dict[str, str]:
+        """Return the metadata of a file."""
+        return {"format": "pt", **metadata, "step": str(self._checkpoint.step)}
 
 
 def _shards(tensors: Mapping[str, TensorInfo], max_bytes: int) -> list[list[str]]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
-from paceline.events import Evaluated, Note
+from paceline.events import Evaluated
 from paceline.parallel.check.model_hints import ModelHints
 from paceline.worker.data.batch_stream import StreamSource
 from paceline.worker.data.data_loading import Collate
@@ -23,8 +23,8 @@ from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.loop.stepper import Stepper, make_stepper
 from paceline.worker.loop.training_loop import TrainingLoop
 from paceline.worker.parts import WorkerParts
-from paceline.worker.run_member import RunMember
 from paceline.worker.state.embedding_tables import require_row_updates, server_table_names
+from paceline.worker.stateful_member import StatefulMember
 from paceline.worker.step.evaluation import Measure, evaluate
 from paceline.worker.step.gradient_pass import LossLike
 
@@ -33,7 +33,7 @@ __all__ = ["Worker"]
 T = TypeVar("T")
 
 
-class Worker(RunMember):
+class Worker(StatefulMember):
     """One process of a run, normally with one device. A training function is given it, and calls everything through it.
 
     All workers call every public method, in the same order and between steps, unless the method says otherwise. A call
@@ -56,15 +56,9 @@ class Worker(RunMember):
 
     def __init__(self, parts: WorkerParts, loop: TrainingLoop) -> None:
         """`paceline.worker.build` makes workers; a training function is given one."""
-        super().__init__(parts)
-        self._loop, self._files, self._servers, self._tables = loop, parts.files, parts.servers, parts.tables
-        self._models, self._prepared, self._resumed = parts.models, parts.prepared, parts.resumed
-        self._memory_checkpointer = parts.memory_checkpointer
-
-    @property
-    def step(self) -> int:
-        """How many steps are committed, over all attempts."""
-        return self._loop.step
+        super().__init__(parts, loop)
+        self._servers, self._tables = parts.servers, parts.tables
+        self._prepared, self._memory_checkpointer = parts.prepared, parts.memory_checkpointer
 
     def prepare(
         self,
@@ -333,50 +327,6 @@ class Worker(RunMember):
         """
         self._loop.step_log.report(metrics)
 
-    def save(self) -> None:
-        """Save a checkpoint of the state after the last committed step; writing continues in the background.
-
-        Each worker copies its part to memory before this returns. Raises RuntimeError inside a step, and in a loop
-        without common steps (`ParameterServer(staleness=...)`, `drop`). Raises CheckpointError if the save before could
-        not be written, and SyncError when a peer is missing.
-
-        Example::
-
-            worker.save()
-        """
-        self._collectives.require_together("worker.save()")
-        if self.is_first and self._loop.mode.has_left:  # it writes; that another one has left does not change its state
-            self._loop.mode.require_common_step("worker.save()")
-        self._loop.save()
-
-    def restore(self, path: str | None = None) -> int:
-        """Continue from a checkpoint and return its step (0: there is none).
-
-        It is `path`, or the newest complete one of the run directory.
-
-        Prepared objects are filled at once, others when they are prepared. A run directory with checkpoints is
-        continued without this call. Each worker reads the parts that it needs, after a comparison with their checksums.
-        Raises CheckpointError on all workers if files of `path` are damaged or do not fit, and RuntimeError after
-        `worker.batches()`.
-
-        Example::
-
-            step = worker.restore()
-            assert step == worker.step
-        """
-        if self._loop.streams:
-            raise RuntimeError("worker.restore() must come before worker.batches()")
-        if self._resumed.is_recalled:
-            self._say(f"worker.restore() changes nothing: the run goes on from memory, after step {self.step}")
-            return self.step
-        self._resumed.open(path)
-        self._resumed.refill()
-        self._loop.begin_at(self._resumed.step)
-        self._files.begin(self._resumed.origin())
-        if self.step:
-            self._files.emit(Note(text=f"restored step {self.step} ({self._resumed.source})"))
-        return self.step
-
     def __repr__(self) -> str:
         return f"<worker {self.rank} of {self.workers} on {self.device}, step {self.step}>"
 
@@ -388,10 +338,7 @@ class Worker(RunMember):
             server_table_names(model, self._tables),
         )
         self._models.add(model, self._prepared.model(model, name, slices=slices, owners=owners, tables=tables))
-
-    def _say(self, text: str) -> None:
-        if self.is_first:
-            self._files.emit(Note(text=text))
+        self._models.layout.guard_state(model)
 
 
 def _only_one(name: str, value: T | None, alias: str, other: T | None) -> T | None:

@@ -113,3 +113,35 @@ def test_transformers_loads_what_was_trained_in_parts(world: World, tmp_path: Pa
     assert [one.name for one in whole] == ["model.safetensors"]
     is_tied = again.get_output_embeddings().weight is again.get_input_embeddings().weight
     assert is_tied == (kind in ("llama-tied", "gpt2"))
+
+
+def saved_pretrained(worker: Any, out: Path, kind: str) -> tuple[str, Any]:
+    model = worker.prepare(made(kind))
+    optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    step = worker.stepper(model, optim, forward=lambda one, micro: one(input_ids=micro[0], labels=micro[0]).loss)
+    for batch in worker.batches(Text(16)):
+        step(batch)
+    refused = ""
+    if worker.is_first:
+        with pytest.raises(RuntimeError) as caught:
+            model.save_pretrained(out / "half")
+        refused = str(caught.value)
+    worker.save_model(out / "ours")
+    weights = worker.state_dict(model)
+    if worker.is_first:
+        model.save_pretrained(out / "theirs", state_dict=dict(weights))  # it empties what it is given
+    return refused, weights
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("llama-tied", Layout(shard=2)), ("mixtral", Layout(experts=2))])
+def test_transformers_save_and_load_what_was_split(tmp_path: Path, kind: str, layout: Layout) -> None:
+    plan = Plan(layout=layout, batch=Batch(size=16, micro=4))
+    (refused, weights), *_ = World(tmp_path)(lambda worker: saved_pretrained(worker, tmp_path, kind), 2, plan)
+    assert "save_pretrained(path, state_dict=weights)" in refused
+    oracle = made(kind)
+    oracle.load_state_dict(weights)
+    with torch.no_grad():
+        expected = oracle.eval()(input_ids=LONG).logits
+        for folder in ("ours", "theirs"):
+            model = AutoModelForCausalLM.from_pretrained(tmp_path / folder).eval()
+            torch.testing.assert_close(model(input_ids=LONG).logits, expected)

@@ -23,6 +23,7 @@ from paceline.plan import AllReduce, Batch, Compute, Guard, Int8, Layout, OneBit
 from paceline.worker.lifecycle import WorkerLifecycle
 from paceline.worker.state.codec_state import GatheredCodecState
 from paceline.worker.state.memory_checkpointing import write_state
+from paceline.worker.state.state_registry import model_entries
 
 BATCH = Batch(size=16, micro=4)
 BUCKETS = AllReduce(bucket_bytes=2048)
@@ -64,7 +65,7 @@ def train(
         before_step()
         loss = float(step(batch))
         losses[worker.step] = loss
-    state = {name: local_part(value).clone() for name, value in model.state_dict().items()}
+    state = {name: local_part(value).clone() for name, value in model_entries(model)[0].items()}
     held = {about: gradients.memory().copied().own for about, gradients in worker._models.reducers.sums()}
     return {"losses": losses, "state": state, "held": held}
 

@@ -14,6 +14,7 @@ from forked import World
 from paceline.checkpoint.reader import open_checkpoint
 from paceline.comm.sharded_tensors import full_tensor
 from paceline.errors import PlanError
+from paceline.parallel.partial_state import reading_parts
 from paceline.plan import Batch, Compute, Layout, Plan
 
 EXACT = Compute(precision="fp64")
@@ -70,7 +71,8 @@ def dataset(count: int = 50) -> TensorDataset:
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: full_tensor(value).clone() for name, value in model.state_dict().items()}
+    with reading_parts():
+        return {name: full_tensor(value).clone() for name, value in model.state_dict().items()}
 
 
 def by_stepper(worker: Any) -> dict[str, Any]:

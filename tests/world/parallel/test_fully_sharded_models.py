@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 from forked import WorkersFailed, World
 from paceline.comm.sharded_tensors import full_tensor
+from paceline.parallel.partial_state import reading_parts
 from paceline.plan import Batch, Cast, Compute, Guard, Layout, Plan
 
 EXACT = Compute(precision="fp64")
@@ -36,9 +37,12 @@ def net(width: int = 8) -> nn.Module:
 
 
 def state_of(*models: nn.Module) -> dict[str, Tensor]:
-    return {
-        f"{n}.{key}": full_tensor(value).clone() for n, m in enumerate(models) for key, value in m.state_dict().items()
-    }
+    with reading_parts():
+        return {
+            f"{n}.{key}": full_tensor(value).clone()
+            for n, m in enumerate(models)
+            for key, value in m.state_dict().items()
+        }
 
 
 def same(results: list[Any], oracle: Any, tolerance: float = 1e-9) -> None:

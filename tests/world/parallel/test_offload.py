@@ -16,8 +16,10 @@ from torch.utils.data import TensorDataset
 from forked import WorkersFailed, World
 from paceline.comm.sharded_tensors import full_tensor
 from paceline.parallel.offload import optimizer_state as offloaded_state
+from paceline.parallel.partial_state import reading_parts
 from paceline.plan import Batch, Compute, Guard, Layout, Plan
 from paceline.worker import session
+from paceline.worker.state.state_registry import model_entries
 
 BATCH = Batch(size=16, micro=4)
 
@@ -73,7 +75,8 @@ def train(worker: Any, *, make: Callable[[nn.Module], Any] = adamw, dropout: flo
         loss = float(step(batch))
         losses[worker.step] = loss
         scheduler.step()
-    weights = {name: full_tensor(value).clone() for name, value in model.state_dict().items()}
+    with reading_parts():
+        weights = {name: full_tensor(value).clone() for name, value in model.state_dict().items()}
     return {"losses": losses, "weights": weights, "mapped": mapped_bytes()}
 
 
@@ -155,7 +158,7 @@ def test_a_rollback_puts_offloaded_state_back(tmp_path: Path) -> None:
         for batch in worker.batches(TensorDataset(x, y)):
             loss = float(step(batch))
             losses[worker.step] = loss
-        return {"losses": losses, "weights": dict(model.state_dict()), "mapped": mapped_bytes()}
+        return {"losses": losses, "weights": dict(model_entries(model)[0]), "mapped": mapped_bytes()}
 
     guard, batch = Guard(on_spike="rollback", snapshot_every=4, window=8), Batch(size=16, micro=4, shuffle=False)
     kept = apart(tmp_path, "kept")(spiked, 2, Plan(batch=batch, guard=guard))[0]

@@ -205,6 +205,8 @@ def outlook_text(
     left_s = limit_s - finding.waited_s
     if not math.isfinite(left_s) or left_s < 1.0:
         return ""
+    if finding.kind == "circle":
+        return f". They wait for each other, so the job ends in {left_s:.0f} s"
     when = f"in {left_s:.0f} s (timeout_s)"
     if not goes_on or finding.is_certain:
         return f". The job ends {when} if that does not change"

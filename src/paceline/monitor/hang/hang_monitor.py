@@ -31,6 +31,7 @@ from paceline.monitor.records.run_files import worker_number
 __all__ = ["HangMonitor", "WorkerControl"]
 
 BALANCE = "; --balance would give it fewer micro-batches"
+CIRCLE_LIMIT_S = 15.0  # workers that wait for each other so long are ended
 LOOK_INTERVAL_S = 1.0  # for hangs; stragglers in fast steps need more
 SOON_LOOK_S = 0.2  # while an answer is awaited
 CALM_S = 1.0  # no worker waits for as long as this
@@ -222,7 +223,7 @@ class HangMonitor:
         limit_s = self._detector.limit_s
         goes_on = not finding.is_certain and self._control.can_do_without(finding.named)
         if not self._is_final(finding):
-            until_s = limit_s - self._lead_s
+            until_s = self._limit_s(finding)
             self._say(text + outlook_text(finding, self._activities, limit_s=until_s, goes_on=goes_on, host=self._host))
             return
         worker = finding.named[0]
@@ -243,7 +244,12 @@ class HangMonitor:
         return dataclasses.replace(finding, waited_s=max([finding.waited_s, *waits]))
 
     def _is_final(self, finding: HangFinding) -> bool:
-        return finding.waited_s >= self._detector.limit_s - self._lead_s
+        return finding.waited_s >= self._limit_s(finding)
+
+    def _limit_s(self, finding: HangFinding) -> float:
+        """After how long a wait is ended: a circle never recovers, so nothing is gained by the whole timeout."""
+        limit_s = self._detector.limit_s - self._lead_s
+        return min(limit_s, CIRCLE_LIMIT_S) if finding.kind == "circle" else limit_s
 
     def _report_key(self, finding: HangFinding) -> tuple[object, ...]:
         stopped = tuple(w for w in finding.named if w in self._activities and self._activities[w].state == "stopped")

@@ -24,6 +24,7 @@ from paceline.parallel.check.model_hints import ModelHints
 from paceline.parallel.check.model_support import require_fit, require_open
 from paceline.parallel.fully_sharded.sharded_model import ShardedModel, ShardedModels
 from paceline.parallel.model_units import names_matching
+from paceline.parallel.partial_state import PartialStateGuard, is_partial, reading_parts
 from paceline.parallel.recompute import turn_caches_off
 from paceline.parallel.remote_embeddings import use_remote_tables
 from paceline.plan import Plan
@@ -292,6 +293,18 @@ class ModelLayout:
         """The names of a model's modules of whose experts each worker has some."""
         return tuple(one.name for one in self._experts.get(model, ()))
 
+    def guard_state(self, model: nn.Module) -> None:
+        """Refuse `state_dict()` of a model of which this worker has only a part, and let it load whole weights."""
+        slices, owners = self.slices(model), self.owners(model)
+        if is_partial(model, slices, owners):
+            PartialStateGuard(
+                model,
+                layout=self._plan.layout,
+                slices=slices,
+                has_owners=bool(owners),
+                close=self._shards.close,
+            )
+
     def splits(self, model: nn.Module) -> Iterator[tuple[Mapping[str, ParameterSplit], RecordedTensorGroup]]:
         """Yield how parameters of a model are split, by name, and the group whose workers hold the parts."""
         if self._axes.tensor_parallel_group is not None:
@@ -316,7 +329,8 @@ class ModelLayout:
             stages = self._stages[model].homes()
         else:
             buffers = (name for name, _, _ in persistent_buffers(model))  # also those that are None as yet
-            stages = dict.fromkeys([*model.state_dict(), *buffers], 0)
+            with reading_parts():
+                stages = dict.fromkeys([*model.state_dict(), *buffers], 0)
         owners, everybodys = self._expert_owners.get(model, {}), set(self._expert_splits.get(model, {}))
         if self._axes.shard_group.size > 1:  # the rows of all else are over those that have other experts, too
             named = model.named_parameters(remove_duplicate=False)

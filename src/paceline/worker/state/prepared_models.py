@@ -161,6 +161,12 @@ class PreparedModels:
             found[name] = "of experts, split over workers" if holders is experts else "split over workers"
         return found
 
+    def whole_here(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the whole of a tensor of the state on the workers that have a part of it, all of which call it."""
+        if self._tables is not None and is_remote(tensor):
+            return self._tables.whole(tensor)
+        return self.gathered(name, tensor)[0]
+
     def pipelined(self, models: Sequence[nn.Module], loss_of: Callable[[Any], Any]) -> PipelinePass | None:
         """How a stepper's micro-batches go through the stages, None without; raises PlanError for several models."""
         if self._axes.link is None:

@@ -18,9 +18,18 @@ from paceline.comm.remote_tensors import is_remote, without_fetching
 from paceline.comm.sharded_tensors import TensorSlice, local_part
 from paceline.errors import CheckpointError
 from paceline.parallel.offload.optimizer_state import OffloadedState
+from paceline.parallel.partial_state import reading_parts
 from paceline.worker.topology.parallel_groups import StateOwner
 
-__all__ = ["CPU", "StateRegistry", "is_extra_state", "merge_replica_states", "model_entries", "parameter_name"]
+__all__ = [
+    "CPU",
+    "StateRegistry",
+    "is_extra_state",
+    "merge_replica_states",
+    "model_entries",
+    "parameter_name",
+    "tied_names",
+]
 
 CPU = torch.device("cpu")
 EXTRA = "_extra_state"  # what torch calls, in a module's state, that which its `get_extra_state` returns
@@ -191,10 +200,20 @@ def merge_replica_states(parts: Sequence[Mapping[str, Any]], places: Mapping[str
 def model_entries(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """A model's state: parameters and persistent buffers, live, and what modules keep by `get_extra_state`, be it a
     tensor or not; tensors of the latter on the CPU."""
-    with without_fetching():
+    with without_fetching(), reading_parts():
         state = model.state_dict()
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor) and not is_extra_state(key)}
     return tensors, {key: _on_cpu(value) for key, value in state.items() if key not in tensors}
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Return each name of a parameter or buffer with the first name of the same tensor."""
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for named in (model.named_parameters, model.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            found[name] = first.setdefault(id(tensor), name)
+    return found
 
 
 def is_extra_state(key: str) -> bool:

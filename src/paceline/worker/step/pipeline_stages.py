@@ -25,6 +25,7 @@ from paceline.comm.sharded_tensors import local_part
 from paceline.errors import PlanError
 from paceline.parallel.fully_sharded.sharded_model import ShardedModels
 from paceline.parallel.model_units import ModelUnit
+from paceline.parallel.partial_state import reading_parts
 from paceline.parallel.pipeline.stage_partition import StagePartition, keep_stages
 from paceline.parallel.pipeline.stage_transfer import StageTransport
 from paceline.parallel.pipeline.stage_worker import MOST_KINDS, PipelineStepResult, StageWorker, bubble_share
@@ -97,7 +98,9 @@ class PipelineModel:
             first = {id(tensor): name for name, tensor in named()}
             for name, tensor in named(remove_duplicate=False):
                 found[name] = self._worker_of(stages[first[id(tensor)]][0])
-        for name in model.state_dict():
+        with reading_parts():
+            names = list(model.state_dict())
+        for name in names:
             if name not in found:
                 module = model.get_submodule(name.rpartition(".")[0])
                 found[name] = self._worker_of(self._stage_of_module.get(module, 0))
