@@ -73,7 +73,7 @@ class StatefulMember(RunMember):
                 found = self._weights.state_dict(model)
 
         self._parts.executor.shards.close()
-        self._place.recorder.begin("gathering weights", self.step)
+        self._place.recorder.begin("collecting weights", self.step)
         self._collectives.together(gather)
         return found
 
@@ -108,7 +108,7 @@ class StatefulMember(RunMember):
                 return self._weights.save(chosen, target, step=self.step)
 
         self._parts.executor.shards.close()
-        self._place.recorder.begin("gathering weights", self.step)
+        self._place.recorder.begin("collecting weights", self.step)
         left_out = self._collectives.together(save)
         if left_out and self.is_first:
             text = f"{path} lacks {', '.join(left_out)}: these are no tensors, and safetensors holds nothing else"

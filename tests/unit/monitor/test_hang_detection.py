@@ -38,10 +38,12 @@ from paceline.monitor.hang.hang_detection import (
     HangFinding,
     absences,
     cause_text,
+    circles,
     finding_text,
     mismatches,
     outlook_text,
 )
+from paceline.monitor.hang.hang_monitor import CIRCLE_LIMIT_S, HangMonitor
 from paceline.monitor.hang.stack_dumps import StackFile, newest_dump, place_of, stack_text
 from paceline.monitor.hang.worker_activity import WorkerActivity, read_activity
 from paceline.monitor.records.failure import Failure, explain
@@ -386,6 +388,18 @@ def test_two_groups_whose_members_wait_for_each_other_are_a_circle_told_without_
         "worker 1 (a, pid 4701) waits in torch.distributed.all_gather 1 (called at train.py:31 in train, step 812), "
         "which workers 0, 2, 3 have not entered; workers 0, 2, 3 wait in all_reduce 418 ("
     )
+    said = outlook_text(finding, activities, limit_s=CIRCLE_LIMIT_S, goes_on=False, host="a")
+    assert said == ". They wait for each other, so the job ends in 12 s"
+
+
+def test_a_circle_is_ended_long_before_the_workers_own_timeout(tmp_path: Path) -> None:
+    users = call(1, group=USERS, kind="torch.distributed.all_gather")
+    finding = only(circles({0: doing(0, call(418), waited_s=16.0), 1: doing(1, call(417), users, waited_s=16.0)}))
+    monitor = HangMonitor(tmp_path, host="a", local=(0, 1), control=None, say=print)
+    monitor._detector.limit_s = 600.0
+    assert monitor._is_final(finding)
+    assert not monitor._is_final(dataclasses.replace(finding, waited_s=14.0))
+    assert not monitor._is_final(dataclasses.replace(finding, kind="absent"))
 
 
 # ------------------------------------------------------------------------------------------- the user's own collectives
