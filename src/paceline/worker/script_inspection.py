@@ -137,7 +137,7 @@ class InspectionWorker:
         """End the script."""
         self._end()
 
-    evaluate = backward = clip_gradients = batches
+    evaluate = backward = clip_gradients = add_penalty = batches
 
     def close(self) -> None:
         """The script has come to its end, or to its first loop: count what workers would hold."""

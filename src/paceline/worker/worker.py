@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
@@ -27,6 +28,7 @@ from paceline.worker.state.embedding_tables import require_row_updates, server_t
 from paceline.worker.stateful_member import StatefulMember
 from paceline.worker.step.evaluation import Measure, evaluate
 from paceline.worker.step.gradient_pass import LossLike
+from paceline.worker.step.weight_penalty import Penalty
 
 __all__ = ["Worker"]
 
@@ -133,6 +135,7 @@ class Worker(StatefulMember):
         *,
         forward: Callable[[Any, Any], Any] | None = None,
         clip_norm: float | None = None,
+        penalty: Penalty | None = None,
     ) -> Stepper:
         """Return `step(batch)`, which runs forward and backward, agrees on gradients, clips, and steps the optimizers.
 
@@ -140,6 +143,10 @@ class Worker(StatefulMember):
         returns the mean over the micro-batch (0-d), or (sum, count), for example over tokens. `clip_norm` bounds the
         global norm of the averaged gradient. `step(batch)` returns the loss of the whole global batch: a 0-d float64
         tensor, equal on all workers. Gradients move between replicas as `Plan.sync` and `Plan.wire` say.
+
+        `penalty(name, parameter)` adds a penalty on weights to the loss, L2 for example: it gets each trained parameter
+        whole, by its name in the model, and returns one number, or None for no penalty on it. It is called once in a
+        step, whatever the layout.
 
         Raises ValueError for models and optimizers that were not prepared, LBFGS, a `clip_norm` of 0 and below, and
         unless exactly one of `loss` and `forward` is given. `step(batch)` raises TypeError for other values,
@@ -157,6 +164,7 @@ class Worker(StatefulMember):
             loss,
             forward=forward,
             clip_norm=clip_norm,
+            penalty=penalty,
             loop=self._loop,
             prepared_models=self._models,
             prepared_optimizers=self._prepared.registry.optimizers.values(),
@@ -256,6 +264,22 @@ class Worker(StatefulMember):
         if max_norm <= 0:
             raise ValueError(f"clip_gradients({max_norm}): the norm must be more than 0")
         return self._loop.clip(max_norm)
+
+    def add_penalty(self, model: nn.Module, penalty: Callable[[str, Tensor], Any]) -> Tensor:
+        """Add a penalty on weights to the gradients of the last batch, and return its value (0-d, float64).
+
+        For loops of one's own; steppers take `penalty=`. `penalty(name, parameter)` gets each trained parameter whole,
+        and returns one number, or None. Call it between the loop over a batch and `clip_gradients` or `optim.step()`.
+        All workers must call it. Raises RuntimeError elsewhere, PlanError with parameter servers.
+
+        Example::
+
+            for x, y in batch:
+                worker.backward(loss_fn(model(x), y))
+            worker.add_penalty(model, lambda name, parameter: 1e-4 * parameter.pow(2).sum())
+            optim.step()
+        """
+        return torch.tensor(self._loop.add_penalty(model, penalty), dtype=torch.float64, device=self.device)
 
     def evaluate(
         self,

@@ -23,6 +23,7 @@ from paceline.parallel.expert.find_experts import RoutedExperts
 from paceline.parallel.expert.token_dispatch import ExpertCollectives, dispatch_tokens, route_of
 from paceline.parallel.expert.verify import verify_separable
 from paceline.parallel.meta.meta_device import absent
+from paceline.parallel.partial_parameter import HeldPart, PartialParameter, mark_partial, on_parts
 from paceline.parallel.tensor.plan import ParameterSplit
 from paceline.parallel.tensor.split_tensor import whole
 from paceline.units import bytes_text
@@ -70,11 +71,13 @@ def distribute_experts(
             splits[name] = split
             parameter.grad = None
             parameter.data = split.part(parameter.detach(), group.index).clone(memory_format=torch.contiguous_format)
+            because = f"Layout(experts={group.size}) spreads the experts"
+            mark_partial(parameter, HeldPart(name=name, whole=split.shape, dim=0, because=because))
         for name, members in one.members():
             for place, member in enumerate(members):
                 owners.update((f"{name}.{place}.{key}", place // each) for key, _ in member.named_parameters())
                 if place // each != group.index:
-                    _free(member)
+                    _free(member, f"{name}.{place}", f"Layout(experts={group.size}) put this expert elsewhere")
         _install(one, number, blocks, group)
     distributed = ExpertParallelModel(splits=splits, owners=owners, headline="")
     of_experts = sum(size for name, size in sizes.items() if distributed.is_of_experts(name))
@@ -97,11 +100,14 @@ def _is_tried(one: RoutedExperts, size: int) -> bool:
     return verify_separable(one, _forward_of(one), stand_in_for, size=size)
 
 
-def _free(member: nn.Module) -> None:
+def _free(member: nn.Module, name: str, because: str) -> None:
     """Free the parameters of another worker's expert."""
-    for module in member.modules():
+    for inner, module in member.named_modules(prefix=name):
         for key, parameter in module.named_parameters(recurse=False):
             setattr(module, key, absent(parameter))
+            held = HeldPart(name=f"{inner}.{key}", whole=tuple(parameter.shape), dim=None, because=because)
+            mark_partial(parameter, held)
+            mark_partial(getattr(module, key), held)
 
 
 def _install(one: RoutedExperts, number: int, blocks: Sequence[str], group: ExpertCollectives) -> None:
@@ -168,6 +174,11 @@ def _stand_in(module: nn.Module, one: RoutedExperts, *, index: int, size: int, i
     if is_whole:
         rows = {key: nn.Parameter(getattr(module, key).detach()[mine], requires_grad=False) for key in one.stacked}
         here.__dict__["_parameters"] = {**dict(module.named_parameters(recurse=False)), **rows}
+    for key in one.stacked:  # the module's own code may do anything with its experts
+        parameter = getattr(module, key)
+        if isinstance(parameter, PartialParameter):
+            with on_parts():
+                here.__dict__[key] = parameter.view_as(parameter)
     if "num_experts" in vars(module):
         here.__dict__["num_experts"] = each
     return here

@@ -15,6 +15,7 @@ from torch import nn
 from paceline.errors import PlanError, Reason
 from paceline.parallel.meta.meta_device import absent, own_tensors
 from paceline.parallel.model_units import ModelUnit
+from paceline.parallel.partial_parameter import HeldPart, mark_partial
 from paceline.parallel.pipeline.tape import Tape
 from paceline.schedule.balanced_partition import partition_evenly
 
@@ -135,8 +136,14 @@ def keep_stages(model: nn.Module, partition: StagePartition, stages: Sequence[in
     names = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     for module, key, tensor in own_tensors(model.modules()):
         if not set(homes[names[id(tensor)]]) & set(stages):
-            made.setdefault(id(tensor), absent(tensor))
-            setattr(module, key, made[id(tensor)])
+            placeholder = made.setdefault(id(tensor), absent(tensor))
+            if isinstance(tensor, nn.Parameter) and isinstance(placeholder, nn.Parameter):
+                name = names[id(tensor)]
+                because = f"Layout(stages={partition.num_stages}) put it on stage {homes[name][0]}"
+                held = HeldPart(name=name, whole=tuple(tensor.shape), dim=None, because=because)
+                mark_partial(tensor, held)  # lists of parameters that were made before still have it
+                mark_partial(placeholder, held)
+            setattr(module, key, placeholder)
 
 
 def route(tape: Tape, partition: StagePartition) -> ValueRoute:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from paceline.errors import PlanError
+from paceline.parallel.partial_parameter import HeldPart, mark_partial
 from paceline.parallel.tensor.collectives import TensorCollectives
 from paceline.parallel.tensor.dry_run import gather_inputs
 from paceline.parallel.tensor.layers import Layer, install, kind_of, split_dims
@@ -46,6 +47,9 @@ def apply_plan(model: nn.Module, plan: TensorPlan, group: TensorCollectives) -> 
     parameters = dict(model.named_parameters(remove_duplicate=False))
     summed = tuple(parameters[name] for name in plan.summed)
     ops.owner_sums_gradients_of(summed)
+    because = f"Layout(tensor={plan.size}) splits its layer"
+    for name, split in splits.items():
+        mark_partial(parameters[name], HeldPart(name=name, whole=split.shape, dim=split.dim, because=because))
     modules = dict(model.named_modules())
     for name in plan.gathered:
         gather_inputs(modules[name])

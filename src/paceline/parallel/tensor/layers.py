@@ -129,7 +129,9 @@ def _product(kind: Kind, ops: TensorGroupOps, x: Tensor, weight: Tensor, bias: T
 
 def _column(module: Any, kind: Kind, layer: Layer, ops: TensorGroupOps, x: Tensor) -> Tensor:
     if kind == "embedding":
-        out = F.embedding(ops.plain(x), module.weight, _padding(module, 0))
+        tokens = ops.plain(x)
+        with ops.on_parts():
+            out = F.embedding(tokens, module.weight, _padding(module, 0))
     else:
         out = _product(kind, ops, ops.enter(x), module.weight, module.bias)
     return wrap(out, ops=ops, dim=out.ndim - 1, sections=layer.sections, site=layer.name)
@@ -155,14 +157,18 @@ def _vocabulary(module: Any, kind: Kind, layer: Layer, ops: TensorGroupOps, toke
     tokens = ops.plain(tokens)
     [(start, stop)] = ranges(layer.sections, size=ops.size, index=ops.index)
     if ops.size == 1:
-        return ops.leave(F.embedding(tokens, module.weight, _padding(module, 0)), site=layer.name)
+        with ops.on_parts():
+            out = F.embedding(tokens, module.weight, _padding(module, 0))
+        return ops.leave(out, site=layer.name)
     # Illegal token numbers are left to the first and the last worker, whose tables raise the usual error.
     elsewhere = tokens >= stop if ops.index == 0 else tokens < start
     if 0 < ops.index < ops.size - 1:
         elsewhere = elsewhere | (tokens >= stop)
     known = (tokens - start).masked_fill(elsewhere, 0)
     padding = _padding(module, start)
-    found = F.embedding(known, module.weight, padding if padding is not None and 0 <= padding < stop - start else None)
+    padding = padding if padding is not None and 0 <= padding < stop - start else None
+    with ops.on_parts():
+        found = F.embedding(known, module.weight, padding)
     return ops.leave(found.masked_fill(elsewhere.unsqueeze(-1), 0), site=layer.name)
 
 

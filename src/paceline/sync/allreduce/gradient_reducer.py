@@ -290,6 +290,16 @@ class GradientReducer(GradientBuckets):
             gradient.mul_(factor)
         self._seal()
 
+    def add(self, gradients: Sequence[tuple[Parameter, Tensor]]) -> None:
+        """Add gradients that are the same on all workers that hold a parameter, and need no sum: of a penalty."""
+        for parameter, gradient in gradients:
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                local_part(parameter.grad).add_(local_part(gradient))
+        self._square, self.parts = None, []  # they were computed without it
+        self._seal()
+
     def serve(self, optimizers: Sequence[Optimizer]) -> None:
         """Declare that these optimizers take the steps of these gradients; of use to subclasses only."""
 

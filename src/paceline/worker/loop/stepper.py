@@ -14,6 +14,7 @@ from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.loop.training_loop import TrainingLoop
 from paceline.worker.state.prepared_models import PreparedModels
 from paceline.worker.step.gradient_pass import StepOutcome
+from paceline.worker.step.weight_penalty import Penalty, WeightPenalty
 
 if TYPE_CHECKING:
     from paceline.worker.step.pipeline_stages import PipelinePass
@@ -39,15 +40,17 @@ class Stepper:
         loss_of: Callable[[Any], Any],
         clip_norm: float | None,
         pipelined: PipelinePass | None = None,
+        penalty: WeightPenalty | None = None,
     ) -> None:
-        """`pipelined`: how micro-batches go through the model's stages, under pipeline parallelism."""
+        """`pipelined`: how micro-batches go through the model's stages, under pipeline parallelism. `penalty`: on the
+        weights, added to the loss."""
         self.grad_norm: Tensor | None = None
         self._loop, self._device = loop, device
         self._optimizers = tuple(optimizers)
         self._gradients = gradients
         self._loss_of = loss_of
         self._clip_norm = clip_norm
-        self._pipelined = pipelined
+        self._pipelined, self._penalty = pipelined, penalty
         gradients.serve(self._optimizers)
 
     def __call__(self, batch: StepBatch) -> Tensor:
@@ -79,7 +82,14 @@ class Stepper:
     @property
     def _is_finite(self) -> Callable[[], bool] | None:
         """How the summed gradients are judged; None: they are looked through."""
-        return self._measure_norm if self._clip_norm is not None else None
+        return self._judge if self._clip_norm is not None or self._penalty is not None else None
+
+    def _judge(self) -> bool:
+        """Add the penalty's gradients, and return whether all gradients are finite."""
+        if self._penalty is not None:
+            self._loop.executor.penalty, gradients = self._penalty.compute()
+            self._gradients.add(gradients)
+        return self._gradients.is_finite() if self._clip_norm is None else self._measure_norm()
 
     def _measure_norm(self) -> bool:
         """Clipping needs the global norm, which is finite where all gradients are: no second look at them, unless the
@@ -98,6 +108,7 @@ def make_stepper(
     *,
     forward: Callable[[Any, Any], Any] | None,
     clip_norm: float | None,
+    penalty: Penalty | None,
     loop: TrainingLoop,
     prepared_models: PreparedModels,
     prepared_optimizers: Collection[Optimizer],
@@ -148,6 +159,7 @@ def make_stepper(
         loss_of=loss_of,
         clip_norm=clip_norm,
         pipelined=prepared_models.pipelined(models, loss_of),
+        penalty=None if penalty is None else prepared_models.penalty(models, penalty),
     )
 
 

@@ -17,11 +17,12 @@ from paceline.comm.remote_tensors import is_remote
 from paceline.comm.sharded_tensors import TensorSlice, full_tensor
 from paceline.errors import PlanError
 from paceline.parallel.fully_sharded.sharded_model import ShardedModels
-from paceline.plan import Plan
+from paceline.plan import ParameterServer, Plan
 from paceline.sync.allreduce.buckets import NamedParameter
 from paceline.worker.membership.consensus import RunTogether
 from paceline.worker.state.gradient_reducers import GradientReducers
 from paceline.worker.state.model_layout import ModelLayout
+from paceline.worker.step.weight_penalty import Penalty, WeightPenalty, targets_of
 from paceline.worker.topology.parallel_groups import ParallelGroups, StateOwner
 from paceline.worker.topology.recorded_groups import RecordedTensorGroup
 
@@ -180,6 +181,20 @@ class PreparedModels:
 
         # With stages, preparing a model has partitioned it.
         return PipelinePass(cast("PipelineModel", self.layout.stages(models[0])), loss_of)
+
+    def penalty(self, models: Sequence[nn.Module], penalty: Penalty) -> WeightPenalty:
+        """A penalty on the parameters of these models; raises PlanError where optimizers run on servers."""
+        if isinstance(self._plan.sync, ParameterServer):
+            raise PlanError(
+                f"a penalty on weights under {self._plan.sync}: gradients leave for the servers, which step the "
+                "optimizer, before the penalty could be added. Use the optimizer's weight_decay, or sync=AllReduce()"
+            )
+        targets = [
+            target
+            for model in models
+            for target in targets_of(model, self._parameters[model], splits=self._splits, owners=self._owners)
+        ]
+        return WeightPenalty(penalty, targets, axes=self._axes)
 
     def check(self, optimizer: Optimizer) -> None:
         """Refuse parameters that are not averaged: those of models, or of parts of them, that were not there at

@@ -134,6 +134,7 @@ class StepExecutor:
         self.broken: tuple[MicroBatch, ...] = ()  # of this worker, in the last pass: their losses were not finite
         self.nonfinite_gradients: tuple[str, ...] | None = None  # of this worker, where its losses are finite
         self._checks_gradients = plan.guard.on_spike != "none"  # before they are summed
+        self.penalty = 0.0  # on the weights, of this pass: `is_finite` adds it, which the stepper gives
         self._is_backward_done = False
         self._waited_before_s = 0.0  # inside the replica, before this pass
         self._stages_waited_s = 0.0  # for other stages, in all
@@ -223,7 +224,7 @@ class StepExecutor:
             )
         self.buffers.begin()
         self._batch, self._gradients, self.outcome, self._losses = batch, gradients, None, []
-        self._ran, self.broken, self.nonfinite_gradients = [], (), None
+        self._ran, self.broken, self.nonfinite_gradients, self.penalty = [], (), None, 0.0
         self._waited_before_s = self._waited_s()
         is_due = batch.step <= NOISE_EACH or batch.step % NOISE_EVERY == 0
         measures = self._measures_noise and is_due and batch.num_passes == 0  # further passes have other losses
@@ -310,6 +311,7 @@ class StepExecutor:
         gradients.land(scale=scale)
         self.hooks.apply(gradients, self.shards.gathered())
         finite = is_finite() if is_finite is not None else gradients.is_finite()
+        mean_loss = None if mean_loss is None else mean_loss + self.penalty
         series = f"{batch.stream}.{batch.num_passes}"
         judged = self.losses.judge(series, mean_loss, finite=finite)
         verdict = gradients.agree_on(None if judged is None else dataclasses.asdict(judged))
