@@ -16,7 +16,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.optim.optimizer as optimizer_module
@@ -103,8 +103,8 @@ for_each += [] if PartialParameter in for_each else [PartialParameter]
 
 def mark_partial(parameter: nn.Parameter, held: HeldPart) -> Any:
     """Make `parameter` a PartialParameter, in place: it stays the same object."""
-    marked: Any = parameter
-    if type(marked) is nn.Parameter:
+    marked = cast("Any", parameter)
+    if type(parameter) is nn.Parameter:
         marked.__class__ = PartialParameter
     marked.held = held
     return marked
