@@ -114,6 +114,13 @@ class InspectionWorker:
     def save(self) -> None:
         """Nothing is saved."""
 
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing is saved."""
+
+    def state_dict(self, model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the model's own, which is whole."""
+        return model.state_dict()
+
     def restore(self, path: str | None = None) -> int:
         """Nothing is restored."""
         return 0
