@@ -5,13 +5,29 @@ Names in the code carry their unit (`num_bytes`, `timeout_s`); these functions a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
-__all__ = ["GiB", "KiB", "MiB", "bytes_text", "count_text", "duration_text", "workers_text"]
+__all__ = ["GiB", "KiB", "MiB", "bytes_text", "count_text", "duration_text", "printable", "workers_text"]
 
 KiB = 1 << 10
 MiB = 1 << 20
 GiB = 1 << 30
+
+
+# Of C0 all but tab and newline; DEL and C1; marks that change the direction of writing; Unicode's own line ends.
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+COLOR = re.compile("(\x1b\\[[0-9;]{0,40}m)")
+
+
+def printable(text: str, *, colors: bool = False) -> str:
+    """Return text in which control characters are spelled out ("\\x1b"), so that it cannot act on a terminal.
+
+    Names and errors come from a user's data, or from another host. `colors`: sequences that set colors stay.
+    """
+    if colors:
+        return "".join(part if COLOR.fullmatch(part) else printable(part) for part in COLOR.split(text))
+    return CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def bytes_text(num_bytes: float) -> str:

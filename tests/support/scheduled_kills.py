@@ -85,7 +85,7 @@ def arm(worker: paceline.Worker, *, sums: tuple[str, ...], save: tuple[type, str
         (ElasticGroup, "all_reduce", lost_after),
         (Consensus, "vote", lost_around),
         (*save, _lost_before(worker, "save", getattr(*save))),
-        (generation_builder, "connect_gloo", _lost_before(worker, "regroup", generation_builder.connect_gloo)),
+        (generation_builder, "connect_backend", _lost_before(worker, "regroup", generation_builder.connect_backend)),
     ]
     if OPTIONS.get("turns"):
         from paceline.sync.parameter_server.async_updates import AsyncGradients

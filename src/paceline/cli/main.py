@@ -20,6 +20,7 @@ from paceline.cli.drill import command as drill
 from paceline.cli.parity import command as parity
 from paceline.elastic.membership_messages import TOO_FEW
 from paceline.errors import LaunchError, PacelineError, PlanError
+from paceline.units import printable
 
 __all__ = ["main"]
 
@@ -59,10 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # here, where a closed reader is handled
         return exit_status
     except (PlanError, LaunchError) as error:
-        print(f"paceline: {error}", file=sys.stderr)
+        print(f"paceline: {printable(str(error))}", file=sys.stderr)
         return TOO_FEW if isinstance(error, LaunchError) and error.is_accident else 2
     except PacelineError as error:
-        print(f"paceline: {error}", file=sys.stderr)
+        print(f"paceline: {printable(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("paceline: interrupted", file=sys.stderr)

@@ -32,6 +32,7 @@ OPTIONS = {
     "hosts": ("N", "hosts of the job; start the same command once on each (default: 1)"),
     "head": ("HOST:PORT", "where several hosts meet: an address of one of them, the same on all"),
     "token_file": ("FILE", "file with the job's token, which several hosts need (default: what PACELINE_TOKEN holds)"),
+    "private_network": ("", "nobody else reaches the network between the hosts: do not encrypt the workers' traffic"),
     "run_dir": (
         "DIR",
         "directory of the run; one that has checkpoints is continued (default: runs/<program>-<date>-<time>)",

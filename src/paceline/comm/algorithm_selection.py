@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm.allreduce.scheduled_group import BACKEND, ScheduledGroup, SelectedAlgorithm, backend_group_of
-from paceline.comm.elastic.generation_group import GenerationGroup, connect_gloo
+from paceline.comm.elastic.generation_group import GenerationGroup, connect_backend
 from paceline.comm.group import Group, SingleWorkerGroup, WorkerGroup
 from paceline.comm.shared_memory.setup import shared_memory_unavailable, with_shared_memory
 from paceline.errors import SyncError
@@ -282,7 +282,7 @@ def _host_group(
     members = next(members for members in hosts_of(hosts) if transport.index in members)
     found: WorkerGroup = SingleWorkerGroup()
     if len(members) > 1 and transport.device.type == "cpu":
-        backend = connect_gloo(
+        backend = connect_backend(
             dist.PrefixStore(f"host_{members[0]}", store),
             index=members.index(transport.index),
             size=len(members),

@@ -6,6 +6,8 @@ All workers of a group must make the same calls in the same order, with tensors 
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import io
 import pickle
 import re
@@ -37,6 +39,8 @@ DIRECT_SUM_BYTES = 1 << 18  # of all members' tensors: up to here a sum is nothi
 DIRECT_BYTES = 8 << 20  # sent or received by a member at once; above it bandwidth counts, which a ring uses as well
 FIRST_BYTES, LENGTH_BYTES = 4096, 8  # of an object's first message, which is enough for most objects
 FIRST_PAYLOAD_BYTES = FIRST_BYTES - LENGTH_BYTES
+SIGNATURE_BYTES = 32  # at the beginning of an object; zeros where nothing is signed
+_object_key = b""
 
 
 PeerTensor = tuple[int, Tensor]  # another member's index, and the tensor that is sent to it or received from it
@@ -368,18 +372,39 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def sign_objects(key: bytes) -> None:
+    """Sign objects that this process sends, and refuse those that are not signed: for groups over a back end that
+    accepts connections of any process, such as gloo. All workers need the same key."""
+    global _object_key
+    _object_key = key
+
+
 def to_bytes(value: Any) -> Tensor:
-    stream = io.BytesIO()
+    stream = io.BytesIO(bytes(SIGNATURE_BYTES))
+    stream.seek(SIGNATURE_BYTES)
     torch.save(value, stream, pickle_protocol=pickle.HIGHEST_PROTOCOL)
-    return torch.from_numpy(np.frombuffer(stream.getvalue(), dtype=np.uint8).copy())
+    payload = torch.from_numpy(np.frombuffer(stream.getvalue(), dtype=np.uint8).copy())
+    if _object_key:
+        payload[:SIGNATURE_BYTES] = torch.frombuffer(bytearray(_signature(payload)), dtype=torch.uint8)
+    return payload
 
 
 def from_bytes(payload: Tensor, device: torch.device) -> Any:
     def place(storage: Any, location: str) -> Any:
         return storage.to(device=device) if location.startswith("cuda") else storage
 
-    # The bytes come from a peer of the same job, over connections that were made through its own key-value store.
-    return torch.load(io.BytesIO(payload.numpy().tobytes()), map_location=place, weights_only=False)
+    if _object_key and not hmac.compare_digest(payload[:SIGNATURE_BYTES].numpy().tobytes(), _signature(payload)):
+        raise SyncError(
+            "an object arrived that no worker of this run has sent: another program reaches the workers' ports. "
+            "Nothing in it was read"
+        )
+    # The bytes come from a worker of the same run: over a connection that has proved it, or signed.
+    pickled = io.BytesIO(payload[SIGNATURE_BYTES:].numpy().tobytes())
+    return torch.load(pickled, map_location=place, weights_only=False)
+
+
+def _signature(payload: Tensor) -> bytes:
+    return hmac.digest(_object_key, payload[SIGNATURE_BYTES:].numpy().data, hashlib.sha256)
 
 
 def total(group: WorkerGroup, values: Sequence[float], *, what: str, device: torch.device | None = None) -> list[float]:

@@ -26,6 +26,7 @@ from paceline.launch.snapshots.snapshot_store import SnapshotStore
 from paceline.launch.supervisor import GuardedObserver, Observer, Supervisor
 from paceline.plan.command_plan import CommandPlan
 from paceline.plan.job import Job
+from paceline.private_files import make_run_directory
 
 __all__ = ["launch", "prestart"]
 
@@ -178,7 +179,8 @@ def _copy_program(program: Path | None, place: Path) -> None:
     if program is None or program.absolute() == place:
         return
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
+        make_run_directory(place.parent.parent)
+        place.parent.mkdir(exist_ok=True)
         shutil.copyfile(program, place)
     except OSError as error:
         raise LaunchError(f"Cannot copy the program {program} to {place}: {error.strerror}.") from error

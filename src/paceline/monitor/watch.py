@@ -48,6 +48,7 @@ from paceline.monitor.records.run_files import local_path
 from paceline.monitor.records.run_record import RunRecord
 from paceline.monitor.records.steps import Step, StepMerger
 from paceline.plan.job import Job
+from paceline.units import printable
 
 if TYPE_CHECKING:
     from paceline.monitor.export.prometheus import PrometheusEndpoint
@@ -124,10 +125,8 @@ class Watch:
         self._output = WorkerOutput(
             attempt_dir(self.run_dir, attempt), self._local, everyone=job.show == "all", show=self._screen.show
         )
-        self._warnings = Deduplicator(
-            self._local, lambda text, said_by: self._screen.show(f"{tag(said_by)} warning: {text}")
-        )
-        self._notes = Deduplicator(self._local, lambda text, said_by: self._screen.show(text))
+        self._warnings = Deduplicator(self._local, lambda text, said_by: self._show(f"{tag(said_by)} warning: {text}"))
+        self._notes = Deduplicator(self._local, lambda text, said_by: self._show(text))
         self._started: dict[int, WorkerStarted] | None = {}  # None: all have started, and that was shown
         self._facts: dict[str, Any] | None = None
         self.exit_note = ""  # after `finish`: one sentence on how the attempt ended
@@ -156,9 +155,12 @@ class Watch:
                 self._tensorboard.poll(now)
         self._screen.poll(now)
 
+    def _show(self, text: str) -> None:
+        self._screen.show(printable(text))
+
     def say(self, text: str) -> None:
         """Show a sentence of the caller's."""
-        self._screen.show(text)
+        self._show(text)
 
     def not_written(self, error: RunFileError, *, is_book: bool = True) -> None:
         """Say that a file could not be written, once for each reason; where it `is_book`, the run's are not whole."""
@@ -166,7 +168,7 @@ class Watch:
             self.unwritten[local_path(error.path)] = error.reason
         if error.reason not in self._told:
             self._told += error.reason
-            self._screen.show(f"warning: {error}" + ("" if self._is_ending else " The run goes on without it."))
+            self._show(f"warning: {error}" + ("" if self._is_ending else " The run goes on without it."))
 
     def catch_up(self) -> int:
         """Read all that the workers have written; returns the last step that any of them has recorded."""
@@ -199,7 +201,7 @@ class Watch:
         if self.failures and self._explains and not goes_on:
             explained = explain(self.failures)
             self._told += "\n".join([explained, *(str((each.error or {}).get("message")) for each in self.failures)])
-            self._screen.show(f"\n{explained}\n")
+            self._show(f"\n{explained}\n")
         for sink in tuple(self._sinks):
             with self._dropping(sink):
                 sink.close()
@@ -211,9 +213,7 @@ class Watch:
                 self._summary.write(self._facts)
         self.exit_note = _exit_note(self._facts, self.failures)
         if not goes_on:
-            self._screen.show(
-                ("" if self.failures and self._explains else "\n") + _closing(self._facts, is_head=self._record)
-            )
+            self._show(("" if self.failures and self._explains else "\n") + _closing(self._facts, is_head=self._record))
         return self._facts
 
     def located(self, failures: Sequence[Failure]) -> tuple[Failure, ...]:
@@ -238,11 +238,11 @@ class Watch:
                 case Note(text=text) if record.worker is not None:
                     self._notes.add(text, record.worker, now)
                 case Note(text=text):
-                    self._screen.show(text)
+                    self._show(text)
                 case Warned(text=text) if record.worker is not None:
                     self._warnings.add(text, record.worker, now)
                 case Warned(text=text):
-                    self._screen.show(f"warning: {text}")
+                    self._show(f"warning: {text}")
                 case Restarted() as restarted:
                     self._begins_by = restarted
                 case WorkerStarted() as started:
@@ -254,7 +254,7 @@ class Watch:
             self._pass_on(record)
             line = event_line(record.event)
             if line:
-                self._screen.show(line)
+                self._show(line)
 
     @property
     def _speaker(self) -> int:
@@ -307,9 +307,7 @@ class Watch:
     def _give(self, rows: list[Step]) -> None:
         for row in rows:
             if self._begins_by is not None:
-                self._screen.show(
-                    f"step {row.step} is committed, {row.time - self._begins_by.lost_at:.2f} s after the loss"
-                )
+                self._show(f"step {row.step} is committed, {row.time - self._begins_by.lost_at:.2f} s after the loss")
                 self._begins_by = None
             self._pass_on(row)
 
@@ -347,7 +345,7 @@ class Watch:
         if self._started is not None and worker in self._local:
             self._started[worker] = started
             if self._started.keys() >= self._local.union(self._here):
-                self._screen.show(ready_line(self._started.values()))
+                self._show(ready_line(self._started.values()))
                 self._started = None
                 self._report_lost_steps(started.resumed_from_step)
 
@@ -356,7 +354,7 @@ class Watch:
         if self._record and not self._is_fresh and self._begins_by is None:  # that says it itself
             text = repeated_steps_text(self.run_dir, before_attempt=self.attempt, resumed_from=resumed_from)
             if text:
-                self._screen.show(text)
+                self._show(text)
 
     def _serve_metrics(self, host: str, port: int, workers: int) -> None:
         from paceline.monitor.export.prometheus import PrometheusEndpoint  # 60 ms that most runs need not pay
@@ -365,7 +363,7 @@ class Watch:
         self._endpoint = endpoint
         self._sinks.append(endpoint)
         self._note_url(endpoint.url)
-        self._screen.show(f"metrics are served at {endpoint.url}")
+        self._show(f"metrics are served at {endpoint.url}")
 
     def _note_url(self, url: str | None) -> None:
         self.metrics_url = url

@@ -66,6 +66,7 @@ class Job:
     hosts: int = 1  # the same command is started once on each
     head: str | None = None  # HOST:PORT where the hosts meet; needed when hosts > 1
     token_file: str | None = None  # holds the job's token; else the environment's PACELINE_TOKEN; needed when hosts > 1
+    private_network: bool = False  # nobody else reaches the network between the hosts: tensors travel in the clear
     run_dir: str | None = None  # None: runs/<program>-<date>-<time>
     fresh: bool = False  # do not continue from checkpoints found in run_dir
     save_every: int | None = None  # steps between checkpoints; None: every save_every_s seconds

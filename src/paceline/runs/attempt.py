@@ -33,6 +33,8 @@ from paceline.monitor.records.processes import this_host
 from paceline.monitor.records.run_record import RUNNING, RunRecord
 from paceline.monitor.watch import Watch
 from paceline.plan import CommandPlan, Job, Plan
+from paceline.private_files import make_run_directory, write_private
+from paceline.units import printable
 
 __all__ = [
     "Attempt",
@@ -171,7 +173,7 @@ class Attempt:
         if self._watch is not None:
             self._watch.say(text)
         else:
-            print(f"paceline: {text}", flush=True)
+            print(f"paceline: {printable(text)}", flush=True)
 
     def emit(self, event: Event) -> None:
         """Record an event; only the coordinator's host keeps the run's record."""
@@ -214,6 +216,7 @@ class Attempt:
             if self._record.attempt != self.number:
                 raise PlanError(f"{str(self.run_dir)!r} was used by another run meanwhile: start the job again.")
         with writing(self.directory):
+            make_run_directory(self.run_dir)
             self.directory.mkdir(parents=True, exist_ok=True)
             if self._function is not None:
                 self._write_function(*self._function)
@@ -306,7 +309,7 @@ class Attempt:
 
         program = self.directory / "program.pkl"
         temporary = program.with_name(f".{program.name}.{this_host()}.{os.getpid()}")  # hosts may share the directory
-        temporary.write_bytes(cloudpickle.dumps((function, dict(fields))))
+        write_private(temporary, cloudpickle.dumps((function, dict(fields))))
         temporary.replace(program)
 
 

@@ -28,6 +28,7 @@ from paceline.monitor.hang.hang_monitor import HangMonitor
 from paceline.monitor.records.run_record import RUNNING, RunRecord
 from paceline.monitor.watch import Watch
 from paceline.plan.job import Assignment, Job
+from paceline.private_files import make_run_directory
 from paceline.runs.attempt import run_started
 
 __all__ = ["monitoring_thread", "note_end", "note_failure", "note_left", "reporting_thread"]
@@ -61,6 +62,7 @@ def monitoring_thread(
     run_dir = Path(assignment.run_dir)
     directory = run_dir / f"attempt_{assignment.attempt}"
     with writing(directory):
+        make_run_directory(run_dir)
         directory.mkdir(parents=True, exist_ok=True)
         log = EventLog(directory / "events.jsonl", worker=None)
         log.emit(run_started(job, run_dir, assignment.attempt, program=program, launcher=launcher))

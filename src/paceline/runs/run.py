@@ -26,6 +26,7 @@ from paceline.runs.attempt import Attempt, begin_record, error_from_failures, qu
 from paceline.runs.go_on import command_of_script, command_of_words, command_of_world
 from paceline.runs.monitor_thread import monitoring_thread, note_end, note_failure, note_left, reporting_thread
 from paceline.runs.restart_loop import run_with_restarts
+from paceline.units import printable
 
 if TYPE_CHECKING:
     from paceline.plan.job import Assignment
@@ -60,6 +61,7 @@ def run(
     hosts: int | None = None,
     head: str | None = None,
     token_file: str | None = None,
+    private_network: bool | None = None,
     launcher: Literal["local", "inline"] | None = None,
     timeout_s: float | None = None,
     silence_s: float | None = None,
@@ -104,6 +106,7 @@ def run(
     :param hosts: how many hosts take part; the same command is started once on each (1).
     :param head: HOST:PORT at which the hosts meet; needed with several hosts.
     :param token_file: file with the job's secret token, which is read from PACELINE_TOKEN otherwise.
+    :param private_network: nobody else reaches the network between the hosts: tensors travel in the clear (False).
     :param launcher: "local", or "inline": worker 0 runs in this process, for pdb ("local").
     :param timeout_s: seconds that a worker waits for its peers before the run fails (600).
     :param silence_s: seconds of silence after which a host, and in elastic runs a worker, counts as lost (10).
@@ -373,7 +376,7 @@ def _own_script() -> Path | None:
 
 
 def _tell(text: str) -> None:
-    print(f"paceline: {text}", file=sys.stderr, flush=True)
+    print(f"paceline: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def _settled(job: Job, plan: CommandPlan, *, script: Path | None) -> Job:

@@ -14,6 +14,7 @@ import cloudpickle
 from paceline import environment
 from paceline.errors import PlanError, writing
 from paceline.plan.job import Assignment
+from paceline.private_files import write_private
 from paceline.worker.membership.consensus import CleanExit
 from paceline.worker.record.error_report import write_error
 from paceline.worker.record.flight_recording import dump_stacks_on_signal
@@ -88,7 +89,7 @@ def _run_function(assignment: Assignment) -> None:
         result = Path(assignment.worker_dir) / "result.pkl"
         pickled = cloudpickle.dumps(value)
         with writing(result):
-            result.write_bytes(pickled)
+            write_private(result, pickled)
 
 
 def _exit_status(stop: SystemExit, assignment: Assignment) -> int:

@@ -200,6 +200,7 @@ PLACE_FIELDS = (
     "hosts",
     "head",
     "token_file",
+    "private_network",
     "run_dir",
 )  # decided before a worker exists
 

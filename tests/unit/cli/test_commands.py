@@ -137,6 +137,7 @@ OPTION_VALUES: dict[str, tuple[list[str], object]] = {
     "hosts": (["--hosts", "2", "--head", "node1:1"], 2),
     "head": (["--head", "node1:29500"], "node1:29500"),
     "token_file": (["--token-file", "token"], "token"),
+    "private_network": (["--private-network"], True),
     "run_dir": (["--run-dir", "runs/x"], "runs/x"),
     "fresh": (["--fresh"], True),
     "save_every": (["--save-every", "100"], 100),

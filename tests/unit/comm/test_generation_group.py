@@ -42,7 +42,7 @@ def test_a_group_that_breaks_while_memory_is_shared_is_closed_with_the_one_befor
             raise Disrupted("worker 2 was killed by signal 9")
         return group, None
 
-    monkeypatch.setattr(generation_builder, "connect_gloo", lambda *_, **__: None)
+    monkeypatch.setattr(generation_builder, "connect_backend", lambda *_, **__: None)
     monkeypatch.setattr(generation_builder, "GenerationGroup", Built)
     monkeypatch.setattr(generation_builder, "with_shared_memory", share)
     monkeypatch.setattr(generation_builder, "with_selected_algorithm", lambda group, *_, **__: group)
@@ -50,7 +50,7 @@ def test_a_group_that_breaks_while_memory_is_shared_is_closed_with_the_one_befor
     context: Any = SimpleNamespace(
         assignment=assignment,
         plan=Plan(layout=Layout(replicas=(1, 2), shard=2)),
-        job=SimpleNamespace(timeout_s=1.0),
+        job=SimpleNamespace(timeout_s=1.0, private_network=False),
         device=torch.device("cpu"),
         recorder=FlightRecorder.unread(),
         tell=lambda _: None,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from paceline.comm.torch_backend.op_queue import OpQueue, QueuedOp
+from paceline.comm.op_queue import OpQueue, QueuedOp
 
 LIMIT_S = 10.0
 

@@ -168,10 +168,11 @@ def test_a_connection_that_nobody_closes_is_not_waited_for_without_end(monkeypat
 
 def test_strangers_are_not_counted_whether_they_stay_or_go() -> None:
     listener = TensorServer("127.0.0.1", SECRET)
-    address = ("127.0.0.1", int(listener.endpoint.rpartition(":")[2]))
 
     def greeted() -> socket.socket:
-        stranger = socket.create_connection(address, timeout=10)
+        stranger = socket.socket(socket.AF_UNIX)
+        stranger.settimeout(10)
+        stranger.connect(listener.endpoint.removeprefix("ipc://"))
         assert stranger.recv(1), "it is connected"
         return stranger
 
@@ -187,10 +188,6 @@ def test_strangers_are_not_counted_whether_they_stay_or_go() -> None:
         greeted().close()  # by now the first one's end is known
         caller.send({"op": "x"})
         assert heard(listener) == "x" and listener.num_connected == 1
-        (connection,) = listener._known.values()
-        with socket.socket(fileno=os.dup(connection)) as seen:  # a host that goes without a word is noticed
-            assert seen.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-            assert seen.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
         assert caller._socket.getsockopt(zmq.TCP_KEEPALIVE_IDLE) == 30
         caller.send({"op": "last"})
         caller.close()
@@ -288,7 +285,7 @@ def test_whose_message_takes_longer_than_the_silence_is_heard_all_the_while() ->
 @contextmanager
 def slow_way(endpoint: str, *, bytes_per_s: float) -> Iterator[str]:
     """Another endpoint of a listener, from which what is said to it goes on at this rate."""
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    place = endpoint.removeprefix("ipc://")
 
     def carry(source: socket.socket, to: socket.socket, pause_s: float) -> None:
         with suppress(OSError):  # either side is closed
@@ -296,8 +293,11 @@ def slow_way(endpoint: str, *, bytes_per_s: float) -> Iterator[str]:
                 to.sendall(said)
                 time.sleep(pause_s * len(said))
 
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection((host, int(port))) as to:
-        way = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as to:
+        to.connect(place)
+        listener.bind(f"{place}.slow")  # goes with the server's directory
+        listener.listen()
+        way = f"ipc://{place}.slow"
         with ThreadPoolExecutor(2) as pool:
 
             def join() -> None:
@@ -317,3 +317,57 @@ def heard(listener: TensorServer) -> object:
     while (got := listener.receive(10)) is None:
         pass
     return got[1].header["op"]
+
+
+def test_between_hosts_nobody_connects_without_the_secret_or_reads_what_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tensor_messages, "is_loopback", lambda _: False)
+    with closing(TensorServer("127.0.0.1", SECRET)) as listener, ThreadPoolExecutor(1) as pool:
+        assert listener.endpoint.startswith("tcp://127.0.0.1:")
+        context = zmq.Context()
+        stranger = context.socket(zmq.DEALER)  # speaks ZeroMQ, and knows no key
+        stranger.connect(listener.endpoint)
+        stranger.send_multipart([b"paceline"])
+        other = pool.submit(TensorClient, listener.endpoint, b"another secret", name="it", timeout_s=1.0)
+        while not other.done():
+            assert listener.receive(0.01) is None
+        with pytest.raises(SyncError):
+            other.result()
+        making = pool.submit(TensorClient, listener.endpoint, SECRET, name="it", timeout_s=10)
+        while not making.done():
+            listener.receive(0.01)
+        with closing(making.result()) as caller:
+            caller.send({"op": "x"}, [torch.arange(3.0)])
+            assert heard(listener) == "x" and listener.num_connected == 1
+            with socket.socket(fileno=os.dup(next(iter(listener._known.values())))) as seen:
+                assert seen.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
+        assert stranger.poll(50) == 0, "it is not even greeted"
+        stranger.close(linger=0)
+        context.term()
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b"[]"],
+        [b"not json"],
+        [b'{"op": "x", "tensors": [["float32", [-1]]]}', b""],
+        [b'{"op": "x", "tensors": [["float32", [1e999]]]}', b""],
+        [b'{"op": "x", "tensors": [["float32", %s]]}' % (b"[" * 5000)],
+        [b'{"op": "x", "tensors": 5}', b"abc"],
+        [b'{"op": "x"}', b"abc"],
+    ],
+)
+def test_a_malformed_message_ends_that_connection_alone(frames: list[bytes]) -> None:
+    with closing(TensorServer("127.0.0.1", SECRET)) as listener, ThreadPoolExecutor(2) as pool:
+        making = [pool.submit(TensorClient, listener.endpoint, SECRET, name="it", timeout_s=10) for _ in range(2)]
+        while not all(one.done() for one in making):
+            listener.receive(0.01)
+        bad, good = (one.result() for one in making)
+        with closing(bad), closing(good):
+            bad._socket.send_multipart(frames)
+            while listener.num_connected > 1:
+                assert listener.receive(0.05) is None
+            good.send({"op": "x"})
+            assert heard(listener) == "x"

@@ -32,16 +32,17 @@ from paceline.comm.group import (
     from_bytes,
     to_bytes,
 )
+from paceline.comm.peer_sockets.process_group import PeerProcessGroup, create_peer_group
 from paceline.errors import SyncError
 
-__all__ = ["ElasticGroup", "GenerationGroup", "connect_gloo", "generation_name"]
+__all__ = ["ElasticGroup", "GenerationGroup", "connect_backend", "generation_name"]
 
 WAIT_SLICE = timedelta(milliseconds=20)
 POLL_S = 0.002
 
 
 class GenerationGroup(Group):
-    """A gloo group of one generation; a lost peer or a newer generation raises `Disrupted` in every wait."""
+    """A group of one generation; a lost peer or a newer generation raises `Disrupted` in every wait."""
 
     def __init__(self, backend: Any, *, device: torch.device, check: Callable[[], None], timeout_s: float) -> None:
         super().__init__(backend, device=device)
@@ -106,6 +107,8 @@ class GenerationGroup(Group):
         super().close()
         references = [self._backend]
         del self._backend
+        if isinstance(references[0], PeerProcessGroup):
+            references[0].shutdown()  # its pending transfers end at once
         _destroy_in_background(references)
 
     def _begin(self, start: Callable[[], dist.Work], what: str) -> Transfer:
@@ -317,8 +320,29 @@ def generation_name(generation: int) -> str:
     return f"generation {generation}"
 
 
-def connect_gloo(store: dist.Store, *, index: int, size: int, timeout_s: float, check: Callable[[], None]) -> Any:
-    """Build the back end of a generation: a gloo rendezvous through `store`; blocks until all members are there.
+def connect_backend(
+    store: dist.Store,
+    *,
+    index: int,
+    size: int,
+    timeout_s: float,
+    check: Callable[[], None],
+    address: str | None = None,
+    over_gloo: bool = False,
+) -> Any:
+    """Build the back end of a generation by a rendezvous through `store`; blocks until all members are there.
+
+    `address`: of this host, where members are on several; None: all are on this host, and no port is opened.
+    `over_gloo`: between hosts over gloo, which neither encrypts nor authenticates. Raises Disrupted, and what `check`
+    raises.
+    """
+    if address is None or not over_gloo:
+        return create_peer_group(store, index=index, size=size, address=address, timeout_s=timeout_s, check=check)
+    return _connect_gloo(store, index=index, size=size, timeout_s=timeout_s, check=check)
+
+
+def _connect_gloo(store: dist.Store, *, index: int, size: int, timeout_s: float, check: Callable[[], None]) -> Any:
+    """Build a gloo group of a generation.
 
     The rendezvous runs in a thread, which is abandoned when `check()` raises: gloo itself would wait for a lost peer
     until its timeout.

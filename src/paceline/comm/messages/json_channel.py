@@ -1,6 +1,9 @@
 """Messages between the processes of a job: one JSON object a line, over a stream socket.
 
-Nothing is unpickled and nothing is evaluated: a message is plain data, bounded in size. `LineBuffer` turns the bytes
+Nothing is unpickled and nothing is evaluated: a message is plain data, bounded in size, in depth, and in the size of
+its numbers. So what a reader does with a message that passed cannot overflow or recurse without end.
+
+`LineBuffer` turns the bytes
 of any stream into messages; `Channel` is a worker's own end of the socket to the supervisor of its host: a request
 goes out, its reply comes back, and several threads may ask.
 """
@@ -8,6 +11,7 @@ goes out, its reply comes back, and several threads may ask.
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import threading
@@ -19,6 +23,8 @@ __all__ = ["MAX_MESSAGE_BYTES", "Channel", "ChannelClosed", "LineBuffer", "decod
 MAX_MESSAGE_BYTES = 16 * 2**20  # of one line; torch's process groups exchange addresses of a few hundred bytes
 
 CHUNK_BYTES = 1 << 16
+MAX_DEPTH = 64  # lists and objects within each other
+MAX_DIGITS = 100  # of a whole number, with its sign; so it fits a float
 
 
 class ChannelClosed(ConnectionError):
@@ -34,16 +40,55 @@ def encode(message: Mapping[str, Any]) -> bytes:
 
 
 def decode(line: bytes | bytearray) -> dict[str, Any]:
-    """Read one line; raise ValueError if it is not a JSON object."""
+    """Read one line; raise ValueError if it is not a JSON object, nested too deeply, or has numbers that are not
+    finite or have too many digits."""
     try:
-        message = json.loads(line)
+        message = DECODER.decode(bytes(line).decode())
     except RecursionError:
         raise ValueError(f"a message is nested too deeply: {_shown(line)}") from None
+    except _NumberRefused as refused:
+        raise ValueError(f"a message is not JSON that Paceline writes: a number is {refused}: {_shown(line)}") from None
     except ValueError:  # not JSON, or not UTF-8
         raise ValueError(f"a message is not JSON: {_shown(line)}") from None
     if not isinstance(message, dict):
         raise ValueError(f"a message is not a JSON object: {_shown(line)}")
+    if line.count(b"[") + line.count(b"{") > MAX_DEPTH and _is_too_deep(message):
+        raise ValueError(f"a message is nested too deeply: {_shown(line)}")
     return message
+
+
+class _NumberRefused(Exception):
+    """A number that no message has."""
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise _NumberRefused(f"too large ({len(digits)} digits)")
+    return int(digits)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise _NumberRefused("too large")
+    return number
+
+
+def _constant(name: str) -> float:
+    raise _NumberRefused(f"not finite ({name})")
+
+
+DECODER = json.JSONDecoder(parse_int=_whole, parse_float=_finite, parse_constant=_constant)
+
+
+def _is_too_deep(message: object) -> bool:
+    level: list[object] = [message]
+    for _ in range(MAX_DEPTH):
+        deeper = [list(one.values()) if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [inner for one in deeper for inner in one]
+        if not level:
+            return False
+    return True
 
 
 class LineBuffer:
@@ -143,7 +188,7 @@ class Channel:
         arrived, self._arrived = [first, *self._arrived], []
         with self._news:
             for message in arrived:
-                if "id" in message and self._replies is not None:
+                if isinstance(message.get("id"), int) and self._replies is not None:
                     self._replies[message["id"]] = message
             self._news.notify_all()
         return [message for message in arrived if "id" not in message]

@@ -1,20 +1,26 @@
 """Messages between clients and a server over ZeroMQ: a header in JSON, and tensors as they lie in memory.
 
 A client has one connection to each server (zmq.DEALER to zmq.ROUTER), so its messages arrive in order. Before anything
-is read, both sides prove a secret (`paceline.comm.messages.token_handshake`). Nothing is unpickled: a header is JSON,
-and a tensor is a dtype, a shape and its bytes, which are sent from where they lie and used where they arrive. A large
-tensor travels in pieces and is joined by the receiver. Each piece that arrives is a sign of life, even over a link that
-needs minutes for the whole.
+is read, both sides prove a secret (`paceline.comm.messages.token_handshake`). On loopback the connection is a Unix
+socket in a directory of this user alone. Between hosts it is encrypted and authenticated by ZeroMQ's CURVE, with keys
+that follow from the secret. Nothing is unpickled: a header is JSON, and a tensor is a dtype, a shape and its bytes.
+These are sent from where they lie and used where they arrive. A large tensor travels in pieces and is joined by the
+receiver. Each piece that arrives is a sign of life, even over a link that needs minutes for the whole.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import hmac
 import json
 import math
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +28,7 @@ import zmq
 import zmq.utils.monitor
 from torch import Tensor
 
+from paceline.comm.messages.json_channel import decode
 from paceline.comm.messages.token_handshake import HANDSHAKE_TIMEOUT_S, TokenHandshake, TokenRefused
 from paceline.errors import SyncError
 
@@ -43,6 +50,8 @@ KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 30, zmq.TCP_KEEPALIVE
 CONNECTION_LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 
 Secret = bytes
+# What reading a message of the wrong form raises; RuntimeError: torch refuses a shape.
+WRONG_FORM = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
 
 
 class ServerLost(SyncError):
@@ -76,7 +85,15 @@ class TensorServer:
         _cut_off_after(silence_s, self._socket)
         host = f"[{address}]" if ":" in address else address
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        self.endpoint = f"tcp://{host}:{self._socket.bind_to_random_port(f'tcp://{host}')}"
+        self._directory: Path | None = None
+        if is_loopback(address):
+            self._directory = Path(tempfile.mkdtemp(prefix="paceline-"))  # mode 0700
+            self.endpoint = f"ipc://{self._directory / 's'}"
+            self._socket.bind(self.endpoint)
+        else:
+            self._socket.curve_secretkey, self._socket.curve_publickey = _curve_keys(secret)
+            self._socket.curve_server = True
+            self.endpoint = f"tcp://{host}:{self._socket.bind_to_random_port(f'tcp://{host}')}"
         self._open: set[int] = set()  # connections, by file descriptor
         self._handshakes: dict[bytes, tuple[int, TokenHandshake]] = {}  # by client: connection, unfinished handshake
         self._known: dict[bytes, int] = {}  # clients that have proved the secret, and their connections
@@ -92,7 +109,9 @@ class TensorServer:
         return self._known.get(peer) in self._open
 
     def receive(self, timeout_s: float) -> tuple[bytes, TensorMessage] | None:
-        """Return a message and its sender; None if none came in time."""
+        """Return a message and its sender; None if none came in time. A client that sends something malformed has to
+        connect again.
+        """
         ready = dict(self._poll(timeout_s))
         if self._socket not in ready:
             self._update_connections()
@@ -103,7 +122,12 @@ class TensorServer:
         if self._known.get(peer) != connection:  # a new connection under an old name has to prove the secret, too
             self._handshake(peer, frames, connection)
             return None
-        return peer, _decoded_message(frames)
+        try:
+            return peer, _decoded_message(frames)
+        except WRONG_FORM as error:
+            self._known.pop(peer, None)
+            self.send(peer, {"failed": f"it got a malformed message ({type(error).__name__}: {str(error)[:200]})"})
+            return None
 
     def send(self, peer: bytes, header: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> None:
         """Answer; the tensors must not be written to afterwards."""
@@ -117,6 +141,8 @@ class TensorServer:
         self._socket.close(linger=LINGER_MS)
         self._monitor.close(linger=0)
         self._context.term()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     def _poll(self, timeout_s: float) -> list[tuple[zmq.Socket[bytes], int]]:
         poller = zmq.Poller()
@@ -185,6 +211,9 @@ class TensorClient:
         self._monitor = self._socket.get_monitor_socket(CONNECTION_LOST)
         self._lost = False
         self._num_calls = 0
+        if not endpoint.startswith("ipc:"):
+            self._socket.curve_serverkey = _curve_keys(secret)[1]
+            self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
         self._socket.connect(endpoint)
         try:
             self._prove(secret)
@@ -299,6 +328,20 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: zmq.SocketType, *, is
     return made
 
 
+def is_loopback(address: str) -> bool:
+    """Whether only processes of this host reach an address."""
+    return address.startswith("127.") or address in ("::1", "localhost")
+
+
+def _curve_keys(secret: Secret) -> tuple[bytes, bytes]:
+    """Return a server's secret and public key. Only those who know the secret can make the first, or even the second,
+    without which nobody can connect."""
+    from zmq.utils import z85
+
+    key = z85.encode(hmac.digest(secret, b"paceline curve server", hashlib.sha256))
+    return key, zmq.curve_public(key)
+
+
 def _cut_off_after(silence_s: float | None, socket: zmq.Socket[bytes]) -> None:
     """Close connections that are silent for so long; None: never, while the other side's system answers."""
     if silence_s is not None:  # a thread of ZeroMQ answers, even while the other threads of a process are busy
@@ -328,9 +371,11 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 def _decoded_message(frames: Sequence[zmq.Frame]) -> TensorMessage:
     """Read a message of a client that has proved the secret; ValueError if it is malformed."""
-    header = json.loads(frames[0].bytes)
+    header = decode(frames[0].bytes)
     pieces, tensors = [*frames[1:]], list[Tensor]()
     for dtype, shape in header.pop("tensors", []):
+        if not all(type(one) is int and one >= 0 for one in shape):
+            raise ValueError(f"a tensor of the shape {shape}")
         kind = DTYPES.get(dtype)
         if kind is None:
             raise ValueError(f"a tensor of {dtype!r}, which is none of {', '.join(DTYPES)}")

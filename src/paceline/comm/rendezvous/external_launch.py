@@ -11,8 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import struct
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +19,8 @@ from typing import Any
 import psutil
 
 from paceline.comm.messages.json_channel import Channel, ChannelClosed
-from paceline.comm.messages.token_handshake import HANDSHAKE_TIMEOUT_S, TokenHandshake, TokenRefused
+from paceline.comm.messages.secure_socket import prove_and_encrypt, user_of
+from paceline.comm.messages.token_handshake import HANDSHAKE_TIMEOUT_S, TokenRefused
 from paceline.comm.rendezvous.kv_store import KeyValueStore
 from paceline.errors import LaunchError
 
@@ -29,6 +28,8 @@ __all__ = ["KeyValueServer", "join_external_launch", "own_address", "rendezvous_
 
 RETRY_S = 0.02
 PAUSE_S = 1.0  # after an accept that failed
+MAX_UNPROVED = 512  # connections that are being examined at once
+MAX_REPORTED = 10  # refusals that are reported one by one
 PROBE_ADDRESS = ("192.0.2.1", 9)  # an address that no host has: the way to it is the way out of this host
 Address = str | tuple[str, int]
 
@@ -66,7 +67,7 @@ def join_external_launch(
             time.sleep(RETRY_S)
     if token is not None:
         try:
-            _prove_token(sock, TokenHandshake(token, is_head=False))
+            sock = prove_and_encrypt(sock, token, is_head=False)
         except (TokenRefused, OSError) as error:
             raise LaunchError(f"worker 0 at {_address_text(address)} refused worker {worker_rank}: {error}") from error
     sock.settimeout(None)
@@ -114,8 +115,9 @@ class KeyValueServer:
                 f"worker 0 cannot listen at {_address_text(address)} ({error.strerror}). Set MASTER_ADDR and "
                 "MASTER_PORT to an address of its host and a free port, for all workers"
             ) from error
-        self._listener.listen(1024)
+        self._listener.listen(4096)
         self._closed = threading.Event()
+        self._unproved, self._num_refused = threading.BoundedSemaphore(MAX_UNPROVED), 0
         threading.Thread(target=self._accept, name="paceline-kv-store", daemon=True).start()
 
     def close(self) -> None:
@@ -130,7 +132,13 @@ class KeyValueServer:
         while not self._closed.is_set():
             try:
                 sock, peer = self._listener.accept()
-                threading.Thread(target=self._serve, args=(sock, peer), daemon=True).start()
+                self._unproved.acquire()
+                try:
+                    threading.Thread(target=self._serve, args=(sock, peer), daemon=True).start()
+                except RuntimeError:
+                    self._unproved.release()
+                    sock.close()
+                    raise
             except ConnectionError:
                 continue  # it went away before it was let in
             except (OSError, RuntimeError) as error:  # no more files, or threads; what is closed fails too
@@ -142,13 +150,17 @@ class KeyValueServer:
     def _serve(self, sock: socket.socket, peer: object) -> None:
         try:
             if self._token is not None:
-                _prove_token(sock, TokenHandshake(self._token, is_head=True))
-            elif (user := _peer_user(sock)) != os.getuid():
+                sock = prove_and_encrypt(sock, self._token, is_head=True)
+            elif (user := user_of(sock)) != os.getuid():
                 raise TokenRefused(f"it runs as user {user}")
         except (TokenRefused, OSError) as error:
-            self._log(f"refused a connection from {peer or 'another process'}: {error}")
+            self._num_refused += 1
+            if self._num_refused <= MAX_REPORTED:
+                self._log(f"refused a connection from {peer or 'another process'}: {error}")
             sock.close()
             return
+        finally:
+            self._unproved.release()
         sock.settimeout(None)
         channel = Channel(sock)
         with contextlib.suppress(ChannelClosed):
@@ -173,23 +185,6 @@ def _listen_address(address: Address, log: Callable[[str], None]) -> tuple[int, 
     return family, place
 
 
-def _prove_token(sock: socket.socket, handshake: TokenHandshake) -> None:
-    deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
-    sock.settimeout(HANDSHAKE_TIMEOUT_S)
-    sock.sendall(handshake.greeting)
-    while handshake.wanted:
-        sock.settimeout(max(0.01, deadline - time.monotonic()))
-        data = sock.recv(handshake.wanted)
-        if not data:
-            raise TokenRefused("it closed the connection")
-        try:
-            sock.sendall(handshake.feed(data))
-        except TokenRefused as refused:
-            if refused.farewell:
-                sock.sendall(refused.farewell)
-            raise
-
-
 def _connect(address: Address) -> socket.socket:
     if isinstance(address, str):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -198,18 +193,11 @@ def _connect(address: Address) -> socket.socket:
         except OSError:
             sock.close()
             raise
-        if (user := _peer_user(sock)) != os.getuid():
+        if (user := user_of(sock)) != os.getuid():
             sock.close()
             raise LaunchError(f"the socket at which this job's workers meet belongs to user {user}, not to you")
         return sock
     return socket.create_connection(address, timeout=HANDSHAKE_TIMEOUT_S)
-
-
-def _peer_user(sock: socket.socket) -> int:
-    if sys.platform != "linux":
-        return os.getuid()
-    _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return user
 
 
 def _address_text(address: Address) -> str:

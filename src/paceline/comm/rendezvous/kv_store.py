@@ -14,6 +14,9 @@ from typing import Any
 __all__ = ["KeyValueStore"]
 
 
+MAX_AMOUNT = 2**63
+
+
 class KeyValueStore:
     """The store itself; it lives in the supervisor of the coordinator's host."""
 
@@ -52,10 +55,13 @@ def _get(values: dict[str, bytes], request: Mapping[str, Any]) -> str | None:
 
 def _add(values: dict[str, bytes], request: Mapping[str, Any]) -> int:
     key, amount = _text(request, "key"), request.get("amount")
-    if not isinstance(amount, int):
+    if not isinstance(amount, int) or abs(amount) > MAX_AMOUNT:
         raise _Malformed(f"amount is {amount!r}; it must be a whole number")
     try:
-        number = int(values.get(key, b"0")) + amount
+        held = values.get(key, b"0")
+        if len(held) > len(str(MAX_AMOUNT)) + 1:
+            raise ValueError
+        number = int(held) + amount
     except ValueError:
         raise _Malformed(f"{key!r} holds {values[key][:40]!r}, which is no number to add to") from None
     values[key] = str(number).encode()

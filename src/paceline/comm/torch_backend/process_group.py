@@ -7,7 +7,7 @@ reports the reason.
 
 All workers of a group must choose the same of the two. So the choice depends on types and operations alone, never on
 strides: a tensor that is not contiguous is copied. Collectives run in the order of the calls
-(`comm/torch_backend/op_queue.py`).
+(`comm/op_queue.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import socket
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.elastic.generation_group import GenerationGroup
+from paceline.comm.op_queue import OpQueue, QueuedWork
 from paceline.comm.shared_memory.collectives import (
     COPY_BYTES,
     Reduction,
@@ -47,7 +47,6 @@ from paceline.comm.shared_memory.summation import (
     SUMMED,
     ordered_sum,
 )
-from paceline.comm.torch_backend.op_queue import OpQueue, QueuedOp
 from paceline.errors import SyncError
 
 __all__ = ["NAME", "SharedMemoryProcessGroup", "register_backend"]
@@ -303,7 +302,7 @@ class SharedMemoryProcessGroup(TorchGroup):
                 raise dist.DistBackendError(str(error)) from error  # the type that users of torch.distributed catch
 
         is_awaited = opts is not None and not opts.asyncOp
-        return _QueuedWork(self._queue.begin(run, result=result, is_awaited=is_awaited))
+        return QueuedWork(self._queue.begin(run, result=result, is_awaited=is_awaited))
 
     def _over_gloo(self, begin: Callable[[], dist.Work], result: Any, opts: Any) -> dist.Work:
         """Queue an operation of gloo: all workers must begin gloo's operations in the same order."""
@@ -331,40 +330,6 @@ class SharedMemoryProcessGroup(TorchGroup):
         if opts.reduceOp == AVG:
             for tensor in tensors:
                 tensor.detach().div_(self._memory.size)
-
-
-class _QueuedWork(dist.Work):
-    """The `Work` that torch gets for a collective."""
-
-    def __init__(self, op: QueuedOp) -> None:
-        super().__init__()
-        self._op = op
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        limit_s = timeout.total_seconds() or None
-        if not self._op.wait(limit_s):
-            raise dist.DistBackendError(
-                f"a collective was not done within {limit_s:g} s: other workers have not called it"
-            )
-        return True
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        return self._op.future()
-
-    def is_completed(self) -> bool:
-        return self._op.is_done
-
-    def is_success(self) -> bool:
-        return self._op.is_done and self._op.error is None
-
-    def exception(self) -> BaseException | None:
-        return self._op.error
-
-    def result(self) -> Any:
-        return self._op.result
-
-    def synchronize(self) -> None:
-        self.wait()
 
 
 def _non_sum_op(opts: Any) -> tuple[Reduction, int] | None:

@@ -127,7 +127,7 @@ class JoinRequest:
         self.close()
 
 
-PROTOCOL = 4  # version of the messages between hosts; raised when they change
+PROTOCOL = 5  # version of the messages between hosts; raised when they change
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,6 +25,7 @@ from paceline.launch.job.placement import worker_dir
 from paceline.launch.job.restart_plan import StoredSnapshot
 from paceline.launch.snapshots.snapshot_store import SnapshotStore
 from paceline.plan.job import ERROR_SPARE, Assignment
+from paceline.private_files import make_run_directory
 
 __all__ = ["LocalWorkers", "LocalWorkersListener"]
 
@@ -234,6 +235,7 @@ class LocalWorkers:
     def _make_directory(self, assignment: Assignment) -> None:
         directory = Path(assignment.worker_dir)
         try:
+            make_run_directory(assignment.run_dir)
             directory.mkdir(parents=True, exist_ok=True)
             (directory / "error.json").unlink(missing_ok=True)  # of an earlier start of the same attempt
         except OSError as error:

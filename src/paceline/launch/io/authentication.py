@@ -1,8 +1,12 @@
 """Authenticates connections between the hosts of a job by the job's token, before any message is read.
 
 Until a connection has proved the token (`paceline.comm.messages.token_handshake`), it may use a few bytes and five
-seconds, and only a few such connections may be open at a time. Refused connections are reported to the user and do not
-affect the job.
+seconds. Only so many such connections may be open at a time. When there are more, the address that has most of them
+loses its oldest: a flood drives out itself, and a host of the job needs only a moment. Refused connections are reported
+to the user and do not affect the job.
+
+After the proof, the connection is encrypted, and both sides check that no relay sits between them
+(`paceline.comm.messages.secure_socket`). So what is read from it afterwards is what the other side has sent.
 
 `AuthenticatedListener` accepts connections; `AuthenticatedConnection` is the connecting side: one attempt, which never
 blocks.
@@ -12,25 +16,31 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hmac
 import os
 import socket
+import ssl
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+from paceline.comm.messages.secure_socket import PROOF_BYTES, channel_proof, tls_context
 from paceline.comm.messages.token_handshake import HANDSHAKE_TIMEOUT_S, TokenHandshake, TokenRefused
-from paceline.launch.io.event_loop import READ, WRITE, EventLoop
+from paceline.launch.io.event_loop import NOT_NOW, READ, WRITE, EventLoop
 
 __all__ = ["AuthenticatedConnection", "AuthenticatedListener", "TokenExchange"]
 
-MAX_UNPROVED = 32  # open connections that have not proved the token yet
+MAX_UNPROVED = 512  # open connections that have not proved the token yet
+ACCEPTS_AT_ONCE = 64  # before other sockets have their turn
+BACKLOG = 4096  # connections that the system keeps until they are accepted
 MAX_REPORTED = 3  # refusals of one address that are reported one by one
+MAX_ADDRESSES = 256  # whose refusals are counted one by one
 ACCEPT_RETRY_S = 1.0  # after a failed accept (no more files), because the listening socket would stay ready
 
 
 class TokenExchange:
-    """One connection during the handshake; afterwards it is passed on or closed.
+    """One connection during the handshake; afterwards it is encrypted and passed on, or closed.
 
     In `on_refused(reason, final)`, `final` means that the other side answered with a wrong proof. If it was slow or
     disconnected, `final` is False.
@@ -47,13 +57,20 @@ class TokenExchange:
         on_refused: Callable[[str, bool], None],
     ) -> None:
         self._sock, self._loop = sock, loop
+        self._token, self._is_coordinator = token, is_coordinator
         self._handshake = TokenHandshake(token, is_head=is_coordinator)
+        self._received = b""  # over TLS: the other side's proof that it sees the same connection
         self._on_proved, self._on_refused = on_proved, on_refused
         self._deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
         self.is_over = False
         sock.setblocking(False)
         loop.watch(sock, READ, self._read)
         self._send(self._handshake.greeting)
+
+    @property
+    def has_proved(self) -> bool:
+        """Whether the other side holds the token."""
+        return self._handshake.wanted == 0
 
     def tick(self, now: float) -> None:
         if not self.is_over and now >= self._deadline:
@@ -67,6 +84,7 @@ class TokenExchange:
             self._sock.close()
 
     def _read(self, _: int) -> None:
+        """Handle a part of the token handshake."""
         try:
             data = self._sock.recv(self._handshake.wanted)
             if not data:
@@ -84,9 +102,62 @@ class TokenExchange:
             self._refuse(error.strerror or str(error))
             return
         if not self.is_over and self._handshake.wanted == 0:
-            self.is_over = True
-            self._loop.forget(self._sock)
-            self._on_proved(self._sock)
+            self._encrypt()
+
+    def _encrypt(self) -> None:
+        """The token is proved: begin TLS."""
+        self._loop.forget(self._sock)
+        try:
+            context = tls_context(is_head=self._is_coordinator)
+            self._sock = context.wrap_socket(
+                self._sock, server_side=self._is_coordinator, do_handshake_on_connect=False
+            )
+        except (OSError, ValueError, TokenRefused) as error:
+            self._refuse(str(error))
+            return
+        self._loop.watch(self._sock, READ | WRITE, self._shake_hands)
+
+    def _shake_hands(self, _: int) -> None:
+        """Go on with TLS's handshake; at its end tell the other side what this one sees of the connection."""
+        sock = self._sock
+        if not isinstance(sock, ssl.SSLSocket):
+            return
+        try:
+            sock.do_handshake()
+            sock.send(channel_proof(self._token, sock, is_head=self._is_coordinator))
+        except ssl.SSLWantReadError:
+            self._loop.watch(sock, READ, self._shake_hands)
+        except ssl.SSLWantWriteError:
+            self._loop.watch(sock, READ | WRITE, self._shake_hands)
+        except (OSError, ValueError, TokenRefused) as error:
+            self._refuse(f"it does not encrypt as this host does ({getattr(error, 'strerror', None) or error})")
+        else:
+            self._loop.watch(sock, READ, self._compare)
+            self._compare(READ)
+
+    def _compare(self, _: int) -> None:
+        """Read the other side's proof: with a relay between the two, it is another one."""
+        sock = self._sock
+        if not isinstance(sock, ssl.SSLSocket):
+            return
+        try:
+            data = sock.recv(PROOF_BYTES - len(self._received))
+        except NOT_NOW:
+            return
+        except OSError as error:
+            self._refuse(error.strerror or str(error))
+            return
+        self._received += data
+        if not data:
+            self._refuse("it closed the connection before it was encrypted")
+        elif len(self._received) == PROOF_BYTES:
+            expected = channel_proof(self._token, sock, is_head=not self._is_coordinator)
+            if hmac.compare_digest(self._received, expected):
+                self.is_over = True
+                self._loop.forget(sock)
+                self._on_proved(sock)
+            else:
+                self._refuse("another program relays the connection", final=True)
 
     def _send(self, data: bytes) -> None:
         """Send without waiting: a new connection takes these few bytes at once unless something is wrong."""
@@ -118,17 +189,20 @@ class AuthenticatedListener:
     ) -> None:
         self._sock, self._token, self._loop = sock, token, loop
         self._on_proved, self._say = on_proved, say
-        self._unproved: list[TokenExchange] = []
+        # By number, oldest first: address and exchange of connections that have not proved the token.
+        self._unproved: OrderedDict[int, tuple[str, TokenExchange]] = OrderedDict()
+        self._num_accepted = 0
         self._num_refused: Counter[str] = Counter()  # by address
         self._accept_again_at: float | None = None
         self._is_closed = False
         sock.setblocking(False)
+        sock.listen(BACKLOG)
         loop.watch(sock, READ, self._accept)
 
     def tick(self, now: float) -> None:
-        for exchange in self._unproved:
+        for _, exchange in list(self._unproved.values()):
             exchange.tick(now)
-        self._unproved = [exchange for exchange in self._unproved if not exchange.is_over]
+        self._drop_ended()
         if self._accept_again_at is not None and now >= self._accept_again_at:
             self._accept_again_at = None
             self._loop.watch(self._sock, READ, self._accept)
@@ -140,7 +214,7 @@ class AuthenticatedListener:
         if self._is_closed:
             return None
         self._is_closed = True
-        for exchange in self._unproved:
+        for _, exchange in self._unproved.values():
             exchange.close()
         self._loop.forget(self._sock)
         if not keep_listening:
@@ -151,20 +225,29 @@ class AuthenticatedListener:
         return self._sock if keep_listening else None
 
     def _accept(self, _: int) -> None:
-        try:
-            sock, peer = self._sock.accept()
-        except (BlockingIOError, InterruptedError, ConnectionError):
-            return
-        except OSError as error:
-            self._say(f"cannot accept a connection: {error.strerror}")
-            self._loop.forget(self._sock)
-            self._accept_again_at = time.monotonic() + ACCEPT_RETRY_S
-            return
-        address = str(peer[0])
-        if sum(not exchange.is_over for exchange in self._unproved) >= MAX_UNPROVED:
-            sock.close()
-            self._refuse(address, f"{MAX_UNPROVED} other connections have not proved the job's token yet")
-            return
+        for _ in range(ACCEPTS_AT_ONCE):
+            try:
+                sock, peer = self._sock.accept()
+            except ConnectionError:
+                continue  # it went away before it was let in
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                self._say(f"cannot accept a connection: {error.strerror}")
+                self._loop.forget(self._sock)
+                self._accept_again_at = time.monotonic() + ACCEPT_RETRY_S
+                return
+            self._examine(sock, str(peer[0]))
+            if self._is_closed:
+                return
+
+    def _examine(self, sock: socket.socket, address: str) -> None:
+        """Have a connection prove the token, and make room for it."""
+        if len(self._unproved) >= MAX_UNPROVED:
+            self._drop_ended()
+        if len(self._unproved) >= MAX_UNPROVED:
+            self._drive_out()
+        self._num_accepted += 1
         exchange = TokenExchange(
             sock,
             self._token,
@@ -173,9 +256,27 @@ class AuthenticatedListener:
             on_proved=self._on_proved,
             on_refused=lambda reason, _: self._refuse(address, reason),
         )
-        self._unproved.append(exchange)
+        if not exchange.is_over:
+            self._unproved[self._num_accepted] = address, exchange
+
+    def _drop_ended(self) -> None:
+        for number in [number for number, (_, exchange) in self._unproved.items() if exchange.is_over]:
+            del self._unproved[number]
+
+    def _drive_out(self) -> None:
+        """Close the oldest connection of the address that has most of them; those that only encrypt yet stay."""
+        candidates = [(number, address) for number, (address, one) in self._unproved.items() if not one.has_proved]
+        if not candidates:
+            return
+        most = Counter(address for _, address in candidates).most_common(1)[0][0]
+        number = next(number for number, address in candidates if address == most)
+        _, exchange = self._unproved.pop(number)
+        exchange.close()
+        self._refuse(most, f"{MAX_UNPROVED} other connections have not proved the job's token yet")
 
     def _refuse(self, address: str, reason: str) -> None:
+        if address not in self._num_refused and len(self._num_refused) >= MAX_ADDRESSES:
+            address = "other addresses"
         self._num_refused[address] += 1
         if self._num_refused[address] <= MAX_REPORTED:
             self._say(f"refused a connection from {address}: {reason}")

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import selectors
 import socket
+import ssl
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from paceline.comm.messages.json_channel import LineBuffer, encode
 
-__all__ = ["READ", "WRITE", "EventLoop", "MessageStream"]
+__all__ = ["NOT_NOW", "READ", "WRITE", "WRONG_FORM", "EventLoop", "MessageStream", "invalid_text"]
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
@@ -47,7 +49,10 @@ class EventLoop:
         self._selector.close()
 
 
-CHUNK_BYTES = 1 << 16
+CHUNK_BYTES = 1 << 16  # more than a record of TLS, so none is left half read
+NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+# What reading a message of the wrong form raises: a field that is absent, or of another type or size.
+WRONG_FORM = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 
 
 class PassedDescriptor(Protocol):
@@ -62,7 +67,8 @@ class MessageStream:
     """Sends and receives messages over a socket that it owns.
 
     `on_close(error)` is called at most once: with a ConnectionError if the other end closed the connection or is lost,
-    with a ValueError if it sent something invalid and the connection was closed here.
+    with a ValueError if it sent something invalid and the connection was closed here. A message that `on_message`
+    cannot read (`WRONG_FORM`) is invalid, too: it ends this connection, and nothing else.
     """
 
     def __init__(
@@ -122,7 +128,7 @@ class MessageStream:
     def _read(self) -> None:
         try:
             data = self._sock.recv(CHUNK_BYTES)
-        except (BlockingIOError, InterruptedError):
+        except NOT_NOW:
             return
         except OSError as error:
             self._lost(ConnectionError(error.strerror or str(error)))
@@ -140,7 +146,11 @@ class MessageStream:
                 return
             if message is None:
                 return
-            self._on_message(message)
+            try:
+                self._on_message(message)
+            except WRONG_FORM as error:
+                self._lost(ValueError(f"it sent an invalid message ({invalid_text(error)})"))
+                return
 
     def _write(self) -> None:
         try:
@@ -154,7 +164,7 @@ class MessageStream:
                 self._outgoing.popleft()
                 if sent < len(data):
                     self._outgoing.appendleft((data[sent:], ()))
-        except (BlockingIOError, InterruptedError):
+        except NOT_NOW:
             pass
         except OSError:
             # The other end has closed, so drop what is unsent. Messages that it sent before are still to be read, and
@@ -170,8 +180,16 @@ class MessageStream:
         self._outgoing.clear()
 
     def _lost(self, error: Exception) -> None:
-        self.close()
-        self._on_close(error)
+        if not self.closed:
+            self.close()
+            self._on_close(error)
+
+
+def invalid_text(error: BaseException) -> str:
+    """Return what was wrong with a message, and where in our code that was found."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f", at {frames[-1].name} line {frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}: {str(error)[:200]}{where}"
 
 
 def _close_all(passed: Sequence[PassedDescriptor]) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
+import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ from typing import Any
 
 from paceline.comm.memory_checkpoint import FIRST_BYTE, SnapshotSlot
 from paceline.comm.messages.json_channel import decode, encode
-from paceline.launch.io.event_loop import READ, WRITE, EventLoop
+from paceline.launch.io.event_loop import NOT_NOW, READ, WRITE, WRONG_FORM, EventLoop, invalid_text
 
 __all__ = ["SnapshotConnection"]
 
@@ -95,12 +96,12 @@ class SnapshotConnection:
                 self._write()
             if events & READ and not self.closed:
                 self._read()
-        except (BlockingIOError, InterruptedError):
+        except NOT_NOW:
             pass
         except OSError as error:
             self._lost(error.strerror or str(error))
-        except (ValueError, KeyError, TypeError, EOFError) as error:
-            self._lost(f"it sent an invalid message ({type(error).__name__}: {error})")
+        except (*WRONG_FORM, EOFError) as error:
+            self._lost(f"it sent an invalid message ({invalid_text(error)})")
         self.work_s += time.thread_time() - began
 
     def _write(self) -> None:
@@ -118,7 +119,11 @@ class SnapshotConnection:
                 self._outgoing.popleft()
             else:
                 wanted = min(item.left, PIECE_BYTES)
-                sent = os.sendfile(self._sock.fileno(), item.slot.fd, item.offset, wanted)
+                if isinstance(self._sock, ssl.SSLSocket):
+                    piece = os.pread(item.slot.fd, wanted, item.offset)
+                    sent = self._sock.send(piece) if piece else 0
+                else:
+                    sent = os.sendfile(self._sock.fileno(), item.slot.fd, item.offset, wanted)
                 if sent == 0:
                     raise ValueError(f"a snapshot ends {item.left} bytes before its end")
                 item.offset, item.left, room = item.offset + sent, item.left - sent, room - sent
@@ -127,7 +132,7 @@ class SnapshotConnection:
 
     def _read(self) -> None:
         room = TURN_BYTES
-        while room > 0 and not self.closed:
+        while not self.closed and (room > 0 or self._has_decrypted()):
             wanted = min(self._incoming.left, PIECE_BYTES) or LINE_BYTES
             count = self._sock.recv_into(self._piece[:wanted])
             if count == 0:
@@ -140,12 +145,18 @@ class SnapshotConnection:
                 self._lines += self._piece[:count]
                 self._take_lines()
 
+    def _has_decrypted(self) -> bool:
+        """Whether TLS holds bytes of which the event loop does not know."""
+        return isinstance(self._sock, ssl.SSLSocket) and self._sock.pending() > 0
+
     def _take_lines(self) -> None:
         """Handle complete lines; the bytes that follow a `load` line are not lines."""
         while not self.closed and (end := self._lines.find(b"\n")) >= 0:
             message = decode(self._lines[:end])
             del self._lines[: end + 1]
             num_bytes = int(message.get("bytes", 0))
+            if num_bytes < 0:
+                raise ValueError(f"a snapshot of {num_bytes} bytes")
             self._incoming = _Bytes(self._on_message(message), FIRST_BYTE, num_bytes)
             if num_bytes:
                 early = bytes(self._lines[:num_bytes])

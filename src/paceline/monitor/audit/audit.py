@@ -37,7 +37,7 @@ from paceline.monitor.audit.epoch import (
 from paceline.monitor.audit.ledger_reader import AttemptLedger, RunLedgers, StalenessSeen
 from paceline.monitor.records.run_files import local_path
 from paceline.monitor.records.run_record import RunRecord
-from paceline.units import workers_text
+from paceline.units import printable, workers_text
 
 __all__ = ["AuditResult", "audit", "audit_text", "main_audit"]
 
@@ -115,7 +115,7 @@ def main_audit(run_dir: Path | str, json: bool = False) -> int:
         judged = {"clean": result.is_clean, "verdict": result.verdict}
         print(json_text.dumps(judged | dataclasses.asdict(result), indent=1))
     else:
-        print(audit_text(result))
+        print(printable(audit_text(result)))
     return 0 if result.is_clean else 1
 
 

@@ -40,7 +40,7 @@ from paceline.monitor.console.progress import (
 )
 from paceline.monitor.records.run_files import local_path
 from paceline.monitor.records.steps import OTHER, PHASES, Step
-from paceline.units import bytes_text, duration_text
+from paceline.units import bytes_text, duration_text, printable
 
 __all__ = ["LiveConsole"]
 
@@ -228,7 +228,9 @@ class LiveConsole:
         row = self._interval.last
         if row is None:
             return []
-        metrics = [Text.assemble((f"{name} ", "dim"), number_text(value)) for name, value in row.metrics.items()]
+        metrics = [
+            Text.assemble((f"{printable(name)} ", "dim"), number_text(value)) for name, value in row.metrics.items()
+        ]
         if row.loss is None:
             return _rows("reported", metrics, width) if metrics else []
         curve = Text(self._curve.draw(bar_width).ljust(bar_width), "cyan")
@@ -284,7 +286,8 @@ class LiveConsole:
         rows: list[Text] = []
         if self._held_out is not None:
             values = [
-                Text.assemble((f"{name} ", "dim"), number_text(value)) for name, value in self._held_out.metrics.items()
+                Text.assemble((f"{printable(name)} ", "dim"), number_text(value))
+                for name, value in self._held_out.metrics.items()
             ]
             rows += _rows("held out", [*values, Text(f"at step {self._held_out.step}", "dim")], width)
         if self._checkpoint is not None:

@@ -9,6 +9,7 @@ from paceline.events import (
     StreamOpened,
 )
 from paceline.monitor.records.steps import OTHER, PHASES, IdleShares, Step, shares
+from paceline.units import printable
 
 __all__ = [
     "MOST_IDLE",
@@ -105,7 +106,7 @@ class ProgressInterval:
         parts = [f"step {row.step} of {goal.last_step}" if goal.last_step else f"step {row.step}", goal.epoch_text(row)]
         if row.loss is not None:
             parts.append(f"loss {number_text(row.loss)}")
-        parts += [f"{name} {number_text(value)}" for name, value in row.metrics.items()]
+        parts += [f"{printable(name)} {number_text(value)}" for name, value in row.metrics.items()]
         if with_speed and self.samples_per_s is not None:
             parts.append(f"{rate_text(self.samples_per_s)} samples/s")
         if with_speed and self.shares:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from paceline.monitor.console.deduplication import Deduplicator, tag
 from paceline.monitor.records.run_files import GrowingFile, local_path
+from paceline.units import printable
 
 __all__ = ["WorkerOutput"]
 
@@ -40,7 +41,9 @@ class WorkerOutput:
         self._stdout: dict[int, GrowingFile] = {}
         self._stderr: dict[int, GrowingFile] = {}
         self._texts: dict[int, _StderrSplitter] = {}
-        self._once = Deduplicator(workers, lambda text, said_by: self._show(f"{tag(said_by)} {text}"))
+        self._once = Deduplicator(
+            workers, lambda text, said_by: self._show(printable(f"{tag(said_by)} {text}", colors=True))
+        )
         self.follow(workers)
 
     def follow(self, workers: Collection[int]) -> None:
@@ -93,7 +96,8 @@ class WorkerOutput:
             texts.traceback = ""
 
     def _tell_traceback(self, worker: int, error: str) -> None:
-        self._show(f"{tag([worker])} {error} (its traceback is in {local_path(self._stderr[worker].path)})")
+        text = f"{tag([worker])} {error} (its traceback is in {local_path(self._stderr[worker].path)})"
+        self._show(printable(text, colors=True))
 
 
 class _StderrSplitter:

@@ -16,6 +16,7 @@ from typing import Any
 
 from paceline.monitor.records.processes import is_same_process, process_started_s, this_host
 from paceline.monitor.records.run_files import replace_text
+from paceline.private_files import make_run_directory
 
 __all__ = ["RUNNING", "AttemptRecord", "RunRecord"]
 
@@ -85,7 +86,7 @@ class RunRecord:
         The attempt's number is `record.attempt`. Raises ValueError where another supervisor works in the directory.
         """
         run_dir = Path(run_dir)
-        run_dir.mkdir(parents=True, exist_ok=True)
+        make_run_directory(run_dir)
         before = cls._idle(run_dir)
         attempts = before.attempts if before else ()
         number = 1 + max([attempt.attempt for attempt in attempts], default=0)

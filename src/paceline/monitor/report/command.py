@@ -14,6 +14,7 @@ from paceline.monitor.records.run_files import local_path, replace_text
 from paceline.monitor.report.goodput import USEFUL
 from paceline.monitor.report.html_page import page_html
 from paceline.monitor.report.report import RunReport, read_report, report_text
+from paceline.units import printable
 
 __all__ = ["main_report", "report_facts"]
 
@@ -31,7 +32,7 @@ def main_report(run_dir: Path | str, *, json: bool = False, page: Path | None = 
     if json:
         print(json_text.dumps(report_facts(report) | {"page": None if page is None else str(page)}, indent=1))
     else:
-        print(report_text(report) + (f"\n\npage  {local_path(page)}" if page is not None else ""))
+        print(printable(report_text(report)) + (f"\n\npage  {local_path(page)}" if page is not None else ""))
     return 0
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from paceline.monitor.records.event_reader import attempt_dir
 from paceline.monitor.records.run_files import GrowingFile, worker_number
 from paceline.monitor.records.run_record import RunRecord
+from paceline.units import printable
 
 __all__ = ["main_logs"]
 
@@ -66,4 +67,5 @@ def _print(files: dict[str, GrowingFile], *, is_over: bool = False) -> None:
         lines = file.poll(limit_bytes=None)
         rest = file.rest() if is_over else ""
         for line in [*lines, rest] if rest else lines:
-            print(line if len(files) == 1 else f"{tag}{line}", flush=True)
+            shown = printable(line, colors=True)
+            print(shown if len(files) == 1 else f"{tag}{shown}", flush=True)

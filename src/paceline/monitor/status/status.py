@@ -30,7 +30,7 @@ from paceline.monitor.records.processes import process_state, this_host
 from paceline.monitor.records.run_files import last_lines, local_path, worker_number
 from paceline.monitor.records.run_record import RUNNING, RunRecord
 from paceline.monitor.status.progress import Progress, RunTrouble
-from paceline.units import duration_text
+from paceline.units import duration_text, printable
 
 __all__ = ["RunStatus", "WorkerStatus", "main_status", "status"]
 
@@ -133,7 +133,7 @@ def main_status(run_dir: Path | str, json: bool = False) -> int:
     except ValueError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return 2
-    print(json_text.dumps(now.facts(), indent=1) if json else _text(now))
+    print(json_text.dumps(now.facts(), indent=1) if json else printable(_text(now)))
     return 0
 
 

@@ -1,6 +1,6 @@
 """Builds the process groups of an elastic run, one set for each generation of its members.
 
-The members of a generation meet through the key-value store of the coordinator, connect over gloo, and use shared
+The members of a generation meet through the key-value store of the coordinator, connect to each other, and use shared
 memory where all of them are on one host.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from paceline.comm.algorithm_selection import with_selected_algorithm
-from paceline.comm.elastic.generation_group import GenerationGroup, connect_gloo, generation_name
+from paceline.comm.elastic.generation_group import GenerationGroup, connect_backend, generation_name
 from paceline.comm.elastic.lockstep_group import CrossReplicaGroup, Lockstep
 from paceline.comm.group import Disrupted, SingleWorkerGroup, WorkerGroup
 from paceline.comm.messages.json_channel import Channel
@@ -105,17 +105,20 @@ class GenerationBuilder:
         def check() -> None:
             coordinator.check(view.generation)
 
+        is_spread = view.is_spread if view.generation > 0 else context.assignment.hosts > 1
         prefix = f"paceline/generation_{view.generation}/{name}"
         store = SupervisorStore(self._channel, timeout_s=timeout_s, prefix=prefix, check_wait=check_rendezvous)
-        backend = connect_gloo(
+        backend = connect_backend(
             store,
             index=members.index(context.assignment.rank),
             size=len(members),
             timeout_s=timeout_s,
             check=check_rendezvous,
+            address=context.assignment.address if is_spread else None,
+            over_gloo=context.job.private_network,
         )
         group: WorkerGroup = GenerationGroup(backend, device=context.device, check=check, timeout_s=timeout_s)
-        if not (view.is_spread if view.generation > 0 else context.assignment.hosts > 1):
+        if not is_spread:
             neighbours = len(view.members)
             try:
                 group, reason = with_shared_memory(

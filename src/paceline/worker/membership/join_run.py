@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import secrets
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -22,15 +23,16 @@ from paceline.comm.algorithm_selection import with_selected_algorithm
 from paceline.comm.elastic.generation_group import ElasticGroup, generation_name
 from paceline.comm.elastic.lockstep_group import CrossReplicaGroup, Lockstep, LockstepGroup
 from paceline.comm.flight_recorder import FlightRecorder
-from paceline.comm.group import Group, SingleWorkerGroup, WorkerGroup
+from paceline.comm.group import Group, SingleWorkerGroup, WorkerGroup, sign_objects
 from paceline.comm.memory_checkpoint import MemoryCheckpoint, SnapshotSlot
 from paceline.comm.messages.json_channel import Channel
+from paceline.comm.peer_sockets.process_group import listen_at
 from paceline.comm.rendezvous.torch_store import SupervisorStore
 from paceline.comm.shared_memory.setup import shared_memory_unavailable, with_shared_memory
 from paceline.errors import LaunchError, PlanError
 from paceline.events import Note
 from paceline.plan import Plan
-from paceline.plan.job import Job
+from paceline.plan.job import Assignment, Job
 from paceline.worker.membership.consensus import CleanExit, Consensus
 from paceline.worker.membership.coordinator_client import CoordinatorClient
 from paceline.worker.membership.generation_builder import ElasticMembership, GenerationBuilder
@@ -94,6 +96,7 @@ def join_run(context: JoinContext) -> Iterator[WorkerContext]:
         _refuse_where_fixed(plan, context.job, context.device, has_supervisor=channel is not None)
     if assignment.workers > 1 or is_elastic:
         environment.set_gloo_interface(_interface_of(assignment.address))
+        listen_at(assignment.address if _may_be_spread(assignment) else None)
     if channel is None:
         with _join_fixed(context, store or dist.HashStore(), None) as joined:
             yield joined
@@ -135,8 +138,9 @@ def _join_fixed(
     recorder.join(generation_name(0), range(assignment.workers), is_main=True)
     meeting = recorder.enter("meeting", "the workers find each other")
     recorder.wait(meeting)
+    _sign_over_gloo(context, shared)
     dist.init_process_group(
-        backend_for(device),
+        _backend(context),
         store=shared,
         rank=assignment.rank,
         world_size=assignment.workers,
@@ -206,6 +210,7 @@ def _join_elastic(context: JoinContext, channel: Channel, coordinator: Coordinat
     replicas = layout.replicas
     least, most = replicas if isinstance(replicas, tuple) else (assignment.workers, assignment.workers)
     shared = SupervisorStore(channel, timeout_s=timeout_s)
+    _sign_over_gloo(context, shared)
     coordinator.acknowledges = context.plan.is_asynchronous
     coordinator.tell("elastic", least=least, most=most, workers_each=layout.workers_each)
     with contextlib.ExitStack() as stack:
@@ -247,7 +252,7 @@ def _join_replica(
     recorder.join("replica", workers_of(layout, assignment.rank), is_main=True)
     recorder.wait(recorder.enter("meeting", "the workers of each replica find each other"))
     dist.init_process_group(
-        backend_for(context.device),
+        _backend(context),
         store=dist.PrefixStore(f"paceline/{replica_name(context)}", shared),
         rank=assignment.rank % layout.workers_each,
         world_size=layout.workers_each,
@@ -332,6 +337,22 @@ def _refuse_where_fixed(plan: Plan, job: Job, device: torch.device, *, has_super
             f"{shown} lets workers come and go, which is built for the CPU so far, not for {device.type}. Use "
             "Layout(replicas=n), or device='cpu'."
         )
+
+
+def _may_be_spread(assignment: Assignment) -> bool:
+    """Whether this worker's groups may have members on other hosts, now or later."""
+    return assignment.hosts > 1 or assignment.job.head is not None
+
+
+def _backend(context: JoinContext) -> str:
+    return backend_for(context.device, over_gloo=context.job.private_network and _may_be_spread(context.assignment))
+
+
+def _sign_over_gloo(context: JoinContext, shared: dist.Store) -> None:
+    """Where objects travel over gloo, whose ports accept any process, have all workers sign what they send."""
+    if context.device.type != "cpu" or context.job.private_network:
+        key = shared.compare_set("paceline/object_key", "", secrets.token_hex(32))
+        sign_objects(bytes.fromhex(key.decode()))
 
 
 def _interface_of(address: str) -> str:

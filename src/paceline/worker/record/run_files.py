@@ -9,6 +9,7 @@ from pathlib import Path
 from paceline.errors import RunFileError, writing
 from paceline.events import Event, EventLog, WorkerFinished
 from paceline.plan.job import Assignment, Job
+from paceline.private_files import make_run_directory
 from paceline.worker.record.error_report import release_error_space, reserve_error_space
 from paceline.worker.record.module_capture import ModuleCapture
 from paceline.worker.record.parity_capture import ParityCapture
@@ -30,6 +31,7 @@ class RunFiles:
         self._events_path = self.worker_dir / "events.jsonl"
         self._is_given_up = False
         with writing(self._events_path):
+            make_run_directory(self.run_dir)
             self.worker_dir.mkdir(parents=True, exist_ok=True)
             self._events = EventLog(self._events_path, worker=assignment.rank)
             reserve_error_space(self.worker_dir)

@@ -6,6 +6,7 @@ import resource
 
 import torch
 
+from paceline.comm.peer_sockets.process_group import register_peer_backend
 from paceline.errors import PlanError
 
 __all__ = ["backend_for", "choose_device", "peak_memory_bytes", "why_gpus_are_idle"]
@@ -49,6 +50,11 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def backend_for(device: torch.device) -> str:
-    """The name of torch.distributed's back end: gloo for CPU tensors, NCCL for CUDA tensors."""
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+def backend_for(device: torch.device, *, over_gloo: bool = False) -> str:
+    """The name of torch.distributed's back end: sockets that admit no stranger for CPU tensors, NCCL for CUDA tensors.
+
+    `over_gloo`: gloo for CPU tensors. It stands beside NCCL in any case.
+    """
+    if device.type == "cuda":
+        return "cpu:gloo,cuda:nccl"
+    return "gloo" if over_gloo else register_peer_backend()

@@ -13,11 +13,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-__all__ = ["OpQueue", "QueuedOp"]
+__all__ = ["OpQueue", "QueuedOp", "QueuedWork"]
 
 POLL_S = 0.02  # for those who wait while another thread is at work
 
@@ -180,3 +182,37 @@ class OpQueue:
         with self._thread_lock:
             if is_serving and self._thread is None:
                 self._thread = own
+
+
+class QueuedWork(dist.Work):
+    """The `Work` that torch gets for a collective."""
+
+    def __init__(self, op: QueuedOp) -> None:
+        super().__init__()
+        self._op = op
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        limit_s = timeout.total_seconds() or None
+        if not self._op.wait(limit_s):
+            raise dist.DistBackendError(
+                f"a collective timed out: it was not done within {limit_s:g} s, as other workers have not called it"
+            )
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._op.future()
+
+    def is_completed(self) -> bool:
+        return self._op.is_done
+
+    def is_success(self) -> bool:
+        return self._op.is_done and self._op.error is None
+
+    def exception(self) -> BaseException | None:
+        return self._op.error
+
+    def result(self) -> Any:
+        return self._op.result
+
+    def synchronize(self) -> None:
+        self.wait()

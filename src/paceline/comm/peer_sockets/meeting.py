@@ -1,0 +1,180 @@
+"""How the members of a group connect to each other: one connection for each pair.
+
+On one host each member listens at a Unix socket in a directory of its own (mode 0700), so other users cannot even
+connect; the kernel also tells whose process the other side is. Between hosts it listens at a TCP port until all have
+come. There every connection proves the group's secret and is encrypted (`comm/messages/secure_socket.py`). The secret
+travels through the key-value store, as the addresses do. What a stranger sends is compared, and never parsed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import secrets
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from paceline.comm.group import Disrupted
+from paceline.comm.messages.secure_socket import prove_and_encrypt, user_of
+from paceline.comm.messages.token_handshake import HANDSHAKE_TIMEOUT_S, TokenRefused
+from paceline.errors import SyncError
+
+__all__ = ["connect_members"]
+
+POLL_S = 0.002
+BACKLOG = 4096
+MAX_UNPROVED = 512  # connections that are being examined at once
+INDEX_BYTES = 4
+
+
+def connect_members(
+    store: dist.Store, *, index: int, size: int, address: str | None, timeout_s: float, check: Callable[[], None]
+) -> dict[int, socket.socket]:
+    """Return a connection to each other member, by its index; blocks until all have come.
+
+    `address`: of this host, where members are on several hosts; None: all are on this host. `check()` is called in the
+    wait, and may raise to end it. Raises Disrupted where not all come in time.
+    """
+    with contextlib.closing(_Listener(address, store, index=index)) as listener:
+        store.set(f"peer_{index}", json.dumps(listener.place))
+        deadline = time.monotonic() + timeout_s
+        connected: dict[int, socket.socket] = {}
+        try:
+            for other in range(index):
+                while not store.check([f"peer_{other}"]):
+                    _go_on(deadline, check, [other])
+                connected[other] = _connect(json.loads(store.get(f"peer_{other}")), listener.secret, index=index)
+            while missing := [one for one in range(size) if one != index and one not in connected]:
+                try:
+                    other, sock = listener.proved.get(timeout=POLL_S)
+                except queue.Empty:
+                    _go_on(deadline, check, missing)
+                    continue
+                if other in connected or other not in missing:
+                    sock.close()  # only a member can come this far, and each comes once
+                    continue
+                connected[other] = sock
+        except BaseException:
+            for sock in connected.values():
+                sock.close()
+            raise
+    return connected
+
+
+class _Listener:
+    """Accepts connections in a thread; `proved` gets those that are a member's, with its index."""
+
+    def __init__(self, address: str | None, store: dist.Store, *, index: int) -> None:
+        self.proved: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
+        self.secret = b""
+        self._directory: Path | None = None
+        self._is_closed = False
+        self._unproved = threading.BoundedSemaphore(MAX_UNPROVED)
+        if address is None:
+            self._directory = Path(tempfile.mkdtemp(prefix="paceline-"))  # mode 0700
+            self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self.place: str | tuple[str, int] = str(self._directory / "s")
+            self._sock.bind(self.place)
+        else:
+            if index == 0:
+                store.set("secret", secrets.token_hex(32))
+            self.secret = bytes.fromhex(store.get("secret").decode())
+            self._sock = socket.create_server(
+                (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=BACKLOG
+            )
+            self.place = (address, self._sock.getsockname()[1])
+        self._sock.listen(BACKLOG)
+        self._sock.settimeout(HANDSHAKE_TIMEOUT_S)
+        threading.Thread(target=self._accept, name="paceline-meeting", daemon=True).start()
+
+    def close(self) -> None:
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _accept(self) -> None:
+        while not self._is_closed:
+            try:
+                sock, _ = self._sock.accept()
+            except OSError:
+                if not self._is_closed:
+                    time.sleep(POLL_S)
+                continue
+            if self._directory is not None:
+                self._examine(sock)
+            else:  # a stranger may be slow, and must not delay the others
+                self._unproved.acquire()
+                try:
+                    threading.Thread(target=self._examine_and_release, args=(sock,), daemon=True).start()
+                except RuntimeError:  # no more threads
+                    self._unproved.release()
+                    sock.close()
+
+    def _examine_and_release(self, sock: socket.socket) -> None:
+        try:
+            self._examine(sock)
+        finally:
+            self._unproved.release()
+
+    def _examine(self, sock: socket.socket) -> None:
+        try:
+            if self._directory is None:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock = prove_and_encrypt(sock, self.secret, is_head=True)
+            elif user_of(sock) != os.getuid():
+                raise TokenRefused("it belongs to another user")
+            sock.settimeout(HANDSHAKE_TIMEOUT_S)
+            said = b""
+            while len(said) < INDEX_BYTES:
+                data = sock.recv(INDEX_BYTES - len(said))
+                if not data:
+                    raise TokenRefused("it closed the connection")
+                said += data
+            sock.settimeout(None)
+        except (TokenRefused, OSError):
+            sock.close()
+            return
+        self.proved.put((int.from_bytes(said, "big"), sock))
+
+
+def _connect(place: str | Sequence[str | int], secret: bytes, *, index: int) -> socket.socket:
+    """Connect to a member that listens already, and tell which one this is."""
+    try:
+        if isinstance(place, str):
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                sock.connect(place)
+                if (user := user_of(sock)) != os.getuid():
+                    raise SyncError(f"the socket {place} belongs to user {user}, not to this one")
+            except BaseException:
+                sock.close()
+                raise
+        else:
+            host, port = place
+            sock = socket.create_connection((str(host), int(port)), timeout=HANDSHAKE_TIMEOUT_S)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock = prove_and_encrypt(sock, secret, is_head=False)
+        sock.sendall(index.to_bytes(INDEX_BYTES, "big"))
+        return sock
+    except (TokenRefused, OSError) as error:
+        raise Disrupted(f"the workers could not all meet: {error}") from error
+
+
+def _go_on(deadline: float, check: Callable[[], None], missing: Sequence[int]) -> None:
+    check()
+    if time.monotonic() > deadline:
+        named = ", ".join(map(str, missing))
+        raise Disrupted(f"the workers could not all meet: member {named} of the group did not come in time (timed out)")
+    time.sleep(POLL_S)

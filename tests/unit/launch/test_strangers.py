@@ -1,0 +1,259 @@
+"""What a stranger can do at the ports and sockets of a running job: nothing that lasts, whatever is sent."""
+
+from __future__ import annotations
+
+import json
+import selectors
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from paceline.comm.messages.json_channel import MAX_DEPTH, LineBuffer, decode
+from paceline.comm.messages.secure_socket import prove_and_encrypt
+from paceline.comm.messages.token_handshake import TokenRefused
+from paceline.comm.rendezvous.kv_store import KeyValueStore
+from paceline.launch.coordinator.remote_hosts import RemoteHost, RemoteHosts
+from paceline.launch.io.authentication import AuthenticatedConnection, AuthenticatedListener
+from paceline.launch.io.event_loop import EventLoop, MessageStream
+
+TOKEN = b"a token of sufficient length"
+FLOOD = 20_000
+
+NUMBERS = st.one_of(st.integers(), st.integers(min_value=10**399, max_value=10**400), st.floats(allow_nan=True))
+LEAVES = st.one_of(st.none(), st.booleans(), NUMBERS, st.text(max_size=20))
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=8), inner, max_size=4)),
+    max_leaves=8,
+)
+FIELDS = ("op", "id", "key", "keys", "amount", "value", "expected", "worker", "message", "pid", "at", "asked", "step")
+OPS = ("set", "get", "add", "check", "compare_set", "said", "started", "exited", "leaving", "ping", "gone", "doing")
+MESSAGES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=6).flatmap(
+    lambda made: st.sampled_from(OPS).map(lambda op: {**made, "op": op})
+)
+
+
+@pytest.fixture
+def loop() -> Iterator[EventLoop]:
+    with closing(EventLoop()) as made:
+        yield made
+
+
+def turn_until(loop: EventLoop, done: Callable[[], bool], *, limit_s: float = 20.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not done():
+        assert time.monotonic() < deadline, "nothing more happens"
+        loop.turn(0.02)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.one_of(MESSAGES.map(lambda made: json.dumps(made).encode()), st.binary(max_size=60)))
+def test_whatever_is_sent_is_plain_small_data_or_ends_that_connection_alone(line: bytes) -> None:
+    try:
+        (message,) = LineBuffer().feed(line.replace(b"\n", b" ") + b"\n")
+    except ValueError:
+        return
+    assert isinstance(message, dict)
+    json.dumps(message, allow_nan=False)  # every number in it is finite
+    KeyValueStore().handle(message)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(MESSAGES)
+def test_a_message_of_any_form_costs_a_host_its_own_place_at_most(message: dict[str, Any]) -> None:
+    class Anyone:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args, **kwargs: None
+
+    with closing(EventLoop()) as loop:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            hosts: Any = None
+            ends: list[Exception] = []
+            link = MessageStream(
+                ours, loop, on_message=lambda told: hosts.on_message(remote, told), on_close=ends.append
+            )
+            remote = RemoteHost(link=link, host="b", address="::1", index=1, slots=1)
+            other = RemoteHost(link=link, host="c", address="::1", index=2, slots=1)
+            anyone: Any = Anyone()
+            hosts = RemoteHosts([remote, other], own=[0], slots=1, host=anyone, name="a", lease_s=5.0)
+            theirs.sendall(json.dumps(message).encode() + b"\n")
+            loop.turn(0.2)
+            assert other in list(hosts)
+            link.close()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"op": %s}' % (b"9" * 400),
+        b'{"op": 1e999}',
+        b'{"op": Infinity}',
+        b'{"op": NaN}',
+        b'{"op": -%s}' % (b"9" * 100),
+    ],
+)
+def test_numbers_that_no_message_has_are_refused(line: bytes) -> None:
+    with pytest.raises(ValueError, match="a number is"):
+        decode(line)
+
+
+@pytest.mark.parametrize("depth", [MAX_DEPTH + 1, 900, 200_000])
+def test_deep_nesting_is_refused(depth: int) -> None:
+    with pytest.raises(ValueError, match="nested too deeply"):
+        decode(b'{"a": ' + b"[" * depth + b"]" * depth + b"}")
+    assert decode(b'{"a": ' + b"[" * 60 + b"]" * 60 + b"}")
+
+
+@pytest.mark.parametrize("error", [OverflowError("x"), IndexError("x"), AttributeError("x"), RecursionError("x")])
+def test_a_reader_that_stumbles_over_a_message_ends_that_connection_alone(loop: EventLoop, error: Exception) -> None:
+    def read(_: object) -> None:
+        raise error
+
+    ours, theirs = socket.socketpair()
+    with theirs:
+        ends: list[Exception] = []
+        MessageStream(ours, loop, on_message=read, on_close=ends.append)
+        theirs.sendall(b'{"a": 1}\n{"b": 2}\n')
+        turn_until(loop, lambda: bool(ends))
+        assert [type(end) for end in ends] == [ValueError] and type(error).__name__ in str(ends[0])
+
+
+def test_a_token_gets_in_within_a_second_while_twenty_thousand_strangers_knock(loop: EventLoop) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    address, proved, said = listener.getsockname(), list[socket.socket](), list[str]()
+    entrance = AuthenticatedListener(listener, TOKEN, loop, on_proved=proved.append, say=said.append)
+    is_over = threading.Event()
+    count = [0]
+
+    def flood() -> None:
+        """Knock without a word, and keep as many connections open as may be."""
+        held: list[socket.socket] = []
+        while count[0] < FLOOD and not is_over.is_set():
+            try:
+                held.append(socket.create_connection(address, timeout=0.5))
+                count[0] += 1
+            except OSError:
+                time.sleep(0.001)
+            if len(held) > 400:
+                held.pop(0).close()
+        for sock in held:
+            sock.close()
+
+    strangers = threading.Thread(target=flood)
+    strangers.start()
+    try:
+        turn_until(loop, lambda: count[0] > 1000)
+        took: list[float] = []
+        for _ in range(3):
+            begun, mine = time.monotonic(), list[socket.socket]()
+            call = AuthenticatedConnection(
+                TOKEN, loop, on_proved=mine.append, on_failed=lambda *why: pytest.fail(str(why))
+            )
+            call.begin(socket.AF_INET, address)
+            before = len(proved)
+            turn_until(loop, lambda mine=mine, before=before: bool(mine) and len(proved) > before)
+            took.append(time.monotonic() - begun)
+            mine[0].close()
+        assert sorted(took)[1] < 1.0, took
+    finally:
+        is_over.set()
+        strangers.join()
+        entrance.close()
+        for sock in proved:
+            sock.close()
+    assert len(said) < 20, "strangers fill the console"
+
+
+def test_a_relay_that_passes_the_tokens_proof_on_learns_nothing_and_is_found() -> None:
+    """It relays the handshake in the clear, and then opens TLS to each side by itself."""
+    from paceline.comm.messages.secure_socket import tls_context
+
+    member, relay_in = socket.socketpair()
+    relay_out, head = socket.socketpair()
+    results: dict[str, object] = {}
+
+    def side(name: str, sock: socket.socket, is_head: bool) -> None:
+        try:
+            results[name] = prove_and_encrypt(sock, TOKEN, is_head=is_head)
+        except (TokenRefused, OSError) as error:
+            results[name] = str(error)
+
+    sides = [threading.Thread(target=side, args=one) for one in (("member", member, False), ("head", head, True))]
+    for one in sides:
+        one.start()
+    _pass_on(relay_out, relay_in, 40)  # greeting
+    _pass_on(relay_in, relay_out, 72)  # the member's proof
+    _pass_on(relay_out, relay_in, 32)  # the head's proof
+    as_head = tls_context(is_head=True).wrap_socket(relay_in, server_side=True)
+    as_member = tls_context(is_head=False).wrap_socket(relay_out)
+    _pass_on(as_head, as_member, 32)
+    _pass_on(as_member, as_head, 32)
+    for one in sides:
+        one.join()
+    assert set(results.values()) == {"another program relays the connection"}
+    as_head.close()
+    as_member.close()
+
+
+def test_what_hosts_say_is_encrypted_and_a_changed_byte_ends_the_connection(loop: EventLoop) -> None:
+    member, wire_in = socket.socketpair()
+    wire_out, head = socket.socketpair()
+    seen, spoils, is_over = bytearray(), threading.Event(), threading.Event()
+
+    def wire() -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(wire_in, selectors.EVENT_READ, wire_out)
+            selector.register(wire_out, selectors.EVENT_READ, wire_in)
+            while not is_over.is_set():
+                for key, _ in selector.select(0.05):
+                    data = bytearray(key.fileobj.recv(1 << 16))  # type: ignore[union-attr]
+                    seen.extend(data)
+                    if spoils.is_set() and len(data) > 20:
+                        data[20] ^= 1
+                    if data:
+                        key.data.sendall(data)
+
+    carrier = threading.Thread(target=wire)
+    carrier.start()
+    sides: dict[bool, ssl.SSLSocket] = {}
+
+    def prove(is_head: bool, sock: socket.socket) -> None:
+        sides[is_head] = prove_and_encrypt(sock, TOKEN, is_head=is_head)
+
+    proving = [threading.Thread(target=prove, args=one) for one in ((True, head), (False, member))]
+    for one in proving:
+        one.start()
+    for one in proving:
+        one.join()
+    heard, ends = list[dict[str, Any]](), list[Exception]()
+    reads = MessageStream(sides[True], loop, on_message=heard.append, on_close=ends.append)
+    says = MessageStream(sides[False], loop, on_message=heard.append, on_close=lambda _: None)
+    says.send({"op": "kill_worker", "text": "x" * 100_000})
+    turn_until(loop, lambda: bool(heard))
+    assert b"kill_worker" not in seen and heard[0]["op"] == "kill_worker"
+    spoils.set()
+    says.send({"op": "kill_worker", "worker": 1})
+    turn_until(loop, lambda: bool(ends))
+    assert len(heard) == 1
+    is_over.set()
+    carrier.join()
+    for one in (reads, says):
+        one.close()
+    for sock in (wire_in, wire_out):
+        sock.close()
+
+
+def _pass_on(source: socket.socket, target: socket.socket, count: int) -> None:
+    data = b""
+    while len(data) < count:
+        data += source.recv(count - len(data))
+    target.sendall(data)
