@@ -79,6 +79,7 @@ class _Listener:
         self._directory: Path | None = None
         self._is_closed = False
         self._unproved = threading.BoundedSemaphore(MAX_UNPROVED)
+        self._examined: set[socket.socket] = set()
         if address is None:
             self._directory = Path(tempfile.mkdtemp(prefix="paceline-"))  # mode 0700
             self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -101,6 +102,9 @@ class _Listener:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
+        for sock in list(self._examined):  # nobody is waited for any more
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -129,6 +133,8 @@ class _Listener:
             self._unproved.release()
 
     def _examine(self, sock: socket.socket) -> None:
+        accepted = sock
+        self._examined.add(accepted)
         try:
             if self._directory is None:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -146,6 +152,8 @@ class _Listener:
         except (TokenRefused, OSError):
             sock.close()
             return
+        finally:
+            self._examined.discard(accepted)
         self.proved.put((int.from_bytes(said, "big"), sock))
 
 
