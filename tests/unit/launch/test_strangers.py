@@ -21,11 +21,9 @@ from paceline.comm.messages.secure_socket import prove_and_encrypt
 from paceline.comm.messages.token_handshake import TokenRefused
 from paceline.comm.rendezvous.kv_store import KeyValueStore
 from paceline.launch.coordinator.remote_hosts import RemoteHost, RemoteHosts
-from paceline.launch.io.authentication import AuthenticatedConnection, AuthenticatedListener
 from paceline.launch.io.event_loop import EventLoop, MessageStream
 
 TOKEN = b"a token of sufficient length"
-FLOOD = 20_000
 
 NUMBERS = st.one_of(st.integers(), st.integers(min_value=10**399, max_value=10**400), st.floats(allow_nan=True))
 LEAVES = st.one_of(st.none(), st.booleans(), NUMBERS, st.text(max_size=20))
@@ -125,52 +123,6 @@ def test_a_reader_that_stumbles_over_a_message_ends_that_connection_alone(loop: 
         theirs.sendall(b'{"a": 1}\n{"b": 2}\n')
         turn_until(loop, lambda: bool(ends))
         assert [type(end) for end in ends] == [ValueError] and type(error).__name__ in str(ends[0])
-
-
-def test_a_token_gets_in_within_a_second_while_twenty_thousand_strangers_knock(loop: EventLoop) -> None:
-    listener = socket.create_server(("127.0.0.1", 0))
-    address, proved, said = listener.getsockname(), list[socket.socket](), list[str]()
-    entrance = AuthenticatedListener(listener, TOKEN, loop, on_proved=proved.append, say=said.append)
-    is_over = threading.Event()
-    count = [0]
-
-    def flood() -> None:
-        """Knock without a word, and keep as many connections open as may be."""
-        held: list[socket.socket] = []
-        while count[0] < FLOOD and not is_over.is_set():
-            try:
-                held.append(socket.create_connection(address, timeout=0.5))
-                count[0] += 1
-            except OSError:
-                time.sleep(0.001)
-            if len(held) > 400:
-                held.pop(0).close()
-        for sock in held:
-            sock.close()
-
-    strangers = threading.Thread(target=flood)
-    strangers.start()
-    try:
-        turn_until(loop, lambda: count[0] > 1000)
-        took: list[float] = []
-        for _ in range(3):
-            begun, mine = time.monotonic(), list[socket.socket]()
-            call = AuthenticatedConnection(
-                TOKEN, loop, on_proved=mine.append, on_failed=lambda *why: pytest.fail(str(why))
-            )
-            call.begin(socket.AF_INET, address)
-            before = len(proved)
-            turn_until(loop, lambda mine=mine, before=before: bool(mine) and len(proved) > before)
-            took.append(time.monotonic() - begun)
-            mine[0].close()
-        assert sorted(took)[1] < 1.0, took
-    finally:
-        is_over.set()
-        strangers.join()
-        entrance.close()
-        for sock in proved:
-            sock.close()
-    assert len(said) < 20, "strangers fill the console"
 
 
 def test_a_relay_that_passes_the_tokens_proof_on_learns_nothing_and_is_found() -> None:

@@ -34,6 +34,7 @@ POLL_S = 0.002
 BACKLOG = 4096
 MAX_UNPROVED = 512  # connections that are being examined at once
 INDEX_BYTES = 4
+ACCEPT_S = 0.05  # between two looks whether all have come
 
 
 def connect_members(
@@ -94,7 +95,7 @@ class _Listener:
             )
             self.place = (address, self._sock.getsockname()[1])
         self._sock.listen(BACKLOG)
-        self._sock.settimeout(HANDSHAKE_TIMEOUT_S)
+        self._sock.settimeout(ACCEPT_S)
         threading.Thread(target=self._accept, name="paceline-meeting", daemon=True).start()
 
     def close(self) -> None:
@@ -112,9 +113,11 @@ class _Listener:
         while not self._is_closed:
             try:
                 sock, _ = self._sock.accept()
+            except TimeoutError:
+                continue
             except OSError:
-                if not self._is_closed:
-                    time.sleep(POLL_S)
+                if not self._is_closed:  # no more files, say
+                    time.sleep(ACCEPT_S)
                 continue
             if self._directory is not None:
                 self._examine(sock)

@@ -1,0 +1,108 @@
+"""Strangers at a run: on one host they find nothing to connect to, and between hosts a flood keeps nobody out."""
+
+from __future__ import annotations
+
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+import pytest
+
+from paceline.launch.io.authentication import AuthenticatedConnection, AuthenticatedListener
+from paceline.launch.io.event_loop import EventLoop
+from programs import PACELINE, command, the_run, write_program
+from supervised_launch import marked
+
+TOKEN = b"a token of sufficient length"
+FLOOD = 20_000
+PLANS = ("replicas=2-2+batch(size=8)", "replicas=2+parameterserver(staleness=1)+batch(size=8)")
+
+
+@pytest.fixture
+def loop() -> Iterator[EventLoop]:
+    with closing(EventLoop()) as made:
+        yield made
+
+
+def turn_until(loop: EventLoop, done: Callable[[], bool], *, limit_s: float = 20.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not done():
+        assert time.monotonic() < deadline, "nothing more happens"
+        loop.turn(0.02)
+
+
+def network_sockets(mark: str) -> set[str]:
+    """The internet sockets that a command's processes have now."""
+    found: set[str] = set()
+    for line in marked(mark):
+        try:
+            process = psutil.Process(int(line.partition(":")[0]))
+            found |= {f"{one.status} {one.laddr}" for one in process.net_connections(kind="inet")}
+        except psutil.Error:
+            continue  # it has ended
+    return found
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_run_on_one_host_has_no_network_socket_and_a_private_directory(tmp_path: Path, plan: str) -> None:
+    train = write_program(tmp_path)
+    words = ("run", train, "--workers", "2", "--plan", plan, "--run-dir", tmp_path / "runs" / "one")
+    seen: set[str] = set()
+    with command(*PACELINE, *words, cwd=tmp_path) as program:
+        while program.process.poll() is None:
+            seen |= network_sockets(program.mark)
+            time.sleep(0.02)
+        code, output = program.end()
+    assert (code, seen) == (0, set()), output
+    assert stat.S_IMODE(the_run(tmp_path).stat().st_mode) == 0o700
+
+
+def test_a_token_gets_in_within_a_second_while_twenty_thousand_strangers_knock(loop: EventLoop) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    address, proved, said = listener.getsockname(), list[socket.socket](), list[str]()
+    entrance = AuthenticatedListener(listener, TOKEN, loop, on_proved=proved.append, say=said.append)
+    is_over = threading.Event()
+    count = [0]
+
+    def flood() -> None:
+        """Knock without a word, and keep as many connections open as may be."""
+        held: list[socket.socket] = []
+        while count[0] < FLOOD and not is_over.is_set():
+            try:
+                held.append(socket.create_connection(address, timeout=0.5))
+                count[0] += 1
+            except OSError:
+                time.sleep(0.001)
+            if len(held) > 400:
+                held.pop(0).close()
+        for sock in held:
+            sock.close()
+
+    strangers = threading.Thread(target=flood)
+    strangers.start()
+    try:
+        turn_until(loop, lambda: count[0] > 1000)
+        took: list[float] = []
+        for _ in range(3):
+            begun, mine = time.monotonic(), list[socket.socket]()
+            call = AuthenticatedConnection(
+                TOKEN, loop, on_proved=mine.append, on_failed=lambda *why: pytest.fail(str(why))
+            )
+            call.begin(socket.AF_INET, address)
+            before = len(proved)
+            turn_until(loop, lambda mine=mine, before=before: bool(mine) and len(proved) > before)
+            took.append(time.monotonic() - begun)
+            mine[0].close()
+        assert sorted(took)[1] < 1.0, took
+    finally:
+        is_over.set()
+        strangers.join()
+        entrance.close()
+        for sock in proved:
+            sock.close()
+    assert len(said) < 20, "strangers fill the console"
