@@ -135,22 +135,25 @@ class Worker(StatefulMember):
         *,
         forward: Callable[[Any, Any], Any] | None = None,
         clip_norm: float | None = None,
+        clip_value: float | None = None,
         penalty: Penalty | None = None,
     ) -> Stepper:
         """Return `step(batch)`, which runs forward and backward, agrees on gradients, clips, and steps the optimizers.
 
         `loss(output, target)` serves (input, target) batches; `forward(model, micro)` serves everything else. Either
         returns the mean over the micro-batch (0-d), or (sum, count), for example over tokens. `clip_norm` bounds the
-        global norm of the averaged gradient. `step(batch)` returns the loss of the whole global batch: a 0-d float64
-        tensor, equal on all workers. Gradients move between replicas as `Plan.sync` and `Plan.wire` say.
+        global norm of the averaged gradient; `clip_value` brings each of its numbers into [-clip_value, clip_value].
+        `step(batch)` returns the loss of the whole global batch: a 0-d float64 tensor, equal on all workers. After it
+        `step.grad_norm` is the global norm before clipping (0-d), as torch.nn.utils.clip_grad_norm_ returns it.
+        Gradients move between replicas as `Plan.sync` and `Plan.wire` say.
 
         `penalty(name, parameter)` adds a penalty on weights to the loss, L2 for example: it gets each trained parameter
         whole, by its name in the model, and returns one number, or None for no penalty on it. It is called once in a
         step, whatever the layout.
 
-        Raises ValueError for models and optimizers that were not prepared, LBFGS, a `clip_norm` of 0 and below, and
-        unless exactly one of `loss` and `forward` is given. `step(batch)` raises TypeError for other values,
-        RuntimeError for a batch that is over, SyncError, and BadNumbersError.
+        Raises ValueError for models and optimizers that were not prepared, optimizers that need a closure (LBFGS), a
+        bound of 0 and below, both bounds, and unless exactly one of `loss` and `forward` is given. `step(batch)` raises
+        TypeError for other values, RuntimeError for a batch that is over, SyncError, and BadNumbersError.
 
         Example::
 
@@ -164,6 +167,7 @@ class Worker(StatefulMember):
             loss,
             forward=forward,
             clip_norm=clip_norm,
+            clip_value=clip_value,
             penalty=penalty,
             loop=self._loop,
             prepared_models=self._models,
@@ -245,11 +249,12 @@ class Worker(StatefulMember):
         """
         self._loop.executor.backward(loss)
 
-    def clip_gradients(self, max_norm: float) -> Tensor:
-        """Bound the global norm of the averaged gradients, in the plain loop; returns the norm before clipping (0-d).
+    def clip_gradients(self, max_norm: float | None = None, *, max_value: float | None = None) -> Tensor:
+        """Bound the averaged gradients, in the plain loop; returns their global norm before clipping (0-d).
 
-        As torch.nn.utils.clip_grad_norm_, for every layout: workers with parts of the gradients add up their squares.
-        Call it between the loop over a batch and `optim.step()`. Raises ValueError for a `max_norm` of 0 and below, and
+        `max_norm` bounds the global norm, as torch.nn.utils.clip_grad_norm_, for every layout: workers with parts of
+        the gradients add up their squares. `max_value` brings each number into [-max_value, max_value]. Call it between
+        the loop over a batch and `optim.step()`. Raises ValueError unless one of them is given, and is more than 0, and
         RuntimeError elsewhere.
 
         Example::
@@ -261,9 +266,13 @@ class Worker(StatefulMember):
                 optim.step()
                 optim.zero_grad()
         """
-        if max_norm <= 0:
-            raise ValueError(f"clip_gradients({max_norm}): the norm must be more than 0")
-        return self._loop.clip(max_norm)
+        if (max_norm is None) == (max_value is None):
+            raise ValueError("clip_gradients() needs either max_norm or max_value, such as clip_gradients(1.0)")
+        if not (max_norm or max_value or 0) > 0:
+            raise ValueError(
+                f"clip_gradients(max_norm={max_norm}, max_value={max_value}): the bound must be more than 0"
+            )
+        return self._loop.clip(max_norm, max_value=max_value)
 
     def add_penalty(self, model: nn.Module, penalty: Callable[[str, Tensor], Any]) -> Tensor:
         """Add a penalty on weights to the gradients of the last batch, and return its value (0-d, float64).

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +28,8 @@ import paceline
 from paceline.checkpoint.state_tree import freeze
 from paceline.parallel.check.optimizer_requirements import needs_all_parameters, needs_of, needs_whole_parameters
 from paceline.parallel.check.optimizer_state import KeptState, kept_state
+
+ROOT = Path(__file__).parents[3]
 
 
 def made(kind: Any, **fields: Any) -> torch.optim.Optimizer:
@@ -212,3 +216,11 @@ def test_rates_scale_by_the_rule_that_is_named_and_by_no_other() -> None:
         paceline.scaled_lr(0.1, batch=2, reference_batch=0, rule="linear")
     with pytest.raises(ValueError, match="from 0 on"):
         paceline.scaled_lr(float("nan"), batch=2, reference_batch=1, rule="linear")
+
+
+def test_the_table_in_the_docs_says_the_same_of_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    program: Any = importlib.import_module("optimizers")
+    page = (ROOT / "docs" / "reference" / "optimizers.md").read_text(encoding="utf-8").splitlines()
+    rows = list(program.table(["AdamP", "torch.optim.SGD", "AdaShift"]))
+    assert len(rows) == 5 and all(row in page for row in rows)

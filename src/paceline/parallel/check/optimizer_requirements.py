@@ -41,7 +41,14 @@ from paceline.parallel.check.optimizer_trial import (
     wants_closure,
 )
 
-__all__ = ["ParameterNeeds", "needs_all_parameters", "needs_of", "needs_whole_parameters", "why_not_by_rows"]
+__all__ = [
+    "ParameterNeeds",
+    "needs_all_parameters",
+    "needs_of",
+    "needs_whole_parameters",
+    "steps_by_closure",
+    "why_not_by_rows",
+]
 
 Scope = Literal["numbers", "rows", "whole", "unknown"]
 
@@ -81,6 +88,24 @@ def needs_of(optimizer: Optimizer) -> ParameterNeeds:
         draws=any(one.draws for one in watched),
         why=across or error,
     )
+
+
+def steps_by_closure(optimizer: Optimizer) -> bool:
+    """Whether an optimizer cannot step without a closure; the optimizer stays as it is."""
+    if wants_closure(optimizer):
+        return True
+    if type(optimizer).__module__.startswith("torch."):
+        return False
+    for group, dim in _kinds(optimizer, None)[:1]:
+        value, gradient = _numbers(_shape(dim), 1).to(torch.float32)
+        for with_closure in (False, True):
+            try:
+                with preserved_randomness():
+                    Trial(optimizer, [value], group=group, with_closure=with_closure, with_state=True).step([gradient])
+            except Exception:  # an optimizer may raise anything
+                continue
+            return with_closure
+    return False
 
 
 def needs_whole_parameters(optimizer: Optimizer, parameters: Collection[Tensor] | None = None) -> bool:

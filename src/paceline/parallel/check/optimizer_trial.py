@@ -124,8 +124,7 @@ class Trial:
 
         def evaluate() -> Tensor:
             for parameter, start, gradient in zip(self.parameters, begun, gradients, strict=True):
-                changed = gradient.to(parameter.dtype) * (1.0 + parameter.detach() - start)
-                parameter.grad = gradient.to(parameter.dtype, copy=True) if torch.equal(start, parameter) else changed
+                parameter.grad = gradient.to(parameter.dtype) * (1.0 + parameter.detach() - start)
             return torch.ones(())
 
         evaluate()

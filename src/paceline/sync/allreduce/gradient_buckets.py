@@ -34,6 +34,7 @@ from paceline.sync.allreduce.buckets import Bucket, LocalBucket, NamedParameter,
 from paceline.sync.allreduce.gradient_norm import GradientNorm
 from paceline.sync.allreduce.gradient_sharding import GradientSharding
 from paceline.sync.allreduce.replica_norms import ReplicaNorms
+from paceline.sync.allreduce.sealed_gradients import SealedGradients
 
 __all__ = ["CodecMemory", "GradientBuckets", "sum_residuals"]
 
@@ -71,6 +72,7 @@ class GradientBuckets(ABC):
         unique = {id(parameter): (name, parameter) for name, parameter in reversed(list(parameters))}
         self._all = list(reversed(unique.values()))
         self._parameter_ids = frozenset(unique)
+        self._sealed = SealedGradients()
         self._device = next((p.device for _, p in self._all if not p.is_meta), torch.device("cpu"))
         self._group, self._sync, self._wire, self._seed = group, sync, wire, seed
         self._all_workers = group if all_workers is None else all_workers

@@ -18,7 +18,7 @@ from paceline.comm.group import WorkerGroup, total
 from paceline.comm.sharded_tensors import local_part
 from paceline.sync.allreduce.gradient_sharding import GradientSharding
 
-__all__ = ["GradientNorm", "NonFiniteCheck", "gradients_here", "is_finite"]
+__all__ = ["GradientNorm", "NonFiniteCheck", "gradients_here", "is_finite", "require_real"]
 
 
 class GradientNorm:
@@ -88,9 +88,16 @@ def gradients_here(parameters: Iterable[Parameter]) -> list[Tensor]:
     return [one._values() if one.is_sparse else one for one in found]
 
 
+def require_real(named: Iterable[tuple[str, Parameter]]) -> None:
+    """Raise ValueError for a complex parameter: numbers without an order cannot be clipped by value."""
+    name = next((name for name, parameter in named if parameter.is_complex()), None)
+    if name is not None:
+        raise ValueError(f"clipping by value: {name} is complex, and has no largest value. Clip by the norm")
+
+
 def _kind_of(parameters: Sequence[Parameter]) -> torch.dtype:
-    """Return the precision of the local parts of their gradients."""
-    kinds = [gradient.dtype for gradient in gradients_here(parameters)]
+    """Return the precision of the local parts of their gradients; a norm of complex numbers is real."""
+    kinds = [gradient.dtype.to_real() for gradient in gradients_here(parameters)]
     return functools.reduce(torch.promote_types, kinds) if kinds else torch.float32
 
 

@@ -35,7 +35,7 @@ from paceline.sync.allreduce.adasum import AdasumWeights
 from paceline.sync.allreduce.bucket_pipeline import AnyBucket
 from paceline.sync.allreduce.buckets import LocalBucket
 from paceline.sync.allreduce.gradient_buckets import GradientBuckets
-from paceline.sync.allreduce.gradient_norm import NonFiniteCheck, gradients_here, is_finite
+from paceline.sync.allreduce.gradient_norm import NonFiniteCheck, gradients_here, is_finite, require_real
 from paceline.sync.allreduce.replica_norms import ReplicaNorm, ReplicaNorms
 
 __all__ = ["GradientReducer"]
@@ -56,7 +56,6 @@ class GradientReducer(GradientBuckets):
     _used: Mapping[int, bool] = MappingProxyType({})  # by place in `_all`: by any worker, in the last gradient pass
     _square: float | None = None  # of the norm of the last gradient pass's sums, until they are changed
     _armed = False
-    _sealed: Sequence[tuple[str, Parameter, Tensor, int]] = ()  # gradients, and their versions
     _finite_check: NonFiniteCheck | None = None
 
     def begin(self, gradient_pass: int, *, step: int = 0, measures: bool = False) -> None:
@@ -300,6 +299,13 @@ class GradientReducer(GradientBuckets):
         self._square, self.parts = None, []  # they were computed without it
         self._seal()
 
+    def clip_values(self, max_value: float) -> None:
+        """Bring each number of all gradients into [-max_value, max_value]."""
+        require_real(zip(self.names, self.parameters, strict=True))
+        for gradient in gradients_here(self.parameters):
+            gradient.clamp_(-max_value, max_value)
+        self._seal()
+
     def serve(self, optimizers: Sequence[Optimizer]) -> None:
         """Declare that these optimizers take the steps of these gradients; of use to subclasses only."""
 
@@ -315,24 +321,14 @@ class GradientReducer(GradientBuckets):
         """Free what `fetch_state` fetched."""
 
     def check_unchanged(self) -> None:
-        """Raise RuntimeError if user code has written to gradients of split layers since they landed.
-
-        A norm of the local parts is not the model's, and workers that clip by their own norm take different steps.
-        """
-        for name, parameter, gradient, version in self._sealed:
-            if parameter.grad is not None and (parameter.grad is not gradient or gradient._version != version):
-                raise RuntimeError(
-                    f"the gradient of {name} was changed between the pass over the batch and optim.step() "
-                    "(clip_grad_norm_?), but each worker has only a part of it, and of its norm: call "
-                    "worker.clip_gradients(max_norm) in its place, or scale the loss"
-                )
+        """Raise RuntimeError if user code has written to gradients of split layers since they landed."""
+        if self._shardings:
+            self._sealed.check_unchanged()
 
     def _seal(self) -> None:
         """Remember the current gradients, where this worker's part alone would mislead."""
-        if not self._shardings:
-            return
-        pairs = zip(self.names, self.parameters, strict=True)
-        self._sealed = [(name, p, p.grad, p.grad._version) for name, p in pairs if p.grad is not None]
+        if self._shardings:
+            self._sealed.seal(zip(self.names, self.parameters, strict=True))
 
     def settle(self) -> None:
         """Commit the last gradient pass: its step is taken, and codecs keep what they learned."""
@@ -344,9 +340,15 @@ class GradientReducer(GradientBuckets):
         """Remove all gradients: an optimizer's step then changes nothing, and codecs discard what they learned."""
         for bucket in self._buckets:
             bucket.drop()
-        self._sealed = []
+        self._sealed.clear()
         for _, parameter in self._all:
             parameter.grad = None
+
+    def poison(self) -> None:
+        """Give every trained parameter an infinite gradient, on all workers alike."""
+        for parameter in self.parameters:
+            parameter.grad = torch.full_like(parameter, float("inf"), requires_grad=False)
+        self._seal()
 
     def has_any(self) -> bool:
         """Return whether any gradient has arrived here."""

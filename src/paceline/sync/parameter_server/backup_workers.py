@@ -27,6 +27,7 @@ from paceline.plan import ParameterServer, Wire
 from paceline.schedule.backup_workers import BackupShare
 from paceline.schedule.staleness_clock import AsyncStream, Pause, Save, StreamEnd
 from paceline.sync.allreduce.buckets import LocalBucket, NamedParameter, SentBytes
+from paceline.sync.allreduce.gradient_norm import require_real
 from paceline.sync.parameter_server.async_updates import AsyncGradients, PendingCommit
 from paceline.sync.parameter_server.backup_server import BackupWorkersServer
 from paceline.sync.parameter_server.client import ServerClient
@@ -70,6 +71,7 @@ class BackupWorkerGradients(AsyncGradients):
         self._closes = False  # this replica has to end the step
         self._ended: Mapping[str, Any] = {}  # the result of the step, or the chosen shares
         self._factor, self._norm = 1.0, 0.0
+        self._max_value: float | None = None  # by which the servers clip
         self._verdict: Mapping[str, Any] | None = None
 
     def next(
@@ -144,7 +146,7 @@ class BackupWorkerGradients(AsyncGradients):
     def land(self, *, scale: float) -> None:
         """Learn the norm of the sums, which stay on the servers."""
         began = time.perf_counter()
-        self._factor = scale
+        self._factor, self._max_value = scale, None
         if self._closes:
             ask = {"op": "add", "walk": self._key, "shares": self.chosen, "tables": self._used_tables()}
             answers = self._servers.ask([{**ask, "places": some} for some in self._used_places()])
@@ -176,6 +178,10 @@ class BackupWorkerGradients(AsyncGradients):
     def clip(self, max_norm: float, norm: Tensor) -> None:
         self._factor *= min(1.0, max_norm / (float(norm) + 1e-6))
 
+    def clip_values(self, max_value: float) -> None:
+        require_real(zip(self.names, self.parameters, strict=True))
+        self._max_value = max_value
+
     def apply(self, optimizers: Sequence[Optimizer]) -> None:
         """Make the servers step if this replica is the closer. All replicas get the weights with their next share."""
         check_parameter_groups(optimizers, self._registered_groups)
@@ -185,6 +191,7 @@ class BackupWorkerGradients(AsyncGradients):
         options = [options_of(optimizer) for optimizer in optimizers]
         apply = {"op": "apply", "walk": self._key, "factor": self._factor, "norm": self._norm, "options": options}
         apply["tables"] = self._used_tables()
+        apply["max_value"] = self._max_value
         self._servers.ask([{**apply, "places": some} for some in self._used_places()])
         self._settle(is_taken=True)
         self.waited_s += time.perf_counter() - began

@@ -38,6 +38,9 @@ PATIENCE = 0.5  # a server waits for its mirror this part of the workers' timeou
 ORPHANED_S = 60.0  # without its server and without a worker: in the first step no worker is connected to the mirror
 
 
+FOLLOWED = ("walk", "factor", "max_value", "options", "places", "tables")  # what a mirror is told of a step
+
+
 class _Superseded(SystemExit):
     """The mirror has taken over, so this server ends."""
 
@@ -148,7 +151,7 @@ class MirroredServer(Server):
     def _before_step(self, header: Mapping[str, Any]) -> None:
         mirror = self._mirror
         if mirror is not None:
-            told = {name: header[name] for name in ("walk", "factor", "options", "places", "tables") if name in header}
+            told = {name: header[name] for name in FOLLOWED if name in header}
             self._follow_call = mirror.caller.begin({**told, "op": "follow"})
 
     def _after_step(self) -> None:

@@ -181,6 +181,9 @@ class Server:
         pending = self._pending_sums.pop(pass_key)
         pending.add_up(places_of(header))
         gradients = {place: pending.sums[place].mul_(header["factor"]) for place in places_of(header)}
+        if (largest := header.get("max_value")) is not None:
+            for gradient in gradients.values():
+                (gradient.values() if gradient.is_sparse else gradient).clamp_(-largest, largest)
         self._before_step(header)
         self.part.step(gradients, header["options"])
         self._last_step = pass_key

@@ -24,6 +24,7 @@ from paceline.comm.group import SingleWorkerGroup, WorkerGroup
 from paceline.plan import AllReduce, Cast, ParameterServer, Wire
 from paceline.schedule.parameter_placement import placed_on
 from paceline.sync.allreduce.buckets import LocalBucket, NamedParameter
+from paceline.sync.allreduce.gradient_norm import require_real
 from paceline.sync.allreduce.gradient_reducer import GradientReducer
 from paceline.sync.parameter_server.client import ServerClient, starting_turn
 from paceline.sync.parameter_server.embedding_tables import EmbeddingTables, RowsBucket
@@ -70,6 +71,7 @@ class SyncServerGradients(GradientReducer):
         self._registered_groups: ParameterGroups = ()
         self._key: tuple[int, int, int] = (0, 0, 0)
         self._factor, self._norm = 1.0, 0.0
+        self._max_value: float | None = None  # by which the servers clip
 
     def serve(self, optimizers: Sequence[Optimizer]) -> None:
         """Run these optimizers on the servers. Raises ValueError if others already run there."""
@@ -97,7 +99,7 @@ class SyncServerGradients(GradientReducer):
         places = self._used_places()
         about = {"op": "sum", "walk": self._key, "tables": self._used_tables(), "replicas": self._all_workers.size}
         answers = self._servers.ask([{**about, "places": some} for some in places])
-        self._factor = scale
+        self._factor, self._max_value = scale, None
         self._norm = abs(scale) * math.sqrt(math.fsum(answer.header["squared"] for answer in answers))
         self.measured_square = self._norm**2 if self._measures else None
         for parameter in self.parameters:
@@ -114,6 +116,10 @@ class SyncServerGradients(GradientReducer):
     def clip(self, max_norm: float, norm: Tensor) -> None:
         self._factor *= min(1.0, max_norm / (float(norm) + 1e-6))
 
+    def clip_values(self, max_value: float) -> None:
+        require_real(zip(self.names, self.parameters, strict=True))
+        self._max_value = max_value
+
     def broken(self) -> tuple[tuple[str, ...] | None, str | None]:
         return None if self._finite_check is None else self._finite_check.broken(), None
 
@@ -129,6 +135,7 @@ class SyncServerGradients(GradientReducer):
         places = self._used_places()
         tables = self._used_tables()
         about = {"op": "step", "walk": self._key, "factor": self._factor, "options": options, "tables": tables}
+        about["max_value"] = self._max_value
         began = time.perf_counter()
         answers = self._servers.ask([{**about, "places": some} for some in places], checks=False)
         for some, answer in zip(places, answers, strict=True):

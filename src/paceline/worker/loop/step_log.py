@@ -141,7 +141,9 @@ class StepLog:
     def end(self, stream: str) -> None:
         """The loop asks for the stream's next batch, so no optimizer will step for this one any more: it is done."""
         step = self._open.get(stream)
-        if step is not None and not step.is_committed:
+        if step is not None and not step.is_committed and step.outcome is not None and step.is_skipped:
+            self._commit(step)  # a GradScaler has left out the optimizer's step, too
+        elif step is not None and not step.is_committed:
             self.warn(
                 f"no prepared optimizer stepped for batch {step.batch.serial}: its samples count as used, its "
                 "gradients "

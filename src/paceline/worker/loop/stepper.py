@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.parallel.check.optimizer_requirements import steps_by_closure
 from paceline.sync.allreduce.gradient_reducer import GradientReducer
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.loop.training_loop import TrainingLoop
@@ -27,7 +28,7 @@ class Stepper:
 
     Returns the loss of the whole global batch as a 0-d float64 tensor, equal on all workers. If gradients are not
     finite on any worker, or the plan's guard sees a spike, no worker takes the step, and an event reports it. After a
-    call `grad_norm` holds the global norm before clipping, if clipping is on.
+    call `grad_norm` holds the global norm of the gradients before clipping, 0-d and equal on all workers.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Stepper:
         gradients: GradientReducer,
         loss_of: Callable[[Any], Any],
         clip_norm: float | None,
+        clip_value: float | None = None,
         pipelined: PipelinePass | None = None,
         penalty: WeightPenalty | None = None,
     ) -> None:
@@ -49,7 +51,7 @@ class Stepper:
         self._optimizers = tuple(optimizers)
         self._gradients = gradients
         self._loss_of = loss_of
-        self._clip_norm = clip_norm
+        self._clip_norm, self._clip_value = clip_norm, clip_value
         self._pipelined, self._penalty = pipelined, penalty
         gradients.serve(self._optimizers)
 
@@ -58,7 +60,7 @@ class Stepper:
             raise TypeError(f"step() takes an item of worker.batches(...), not a {type(batch).__name__}")
         with self._loop.stepping():
             outcome = self._loop.run_pass(
-                batch, self._gradients, self._loss_of, is_finite=self._is_finite, pipelined=self._pipelined
+                batch, self._gradients, self._loss_of, is_finite=self._judge, pipelined=self._pipelined
             )
             self._take(outcome)
         self._loop.commit(batch, by=self)
@@ -68,7 +70,7 @@ class Stepper:
         """Take a step more, of this replica alone, on a part of a batch that a lost replica should have run."""
         with self._loop.stepping():
             outcome = self._loop.extra_pass(
-                batch, self._gradients, self._loss_of, is_finite=self._is_finite, pipelined=self._pipelined
+                batch, self._gradients, self._loss_of, is_finite=self._judge, pipelined=self._pipelined
             )
             self._take(outcome)
 
@@ -77,28 +79,24 @@ class Stepper:
             return
         if self._clip_norm is not None and self.grad_norm is not None:
             self._gradients.clip(self._clip_norm, self.grad_norm)
+        if self._clip_value is not None:
+            self._gradients.clip_values(self._clip_value)
         self._gradients.apply(self._optimizers)
-
-    @property
-    def _is_finite(self) -> Callable[[], bool] | None:
-        """How the summed gradients are judged; None: they are looked through."""
-        return self._judge if self._clip_norm is not None or self._penalty is not None else None
 
     def _judge(self) -> bool:
         """Add the penalty's gradients, and return whether all gradients are finite."""
         if self._penalty is not None:
             self._loop.executor.penalty, gradients = self._penalty.compute()
             self._gradients.add(gradients)
-        return self._gradients.is_finite() if self._clip_norm is None else self._measure_norm()
+        return self._measure_norm()
 
     def _measure_norm(self) -> bool:
-        """Clipping needs the global norm, which is finite where all gradients are: no second look at them, unless the
-        norm itself has overflowed."""
+        """The global norm is finite where all gradients are: no second look at them, unless it has overflowed."""
         self.grad_norm = self._gradients.norm()
         if bool(torch.isfinite(self.grad_norm)):
             return True
         self.grad_norm = self._gradients.norm(torch.float64)
-        return bool(torch.isfinite(self.grad_norm))
+        return bool(torch.isfinite(self.grad_norm)) or (self._clip_norm is None and self._gradients.is_finite())
 
 
 def make_stepper(
@@ -108,6 +106,7 @@ def make_stepper(
     *,
     forward: Callable[[Any, Any], Any] | None,
     clip_norm: float | None,
+    clip_value: float | None,
     penalty: Penalty | None,
     loop: TrainingLoop,
     prepared_models: PreparedModels,
@@ -127,15 +126,20 @@ def make_stepper(
             raise ValueError(
                 f"worker.stepper() got {type(one).__name__} that was not prepared: optim = worker.prepare(optim)"
             )
-        if isinstance(one, torch.optim.LBFGS):
+        if isinstance(one, torch.optim.LBFGS) or steps_by_closure(one):
             raise ValueError(
-                "LBFGS evaluates the loss many times per step and cannot be used with a stepper; use a "
-                "first-order optimizer"
+                f"{type(one).__name__} evaluates the loss several times per step, by a closure, and cannot be used "
+                "with a stepper; use a first-order optimizer, or a plain loop with optim.step(closure)"
             )
     if (loss is None) == (forward is None):
         raise ValueError("worker.stepper() needs either loss=fn(output, target) or forward=fn(model, micro)")
     if clip_norm is not None and clip_norm <= 0:
         raise ValueError(f"clip_norm is {clip_norm}; it must be more than 0, or None for no clipping")
+    if clip_value is not None and (clip_value <= 0 or clip_norm is not None):
+        raise ValueError(
+            f"clip_value is {clip_value}, clip_norm is {clip_norm}: clip_value must be more than 0, or None for no "
+            "clipping, and gradients are clipped by their norm or by value, not by both"
+        )
     if forward is not None:
         loss_of = _bound(forward, model)
     elif len(models) > 1:
@@ -158,6 +162,7 @@ def make_stepper(
         gradients=gradients,
         loss_of=loss_of,
         clip_norm=clip_norm,
+        clip_value=clip_value,
         pipelined=prepared_models.pipelined(models, loss_of),
         penalty=None if penalty is None else prepared_models.penalty(models, penalty),
     )

@@ -21,10 +21,12 @@ from paceline.worker.data.batch_stream import BatchStream, StreamSource
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.data.stream_position import StreamPosition
 from paceline.worker.loop.between_steps import BetweenSteps
+from paceline.worker.loop.optimizer_closure import closure_in, global_closure, replaced_closure
 from paceline.worker.loop.step_log import StepLog
 from paceline.worker.loop.step_mode import StepMode, StepTaker
 from paceline.worker.parts import WorkerParts
 from paceline.worker.state.codec_state import GatheredCodecState
+from paceline.worker.step.grad_scaler import has_grad_scaler
 from paceline.worker.step.gradient_pass import StepInvalidated, StepOutcome
 from paceline.worker.step.weight_penalty import Penalty
 
@@ -160,9 +162,16 @@ class TrainingLoop:
             )
         self.mode.check_plain_loop()
         gradients = self._models.reducers.sum_over(models)
-        return self._timed_pass(
-            batch, gradients, lambda: self.executor.run(batch, gradients), names_unused=len(models) == 1
+        return self._scaled_pass(batch, gradients, names_unused=len(models) == 1)
+
+    def _scaled_pass(self, batch: StepBatch, gradients: GradientReducer, *, names_unused: bool) -> Iterator[Any]:
+        """Make a pass of a plain loop, of losses that a GradScaler may have scaled."""
+        yield from self._timed_pass(
+            batch, gradients, lambda: self.executor.run(batch, gradients), names_unused=names_unused
         )
+        outcome = self.executor.outcome
+        if outcome is not None and not (outcome.is_taken or outcome.is_idle) and has_grad_scaler():
+            gradients.poison()  # the scaler then skips the step, and lowers its scale, on all workers
 
     def _timed_pass(
         self, batch: StepBatch, gradients: GradientReducer, run: Callable[[], Iterator[Any]], *, names_unused: bool
@@ -224,8 +233,8 @@ class TrainingLoop:
                 context_size=self._axes.context.size,
             )
 
-    def clip(self, max_norm: float) -> Tensor:
-        """Bound the global norm of the last pass's gradients; returns what it was."""
+    def clip(self, max_norm: float | None, *, max_value: float | None = None) -> Tensor:
+        """Bound the global norm of the last pass's gradients, or their values; returns what the norm was."""
         gradients = self._last_pass
         if self.executor.under_way or gradients is None or self.executor.outcome is None:
             raise RuntimeError(
@@ -233,8 +242,10 @@ class TrainingLoop:
                 "then worker.clip_gradients(max_norm)   then optim.step()"
             )
         norm = gradients.norm()
-        if self.executor.outcome.is_taken:
+        if self.executor.outcome.is_taken and max_norm is not None:
             gradients.clip(max_norm, norm)
+        if self.executor.outcome.is_taken and max_value is not None:
+            gradients.clip_values(max_value)
         return norm
 
     def add_penalty(self, model: nn.Module, penalty: Penalty) -> float:
@@ -301,7 +312,8 @@ class TrainingLoop:
         optimizer.register_step_pre_hook(self._before_optimizer)
         optimizer.register_step_post_hook(self._after_optimizer)
 
-    def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Called before a step of a prepared optimizer; a closure that it is given is replaced."""
         if self.executor.under_way:
             raise RuntimeError(
                 "optim.step() was called inside the loop over a batch, before the gradients were averaged. "
@@ -309,8 +321,20 @@ class TrainingLoop:
             )
         self._models.check(optimizer)
         step = self.step_log.latest
+        closure = closure_in(args, kwargs)
+        if step is not None and closure is not None:
+            self.mode.before_optimizer(is_stepping=self._is_stepping)
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            evaluate = global_closure(
+                closure,
+                batch=step.batch,
+                executor=self.executor,
+                parameters=parameters,
+                check_unchanged=self._check_unchanged,
+            )
+            return replaced_closure(args, kwargs, evaluate)
         if step is None or step.batch.num_passes == 0:
-            return
+            return None
         if self.executor.outcome is None:
             raise RuntimeError(
                 "the loop over this batch was left early (break, or an error that was caught), so its gradients "
@@ -321,12 +345,18 @@ class TrainingLoop:
                 "the last loop over this batch called no worker.backward(): there is nothing for optim.step() to apply"
             )
         self.mode.before_optimizer(is_stepping=self._is_stepping)
-        if self._last_pass is not None:
-            self._last_pass.check_unchanged()
+        self._check_unchanged()
+        if self._last_pass is not None and not self.executor.outcome.is_taken:
+            self._last_pass.drop()  # of infinite ones, which a GradScaler has been shown
         if self._files.capture is not None:
             names = self._prepared.registry.parameter_names()
             parameters = [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
             self._files.capture.gradients(step.batch.step, parameters, self._models.whole)
+        return None
+
+    def _check_unchanged(self) -> None:
+        if self._last_pass is not None:
+            self._last_pass.check_unchanged()
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.step_log.latest is not None and not self._is_stepping:

@@ -12,6 +12,7 @@ from paceline.checkpoint.state_tree import freeze
 from paceline.errors import PlanError
 from paceline.parallel.check.optimizer_requirements import needs_all_parameters, needs_whole_parameters
 from paceline.parallel.check.optimizer_state import kept_state
+from paceline.parallel.check.sharded_steps import why_not_sharded
 from paceline.plan import ParameterServer, Plan
 from paceline.worker.state.state_registry import StateRegistry
 
@@ -55,6 +56,17 @@ def require_possible_steps(optimizer: Optimizer, registry: StateRegistry, plan: 
             f"under {layout!r} each worker has only a part of {next(iter(split))}, and would take other steps. Use "
             f"shard or stages in place of {axes}, or an optimizer that treats each number by itself, such as AdamW."
         )
+
+    if layout.shard > 1 and not _is_known_on_rows(optimizer) and (why := why_not_sharded(optimizer)) is not None:
+        raise PlanError(
+            f"{name} was tried on sharded parameters, but {why}. Under {layout!r} use an optimizer that treats each "
+            "number by itself, such as AdamW, or replicas, stages or tensor in place of shard."
+        )
+
+
+def _is_known_on_rows(optimizer: Optimizer) -> bool:
+    """Whether it is one of torch's own that are known to take the same steps on rows."""
+    return type(optimizer) in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop)
 
 
 def require_storable_state(optimizer: Optimizer, registry: StateRegistry, plan: Plan) -> str | None:

@@ -1,0 +1,180 @@
+"""What a plain loop does around `optim.step`: closures, GradScaler, clipping by value; equal to one process."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forked import World
+from layout_runs import EXACT, ROWS, Net, Text, beside, next_word
+from paceline.plan import Batch, Layout, ParameterServer, Plan
+
+BATCH = Batch(size=16, micro=3)
+
+
+def data() -> torch.utils.data.TensorDataset:
+    x = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
+    return torch.utils.data.TensorDataset(x, (x @ torch.tensor([1.0, -2.0, 0.5, 3.0])).unsqueeze(1).tanh())
+
+
+def small(worker: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return worker.prepare(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)))
+
+
+def by_closure(worker: Any) -> dict[str, Any]:
+    model = small(worker)
+    optim = worker.prepare(torch.optim.LBFGS(model.parameters(), max_iter=4, line_search_fn="strong_wolfe"))
+    returned = []
+    for batch in worker.batches(data(), epochs=2):
+
+        def closure(batch: Any = batch) -> Tensor | None:
+            optim.zero_grad()
+            loss = None
+            for x, y in batch:
+                loss = F.mse_loss(model(x), y)
+                worker.backward(loss)
+            return loss
+
+        returned.append(float(optim.step(closure)))
+    with pytest.raises(ValueError, match="LBFGS evaluates the loss several times"):
+        worker.stepper(model, optim, F.mse_loss)
+    return {"returned": returned, "weights": [one.tolist() for one in model.parameters()]}
+
+
+def without_pass(worker: Any) -> str:
+    model = small(worker)
+    optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in worker.batches(data()):
+
+        def closure() -> Tensor:
+            loss = model(torch.ones(1, 4, dtype=torch.float64)).sum()
+            loss.backward()
+            return loss
+
+        try:
+            optim.step(closure)
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def scaled(worker: Any) -> dict[str, Any]:
+    model = small(worker)
+    optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=0.05))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=2)
+    scales, moved = [], []
+    for batch in worker.batches(data(), epochs=4):
+        for x, y in batch:
+            output = model(x).float().double()  # so gradients beyond float32 overflow
+            worker.backward(scaler.scale(100 * F.mse_loss(output, y)))
+        before = copy.deepcopy(model.state_dict())
+        scaler.unscale_(optim)
+        scaler.step(optim)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        moved.append(any(not torch.equal(before[key], value) for key, value in model.state_dict().items()))
+        optim.zero_grad()
+    return {"scales": scales, "moved": moved, "weights": [one.tolist() for one in model.parameters()]}
+
+
+def around_steps(worker: Any) -> dict[str, Any]:
+    return {"closure": by_closure(worker), "scaled": scaled(worker), "says": without_pass(worker)}
+
+
+def test_closures_get_the_global_loss_and_a_scaler_skips_the_same_steps_everywhere(
+    world: World, tmp_path: Path
+) -> None:
+    plan = Plan(batch=BATCH, compute=EXACT)
+    (alone,) = beside(tmp_path)(around_steps, 1, plan, save_at_end=False)
+    for found in world(around_steps, 2, plan, save_at_end=False):
+        assert found["closure"]["returned"] == pytest.approx(alone["closure"]["returned"], rel=1e-6)
+        assert found["scaled"]["scales"] == alone["scaled"]["scales"]
+        assert found["scaled"]["moved"] == alone["scaled"]["moved"]
+        for which in ("closure", "scaled"):
+            for mine, others in zip(found[which]["weights"], alone[which]["weights"], strict=True):
+                assert torch.allclose(torch.tensor(mine), torch.tensor(others), atol=1e-7)
+        assert "made no complete pass over the batch" in found["says"]
+    assert not alone["scaled"]["moved"][0] and any(alone["scaled"]["moved"])
+
+
+class Turned(nn.Module):
+    """A model with a complex parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net(0.0)
+        self.phase = nn.Parameter(torch.ones(8, dtype=torch.complex128))
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.net(words) * (self.phase.sum().abs() / 8)
+
+
+def clipped(worker: Any) -> dict[str, Any]:
+    torch.manual_seed(3)
+    model = worker.prepare(Net(0.0))
+    optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.5))
+    norms, losses = [], []
+    for batch in worker.batches(Text(ROWS), epochs=2):
+        for x, y in batch:
+            worker.backward(next_word(model(x), y))
+        if len(norms) % 2:
+            torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+            norms.append(0.0)
+        else:
+            norms.append(float(worker.clip_gradients(max_value=0.01)))
+        optim.step()
+        optim.zero_grad()
+    step = worker.stepper(model, optim, next_word, clip_value=0.01)
+    for batch in worker.batches(Text(ROWS), epochs=1):
+        losses.append(float(step(batch)))
+        norms.append(float(step.grad_norm))
+    return {"norms": norms, "losses": losses}
+
+
+def turned(worker: Any) -> dict[str, Any]:
+    torch.manual_seed(3)
+    model = worker.prepare(Turned())
+    optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.5))
+    step = worker.stepper(model, optim, next_word, clip_norm=0.1)
+    losses, norms = [], []
+    for batch in worker.batches(Text(ROWS), epochs=2):
+        losses.append(float(step(batch)))
+        norms.append(float(step.grad_norm))
+    return {"norms": norms, "losses": losses}
+
+
+def by_value_and_complex(worker: Any) -> dict[str, Any]:
+    return {"clipped": clipped(worker), "turned": turned(worker)}
+
+
+def test_clipping_by_value_and_of_complex_parameters_under_tensor(world: World, tmp_path: Path) -> None:
+    plan = Plan(batch=BATCH, compute=EXACT)
+    (alone,) = beside(tmp_path)(by_value_and_complex, 1, plan, save_at_end=False)
+    split = Plan(batch=BATCH, compute=EXACT, layout=Layout(tensor=2))
+    for found in world(by_value_and_complex, 2, split, save_at_end=False):
+        for which in ("clipped", "turned"):
+            for key, value in alone[which].items():
+                assert found[which][key] == pytest.approx(value, rel=1e-9), (which, key)
+
+
+def on_servers(worker: Any) -> dict[str, Any]:
+    torch.manual_seed(3)
+    model = worker.prepare(Net(0.0))
+    optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.5))
+    step = worker.stepper(model, optim, next_word, clip_value=0.01)
+    return {"losses": [float(step(batch)) for batch in worker.batches(Text(ROWS), epochs=2)]}
+
+
+def test_servers_clip_by_value(world: World, tmp_path: Path) -> None:
+    plan = Plan(batch=BATCH, compute=EXACT)
+    (alone,) = beside(tmp_path)(on_servers, 1, plan, save_at_end=False)
+    served = Plan(batch=BATCH, compute=EXACT, sync=ParameterServer())
+    for found in world(on_servers, 2, served, save_at_end=False):
+        assert found["losses"] == pytest.approx(alone["losses"], rel=1e-9)
