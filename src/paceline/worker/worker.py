@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
+from paceline.errors import SyncError
 from paceline.events import Evaluated
 from paceline.parallel.check.model_hints import ModelHints
+from paceline.schedule.sample_order import WeightedDraws
 from paceline.worker.data.batch_stream import StreamSource
 from paceline.worker.data.data_loading import Collate
 from paceline.worker.data.step_batch import StepBatch
@@ -184,6 +186,7 @@ class Worker(StatefulMember):
         loaders: int | None = None,
         prefetch: int = 2,
         name: str | None = None,
+        weights: Sequence[float] | Tensor | None = None,
         collate_fn: Collate | None = None,
         num_workers: int | None = None,
     ) -> Iterator[StepBatch]:
@@ -198,9 +201,13 @@ class Worker(StatefulMember):
         order in each epoch. It cannot be resumed in a later epoch: a finished stream gives nothing, but the code behind
         its loop runs again. Use `epochs=n`, and `batch.ends_epoch` for what is done once per epoch.
 
-        Raises ValueError for numbers out of range, a name that is taken, and an empty dataset. Raises TypeError for
-        what is no dataset, such as an iterator. The loop raises SyncError if an iterable dataset differs between
-        workers.
+        `weights`: a number of at least 0 for each sample. Each of an epoch's len(dataset) samples is then drawn with
+        replacement, with a probability in proportion to its weight. Draws depend on seed and position alone, so they
+        are the same on any number of workers, and after a resume.
+
+        Raises ValueError for numbers out of range, weights that do not fit, a name that is taken, and an empty dataset.
+        Raises TypeError for what is no dataset, such as an iterator. Raises SyncError if weights differ between
+        workers; so does the loop if an iterable dataset does.
 
         Example::
 
@@ -215,6 +222,7 @@ class Worker(StatefulMember):
             raise ValueError(f"epochs is {epochs}; it must be at least 1")
         if loaders < 0 or prefetch < 1:
             raise ValueError(f"loaders={loaders}, prefetch={prefetch}: loaders must be 0 or more, prefetch 1 or more")
+        draws = None if weights is None else self._draws(weights)
         self._collectives.begin_steps(keeps=self._memory_checkpointer.is_on)
         streams = self._loop.streams
         name = name or _unused("train", streams)
@@ -228,6 +236,7 @@ class Worker(StatefulMember):
             prefetch=prefetch,
             pin=self.device.type == "cuda",
             name=name,
+            draws=draws,
         )
         return self._loop.open(source, timeout_s=self._parts.timeout_s)
 
@@ -362,6 +371,20 @@ class Worker(StatefulMember):
 
     def __repr__(self) -> str:
         return f"<worker {self.rank} of {self.workers} on {self.device}, step {self.step}>"
+
+    def _draws(self, weights: Sequence[float] | Tensor) -> WeightedDraws:
+        """The draws by these weights, which must be equal on all workers; later newcomers could not take part."""
+        draws = WeightedDraws(weights.detach().cpu().numpy() if isinstance(weights, Tensor) else weights)
+        is_fixed = self._consensus.elastic is None and not self._loop.mode.is_apart
+        if is_fixed or not self._collectives.has_begun:
+            found = self._collectives.gather(draws.checksum)
+            if len(set(found)) > 1:
+                raise SyncError(
+                    "worker.batches(weights=...) got other weights on some workers (checksums "
+                    f"{', '.join(sorted(set(found)))}), so workers would take samples of different draws: compute them "
+                    "from the dataset alone, or send them: weights = worker.broadcast(weights)"
+                )
+        return draws
 
     def _prepare_model(self, model: nn.Module, name: str | None, hints: ModelHints) -> None:
         self._models.layout.place(model, device=self.device, is_fresh=self._prepared.is_fresh(model, name), hints=hints)

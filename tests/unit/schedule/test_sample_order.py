@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.schedule.sample_order import mix, sample_indices
+from paceline.schedule.sample_order import WeightedDraws, mix, sample_indices
 
 
 def order(n: int, *, seed: int = 0, epoch: int = 0, shuffle: bool = True) -> list[int]:
@@ -73,3 +73,48 @@ def test_mix_depends_on_every_number_and_on_their_order() -> None:
 
 FIRST_TEN = [4, 8, 2, 9, 6, 5, 1, 3, 0, 7]
 LARGE = [362027731, 423115912, 685334271]
+
+
+def test_draws_follow_the_weights_and_never_take_what_has_none() -> None:
+    weights = np.array([0.0, 1.0, 3.0, 0.0, 4.0, 0.0])
+    found = WeightedDraws(weights).indices(seed=5, epoch=1, positions=np.arange(80_000))
+    counts = np.bincount(found, minlength=6)
+    assert counts[weights == 0].sum() == 0
+    expected = weights / weights.sum() * len(found)
+    kept = expected > 0
+    # Chi-square with two degrees of freedom: beyond 18.4 in one of ten thousand seeds.
+    assert ((counts[kept] - expected[kept]) ** 2 / expected[kept]).sum() < 18.4
+    pairs = np.bincount(found[:-1] * 6 + found[1:], minlength=36).reshape(6, 6) / (len(found) - 1)
+    assert np.abs(pairs - np.outer(weights, weights) / 64).max() < 0.006  # neighbors are independent
+
+
+@given(st.lists(st.floats(0, 1e300), min_size=1, max_size=30).filter(lambda ws: 0 < sum(ws) < 1e301), st.data())
+def test_a_draw_depends_on_seed_epoch_and_position_alone(weights: list[float], data: st.DataObject) -> None:
+    draws = WeightedDraws(weights)
+    positions = np.array(data.draw(st.lists(st.integers(0, 10**12), min_size=1, max_size=20)))
+    together = draws.indices(seed=3, epoch=2, positions=positions)
+    alone = [int(draws.indices(seed=3, epoch=2, positions=positions[i : i + 1])[0]) for i in range(len(positions))]
+    assert together.tolist() == alone
+    assert all(weights[index] > 0 for index in alone)
+    assert draws.checksum == WeightedDraws(np.array(weights)).checksum
+
+
+def test_draws_differ_between_seeds_epochs_and_shuffles() -> None:
+    draws, places = WeightedDraws([1.0] * 1000), np.arange(1000)
+    of = [draws.indices(seed=s, epoch=e, positions=places) for s, e in ((0, 0), (0, 1), (1, 0))]
+    assert all((one == other).mean() < 0.02 for one, other in ((of[0], of[1]), (of[0], of[2]), (of[1], of[2])))
+
+
+@pytest.mark.parametrize(
+    ("weights", "text"),
+    [
+        ([1.0, -1.0], "weight 1 is -1"),
+        ([float("nan")], "weight 0 is nan"),
+        ([0.0, 0.0], "more than 0"),
+        ([], "sum"),
+        ([[1.0]], "shape"),
+    ],
+)
+def test_weights_that_cannot_be_are_refused(weights: list[float], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        WeightedDraws(weights)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from forked import WorkersFailed, World
+from paceline.errors import SyncError
 from paceline.monitor.audit.audit import audit
 from paceline.plan import Batch, Plan
 
@@ -293,3 +294,38 @@ def test_a_step_that_is_unpacked_like_one_pair_is_refused_with_what_to_write(wor
             assert len(list(batch)) == len(batch)
 
     world(run, 1, Plan(batch=Batch(size=4, micro=2)))
+
+
+WEIGHTS = [float(1 + index % 5) for index in range(29)] + [0.0]
+
+
+def by_weights(worker: Any, *, as_tensor: bool = False) -> dict[tuple[int, int], list[float]]:
+    return seen(worker, Numbers(30), epochs=2, weights=torch.tensor(WEIGHTS) if as_tensor else WEIGHTS)
+
+
+def test_weighted_draws_are_the_same_on_any_workers_and_across_a_resume(world: World) -> None:
+    plan = Plan(batch=Batch(size=8, micro=2, seed=3))
+    alone = world.one_process(by_weights, plan)
+    world(lambda worker: by_weights(worker, as_tensor=True), 2, plan, max_steps=3)
+    rest = merged(world(by_weights, 3, plan))
+    assert {step for _, step in rest} == set(range(4, 9))
+    assert rest == {key: value for key, value in merged([alone]).items() if key in rest}
+    drawn = joined(alone.values())
+    assert len(drawn) == 60 and 29.0 not in drawn and len(set(drawn)) < 29
+    found = audit(world.run_dir)
+    assert found.verdict == "clean" and all(epoch.is_permutation is None for epoch in found.epochs)
+    assert {epoch.state for epoch in found.epochs} == {"exact"} and all(epoch.weights for epoch in found.epochs)
+
+
+def test_weights_that_do_not_fit_are_refused(world: World) -> None:
+    def run(worker: Any) -> None:
+        for weights, dataset, text in (
+            ([1.0], Numbers(4), "1 numbers, and the dataset of stream 'train' has 4"),
+            ([1.0], Lines(4), "no samples by number"),
+        ):
+            with pytest.raises(ValueError, match=text):
+                worker.batches(dataset, weights=weights)
+        with pytest.raises(SyncError, match=r"other weights on some workers.*worker.broadcast"):
+            worker.batches(Numbers(4), weights=[1.0, 2.0, 3.0, 4.0 + worker.rank])
+
+    world(run, 2, Plan(batch=Batch(size=4)))

@@ -232,7 +232,11 @@ def audit_text(result: AuditResult) -> str:
 def _group_key(epoch: EpochAudit) -> tuple[object, ...]:
     """Equal for neighbors that one line can describe."""
     is_plain = epoch.state == "exact" and not (epoch.skipped_steps or epoch.num_dropped or epoch.undone)
-    return (epoch.stream, epoch.num_samples, epoch.is_permutation) if is_plain else (epoch.stream, epoch.epoch, "alone")
+    return (
+        (epoch.stream, epoch.num_samples, epoch.is_permutation, epoch.weights)
+        if is_plain
+        else (epoch.stream, epoch.epoch, "alone")
+    )
 
 
 def _epochs_lines(epochs: list[EpochAudit]) -> Iterator[str]:
@@ -242,23 +246,23 @@ def _epochs_lines(epochs: list[EpochAudit]) -> Iterator[str]:
         return
     tried = ", by orders that are permutations" if first.is_permutation else ""
     name = f"  {first.stream}, epochs {first.epoch + 1}-{last.epoch + 1} (steps {first.first_step}-{last.last_step}): "
-    yield f"{name}in each, each of {first.num_samples:,} samples was used exactly once{tried}"
+    yield f"{name}in each, each of {_drawn(first.num_samples, first)} was used exactly once{tried}"
 
 
 def _epoch_lines(epoch: EpochAudit) -> Iterator[str]:
     name = f"  {epoch.stream}, epoch {epoch.epoch + 1} (steps {epoch.first_step}-{epoch.last_step}): "
     if epoch.state == "exact":
         tried = ", by an order that is a permutation" if epoch.is_permutation else ""
-        yield f"{name}each of {epoch.num_samples:,} samples was used exactly once{tried}"
+        yield f"{name}each of {_drawn(epoch.num_samples, epoch)} was used exactly once{tried}"
     elif epoch.state == "continued":
         yield (
-            f"{name}each of {epoch.num_used:,} samples from position {epoch.begins_at:,} on was used exactly once; "
-            "those before were another run's"
+            f"{name}each of {_drawn(epoch.num_used, epoch)} from position {epoch.begins_at:,} on was used exactly "
+            "once; those before were another run's"
         )
     elif epoch.state == "unfinished" and not epoch.num_samples:
         yield f"{name}{epoch.num_used:,} samples of an iterable were used{_since(epoch)}, each once, none left out"
     elif epoch.state == "unfinished":
-        used = f"{epoch.num_used:,} of {epoch.num_samples:,} samples were used{_since(epoch)}, each once"
+        used = f"{epoch.num_used:,} of {_drawn(epoch.num_samples, epoch)} were used{_since(epoch)}, each once"
         yield f"{name}unfinished; {used}"
     else:
         yield f"{name}BROKEN: {'; '.join(epoch.says)}"
@@ -278,6 +282,11 @@ def _epoch_lines(epoch: EpochAudit) -> Iterator[str]:
             f"step {step} (worker {worker})" for step, worker in zip(twice.steps, twice.workers, strict=True)
         )
         yield f"    repeated  {_positions(twice)}, by {by}"
+
+
+def _drawn(count: int, epoch: EpochAudit) -> str:
+    """So many samples, or draws: a sample that is drawn by weights may come several times, and another not at all."""
+    return f"{count:,} draws by weights {epoch.weights}" if epoch.weights else f"{count:,} samples"
 
 
 def _since(epoch: EpochAudit) -> str:

@@ -94,6 +94,7 @@ class EpochAudit:
     num_dropped: int  # came too late for their steps: handed out once, and without effect on the weights
     undone: tuple[UndoneRange, ...]
     is_permutation: bool | None  # None: not tried
+    weights: str  # a checksum of the weights by which samples were drawn; "": each sample comes once
     says: tuple[str, ...]  # what is wrong, in words
 
 
@@ -118,7 +119,7 @@ def audit_epoch(
     if is_short:
         says.append(f"it ends at position {cover.end:,} though a later epoch has begun")
     is_permutation = None
-    if is_finished and not says and samples <= MOST_PERMUTED:
+    if is_finished and not says and samples <= MOST_PERMUTED and not stream.weights:
         is_permutation = _is_permutation(stream, epoch, samples)
         if not is_permutation:
             says.append("its order is not a permutation of the dataset")
@@ -140,6 +141,7 @@ def audit_epoch(
         num_dropped=columns.num_dropped,
         undone=tuple(_undone(cover, rollbacks, named)),
         is_permutation=is_permutation,
+        weights=stream.weights,
         says=tuple(says),
     )
 
@@ -215,10 +217,11 @@ def _end_of_epoch(columns: EpochColumns, reached: int) -> tuple[int, bool]:
 
 
 def _contradictions(columns: EpochColumns, reached: int, total: int) -> Iterator[str]:
-    orders = {(stream.samples, stream.seed, stream.shuffle) for stream in columns.streams}
+    orders = {(stream.samples, stream.seed, stream.shuffle, stream.weights) for stream in columns.streams}
     if len(orders) > 1:
         told = ", ".join(
-            f"{samples} samples, seed {seed}, shuffle {shuffle}" for samples, seed, shuffle in sorted(orders, key=str)
+            f"{samples} samples, seed {seed}, shuffle {shuffle}" + (f", drawn by weights {weights}" if weights else "")
+            for samples, seed, shuffle, weights in sorted(orders, key=str)
         )
         yield f"its steps do not share one order of samples ({told}): dataset or seed were changed between attempts"
     if reached > total:
@@ -250,6 +253,8 @@ def _indices(stream: StreamHeader, epoch: int, positions: NDArray[Any]) -> NDArr
 
 
 def _first_indices(stream: StreamHeader, epoch: int, start: int, stop: int) -> Samples:
+    if stream.weights:
+        return ()  # the ledger has only a checksum of the weights
     end = min(stop, start + MOST_INDICES, stream.samples or 0)
     return tuple(_indices(stream, epoch, np.arange(start, end)).tolist()) if end > start else ()
 

@@ -29,6 +29,7 @@ class StreamHeader:
     seed: int
     shuffle: bool
     drop_last: bool
+    weights: str = ""  # a checksum of the weights by which samples are drawn; "": each comes once
     staleness: int | None = None  # by how many others an update may be behind; None: there is no bound
 
 
@@ -300,5 +301,6 @@ def _stream(line: dict[str, Any]) -> StreamHeader:
         seed=int(line["seed"]),
         shuffle=bool(line["shuffle"]),
         drop_last=bool(line["drop_last"]),
+        weights=str(line.get("weights", "")),
         staleness=None if line.get("staleness") is None else int(line["staleness"]),
     )

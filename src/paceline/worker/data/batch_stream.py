@@ -26,6 +26,7 @@ from paceline.schedule.micro_batches import (
     split_evenly,
     step_ranges,
 )
+from paceline.schedule.sample_order import WeightedDraws
 from paceline.worker.data.data_loading import (
     Collate,
     MapReader,
@@ -35,6 +36,7 @@ from paceline.worker.data.data_loading import (
     StreamReader,
     open_loader,
     refuse_loader,
+    require_fit,
 )
 from paceline.worker.data.load_balancing import LoadBalancer
 from paceline.worker.data.step_batch import StepBatch
@@ -56,6 +58,7 @@ class StreamSource:
     prefetch: int
     pin: bool
     name: str
+    draws: WeightedDraws | None = None  # None: each sample once an epoch
 
 
 def is_map_style(dataset: Any) -> bool:
@@ -101,13 +104,14 @@ class BatchStream:
             batch=batch.size,
             micro=batch.resolved_micro,
             drop_last=batch.drop_last,
+            weights="" if source.draws is None else source.draws.checksum,
         )
         self.cursor, self.notes = resume_position(cursor, self._order, source.name)
         self.was_finished = self._is_finished()
 
     def about(self) -> dict[str, Any]:
         """For the ledger: the order and the steps of the samples."""
-        return dataclasses.asdict(self._order)
+        return self._order.to_dict()
 
     def last_step(self, done: int) -> int | None:
         """The number of the step at which the stream ends, when `done` steps were made before it; None: not known."""
@@ -401,11 +405,13 @@ class BatchStream:
 
     def _reading(self) -> ReadOptions:
         s = self._order
-        return ReadOptions(self.source.dataset, self.source.collate, s.samples, s.seed, s.shuffle)
+        return ReadOptions(self.source.dataset, self.source.collate, s.samples, s.seed, s.shuffle, self.source.draws)
 
     def _check(self) -> None:
         s = self.source
         refuse_loader(s.dataset)
+        if s.draws is not None:
+            require_fit(s.draws, s.name, num_samples=self.num_samples, shuffle=self._batch.shuffle)
         if not is_map_style(s.dataset):
             if not hasattr(s.dataset, "__iter__"):
                 raise TypeError(

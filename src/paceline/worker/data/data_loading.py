@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, defa
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from paceline.schedule.micro_batches import MicroBatch
-from paceline.schedule.sample_order import sample_indices
+from paceline.schedule.sample_order import WeightedDraws, sample_indices
 from paceline.worker.data import random_state
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "fetch_samples",
     "open_loader",
     "refuse_loader",
+    "require_fit",
 ]
 
 Collate = Callable[[list[Any]], Any]
@@ -53,6 +54,7 @@ class ReadOptions:
     num_samples: int = 0
     seed: int = 0
     shuffle: bool = True
+    draws: WeightedDraws | None = None  # None: each sample once an epoch
 
 
 class MapReader(Dataset[Any]):
@@ -76,13 +78,16 @@ class MapReader(Dataset[Any]):
         if self._block is None or self._block[:2] != (epoch, number):
             reading = self._reading
             positions = np.arange(number * BLOCK, min((number + 1) * BLOCK, reading.num_samples))
-            indices = sample_indices(
-                seed=reading.seed,
-                epoch=epoch,
-                num_samples=reading.num_samples,
-                positions=positions,
-                shuffle=reading.shuffle,
-            )
+            if reading.draws is not None:
+                indices = reading.draws.indices(seed=reading.seed, epoch=epoch, positions=positions)
+            else:
+                indices = sample_indices(
+                    seed=reading.seed,
+                    epoch=epoch,
+                    num_samples=reading.num_samples,
+                    positions=positions,
+                    shuffle=reading.shuffle,
+                )
             self._block = (epoch, number, indices.tolist())
         return self._block[2][offset]
 
@@ -176,6 +181,24 @@ def refuse_loader(dataset: Any) -> None:
             "worker.batches() got a DataLoader, which batches and shuffles by itself. Pass its dataset, and the "
             "rest as arguments: worker.batches(loader.dataset, collate=loader.collate_fn, "
             "loaders=loader.num_workers); the batch size and the shuffling belong to the plan, Batch(size=, shuffle=)"
+        )
+
+
+def require_fit(draws: WeightedDraws, stream: str, *, num_samples: int, shuffle: bool) -> None:
+    """Raise ValueError where a stream's samples cannot be drawn by these weights. `num_samples`: 0 for an iterable."""
+    if not num_samples:
+        raise ValueError(
+            f"weights= for stream {stream!r}, whose dataset has no samples by number: use a dataset with len() and []"
+        )
+    if draws.num_samples != num_samples:
+        raise ValueError(
+            f"weights= has {draws.num_samples} numbers, and the dataset of stream {stream!r} has {num_samples} "
+            "samples: give one number for each sample"
+        )
+    if not shuffle:
+        raise ValueError(
+            f"weights= draws the samples of stream {stream!r} at random, and Batch(shuffle=False) keeps their order: "
+            "leave out one of them"
         )
 
 

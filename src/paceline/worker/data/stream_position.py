@@ -30,11 +30,19 @@ class SampleOrder:
     batch: int
     micro: int
     drop_last: bool
+    weights: str = ""  # a checksum of the weights by which samples are drawn; "": each comes once an epoch
 
     @property
-    def order(self) -> tuple[int, int, bool]:
+    def order(self) -> tuple[int, int, bool, str]:
         """Equal for orders that have the same samples at the same positions."""
-        return self.samples, self.seed, self.shuffle
+        return self.samples, self.seed, self.shuffle, self.weights
+
+    def to_dict(self) -> dict[str, Any]:
+        """For checkpoints and the ledger: plain values."""
+        found = dataclasses.asdict(self)
+        if not self.weights:
+            del found["weights"]
+        return found
 
     @property
     def steps(self) -> tuple[int, int, bool]:
@@ -52,7 +60,8 @@ class SampleOrder:
 
     def __str__(self) -> str:
         samples = f"{self.samples} samples" if self.samples else "an iterable"
-        return f"{samples}, seed {self.seed}, {'shuffled' if self.shuffle else 'not shuffled'}"
+        order = "shuffled" if self.shuffle else "not shuffled"
+        return f"{samples}, seed {self.seed}, {f'drawn by weights {self.weights}' if self.weights else order}"
 
 
 @dataclasses.dataclass(slots=True)
@@ -71,7 +80,7 @@ class StreamPosition:
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint: plain values."""
-        order = {} if self.of is None else dataclasses.asdict(self.of)
+        order = {} if self.of is None else self.of.to_dict()
         return {"epoch": self.epoch, "position": self.position, **order}
 
 
@@ -115,8 +124,8 @@ def resume_position(saved: StreamPosition, now: SampleOrder, stream: str) -> tup
             raise CheckpointError(
                 f"the checkpoint stands at sample {saved.position} of epoch {saved.epoch + 1} of stream {stream!r}, "
                 f"which was read from {then}; now it has {now}: which samples of the epoch are left cannot be told. "
-                "Use the same dataset, seed and shuffle until the epoch is done, or another name in worker.batches() "
-                "to begin at its first sample, or another run_dir, or fresh=True"
+                "Use the same dataset, seed, shuffle and weights until the epoch is done, or another name in "
+                "worker.batches() to begin at its first sample, or another run_dir, or fresh=True"
             )
         if saved.position:
             cursor = StreamPosition(saved.epoch + 1, 0, now)

@@ -58,6 +58,11 @@ class WorkerCollectives:
         self._consensus.begin_steps(keeps=keeps)
         self._setup_replay.end(self._group.index == 0)
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the first loop over batches has begun: newcomers hear nothing of what is called later."""
+        return self._setup_replay.is_over
+
     def together(self, operation: Callable[[], T]) -> T:
         """Do an operation of all workers. Before the first loop a newcomer gets the result that the others had."""
         self._consensus.rejoin_group()
