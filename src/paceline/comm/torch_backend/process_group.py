@@ -1,9 +1,9 @@
 """Shared memory as a back end of torch.distributed, for torch's own DDP, fully_shard and DTensor on the CPU.
 
-The back end is a subclass of torch's ProcessGroup, whose collectives are those of `SharedGroup`. Below it lies a gloo
-group, which does the rendezvous and all that shared memory does not offer: send and recv, logical reductions, sums of
-booleans and complex numbers. If the workers cannot share memory, torch gets that gloo group itself, and a warning
-reports the reason.
+The back end is a subclass of torch's ProcessGroup, whose collectives are those of `SharedGroup`. Below it lies a
+process group over Unix sockets (`comm/peer_sockets`), which does the rendezvous and all that shared memory does not
+offer: send and recv, logical reductions, sums of booleans and complex numbers. If the workers of a host cannot share
+memory, torch gets that group itself. If they are on several hosts, it gets gloo. A warning reports the reason.
 
 All workers of a group must choose the same of the two. So the choice depends on types and operations alone, never on
 strides: a tensor that is not contiguous is copied. Collectives run in the order of the calls
@@ -13,6 +13,7 @@ strides: a tensor that is not contiguous is copied. Collectives run in the order
 from __future__ import annotations
 
 import functools
+import json
 import socket
 import warnings
 import weakref
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from paceline.comm.elastic.generation_group import GenerationGroup
 from paceline.comm.op_queue import OpQueue, QueuedWork
+from paceline.comm.peer_sockets.process_group import PeerProcessGroup, create_peer_group
 from paceline.comm.shared_memory.collectives import (
     COPY_BYTES,
     Reduction,
@@ -68,7 +70,7 @@ def register_backend(name: str = NAME) -> None:
     """Make `name` a back end of torch.distributed for CPU tensors, in the memory that a host's workers share.
 
     Programs without Paceline (DDP, `fully_shard`, DTensor under torchrun) then reduce, gather and scatter through that
-    memory. Groups whose workers share no memory use gloo, with a warning. Repeated calls have no effect. The call
+    memory. Groups whose workers are on several hosts use gloo, with a warning. Repeated calls have no effect. The call
     itself raises nothing; failed collectives raise `torch.distributed.DistBackendError`.
 
     Example::
@@ -85,38 +87,46 @@ def register_backend(name: str = NAME) -> None:
 
 
 def _create_process_group(name: str, wanted: Any, _: Any) -> Any:
-    """Return the process group for torch: a SharedMemoryProcessGroup, or gloo if the workers cannot share memory."""
-    index, size = wanted.group_rank, wanted.group_size
-    gloo = dist.ProcessGroupGloo(wanted.store, index, size, wanted.timeout)
-    if size == 1:
-        return gloo
+    """Return the process group for torch: a SharedMemoryProcessGroup, or another if the workers share no memory."""
+    index, size, store = wanted.group_rank, wanted.group_size, wanted.store
     limit_s = wanted.timeout.total_seconds()
-    straight = GenerationGroup(gloo, device=CPU, check=_nothing, timeout_s=limit_s)
-    hosts = straight.gather_objects((BOOT.read_text() if BOOT.exists() else "", socket.gethostname()))
+    store.set(f"host_{index}", json.dumps([BOOT.read_text() if BOOT.exists() else "", socket.gethostname()]))
+    hosts = [json.loads(store.get(f"host_{member}")) for member in range(size)]
+    transport: Any
     if len({boot for boot, _ in hosts}) > 1:
         reason: str | None = f"its workers are on several hosts ({', '.join(sorted({host for _, host in hosts}))})"
+        transport, way = dist.ProcessGroupGloo(store, index, size, wanted.timeout), "gloo"
     else:
+        transport, way = _over_sockets(store, index, size, limit_s), "sockets"
+        if size == 1:
+            return transport
+        straight = GenerationGroup(transport, device=CPU, check=_nothing, timeout_s=limit_s)
         neighbours = dist.get_world_size() if dist.is_initialized() else size
         ranks = wanted.global_ranks_in_group or range(size)
         group, reason = with_shared_memory(straight, timeout_s=limit_s, num_local_workers=neighbours, ranks=ranks)
         if isinstance(group, SharedGroup):
-            return SharedMemoryProcessGroup(gloo, group, name=name)
+            return SharedMemoryProcessGroup(transport, group, name=name)
     if index == 0:
-        warnings.warn(f"back end {name!r}: a group of {size} workers goes over gloo: {reason}", stacklevel=2)
-    return gloo
+        warnings.warn(f"back end {name!r}: a group of {size} workers goes over {way}: {reason}", stacklevel=2)
+    return transport
+
+
+def _over_sockets(store: Any, index: int, size: int, limit_s: float) -> PeerProcessGroup:
+    return create_peer_group(store, index=index, size=size, address=None, timeout_s=limit_s, check=_nothing)
 
 
 class SharedMemoryProcessGroup(TorchGroup):
     """A process group of one host's workers in shared memory. Methods have torch's names, arguments and effects."""
 
-    def __init__(self, gloo: Any, memory: SharedGroup, *, name: str) -> None:
+    def __init__(self, sockets: PeerProcessGroup, memory: SharedGroup, *, name: str) -> None:
         super().__init__(memory.index, memory.size)
-        self._name, self._gloo, self._memory = name, gloo, memory
-        # Methods that are not overridden here go to gloo, which also keeps the name that torch gives the group.
-        self._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
-        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self._name, self._sockets, self._memory = name, sockets, memory
         self._queue = OpQueue(name=f"{name}-collectives")
-        weakref.finalize(self, self._queue.close).atexit = False  # pyrefly: ignore[missing-attribute]
+        weakref.finalize(self, self._queue.close).atexit = False
+        # What memory does not offer.
+        self.send, self.recv, self.recv_anysource = sockets.send, sockets.recv, sockets.recv_anysource
+        self.setGroupName, self.getGroupName = sockets.setGroupName, sockets.getGroupName
+        self.setGroupDesc, self.getGroupDesc = sockets.setGroupDesc, sockets.getGroupDesc
 
     def getBackendName(self) -> str:
         return self._name
@@ -125,12 +135,13 @@ class SharedMemoryProcessGroup(TorchGroup):
         """Leave the group; members that wait for this worker get an error."""
         self._queue.close()
         self._memory.close()
+        self._sockets.shutdown()
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         opts = opts or dist.AllreduceOptions()
         other = _non_sum_op(opts)
         if not _is_supported(opts, tensors[0], other):
-            return self._over_gloo(lambda: self._gloo.allreduce(tensors, opts), tensors, opts)
+            return self._over_sockets(lambda: self._sockets.allreduce(tensors, opts), tensors, opts)
 
         def do() -> None:
             if other is not None:
@@ -154,7 +165,7 @@ class SharedMemoryProcessGroup(TorchGroup):
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         if _non_sum_op(opts) is not None or not _is_supported(opts, tensors[0], None):
-            return self._over_gloo(lambda: self._gloo.reduce(tensors, opts), tensors, opts)
+            return self._over_sockets(lambda: self._sockets.reduce(tensors, opts), tensors, opts)
 
         def do() -> None:
             own = tensors if opts.rootRank == self._memory.index else []
@@ -237,7 +248,7 @@ class SharedMemoryProcessGroup(TorchGroup):
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
         opts = opts or dist.ReduceScatterOptions()
         if _non_sum_op(opts) is not None or not _is_supported(opts, outputs[0], None):
-            return self._over_gloo(lambda: self._gloo.reduce_scatter(outputs, inputs, opts), outputs, opts)
+            return self._over_sockets(lambda: self._sockets.reduce_scatter(outputs, inputs, opts), outputs, opts)
         _require_alike(outputs[0], inputs[0], "reduce_scatter")
         return self._begin(lambda: self._scatter(inputs[0], outputs[0], opts), outputs, opts)
 
@@ -251,12 +262,12 @@ class SharedMemoryProcessGroup(TorchGroup):
         pairs = list(zip(outputs, inputs, strict=True))
         for output, one in pairs:
             _require_even(one, output, size, "reduce_scatter_single")
-        over_gloo = _non_sum_op(opts) is not None or not _is_supported(opts, outputs[0], None)
+        over_sockets = _non_sum_op(opts) is not None or not _is_supported(opts, outputs[0], None)
 
         def do() -> None:
             for output, one in pairs:
-                if over_gloo:
-                    self._gloo._reduce_scatter_base(output, one, opts).wait()
+                if over_sockets:
+                    self._sockets._reduce_scatter_base(output, one, opts).wait()
                 else:
                     self._scatter(flat(one).chunk(size), output, opts)
 
@@ -304,8 +315,8 @@ class SharedMemoryProcessGroup(TorchGroup):
         is_awaited = opts is not None and not opts.asyncOp
         return QueuedWork(self._queue.begin(run, result=result, is_awaited=is_awaited))
 
-    def _over_gloo(self, begin: Callable[[], dist.Work], result: Any, opts: Any) -> dist.Work:
-        """Queue an operation of gloo: all workers must begin gloo's operations in the same order."""
+    def _over_sockets(self, begin: Callable[[], dist.Work], result: Any, opts: Any) -> dist.Work:
+        """Queue an operation over sockets: all workers must begin these in the same order."""
 
         def do() -> None:
             begin().wait()
