@@ -26,6 +26,7 @@ import torch.distributed as dist
 from paceline.comm.allreduce.scheduled_group import BACKEND, ScheduledGroup, SelectedAlgorithm, backend_group_of
 from paceline.comm.elastic.generation_group import GenerationGroup, connect_backend
 from paceline.comm.group import Group, SingleWorkerGroup, WorkerGroup
+from paceline.comm.peer_sockets.process_group import listening_address
 from paceline.comm.shared_memory.setup import shared_memory_unavailable, with_shared_memory
 from paceline.errors import SyncError
 from paceline.events import AllReduceChosen, Event, Note
@@ -288,6 +289,7 @@ def _host_group(
             size=len(members),
             timeout_s=wanted.timeout_s,
             check=check,
+            address=listening_address(),  # workers of one host may be in containers of their own
         )
         found = GenerationGroup(backend, device=transport.device, check=check, timeout_s=wanted.timeout_s)
     try:

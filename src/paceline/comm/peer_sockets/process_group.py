@@ -23,7 +23,7 @@ from paceline.comm.peer_sockets.flat_tensors import bytes_of, cut, fill, flat_of
 from paceline.comm.peer_sockets.links import LinkTransfer, PeerLinks, PeerLost
 from paceline.comm.peer_sockets.meeting import connect_members
 
-__all__ = ["NAME", "PeerProcessGroup", "create_peer_group", "listen_at", "register_peer_backend"]
+__all__ = ["NAME", "PeerProcessGroup", "create_peer_group", "listen_at", "listening_address", "register_peer_backend"]
 
 NAME = "paceline_peers"  # of the back end of torch.distributed
 DIRECT_BYTES = 1 << 18  # of all members' tensors: up to here each member sums for itself
@@ -61,6 +61,11 @@ def listen_at(address: str | None) -> None:
     host, and no port is opened."""
     global _listens_at
     _listens_at = address
+
+
+def listening_address() -> str | None:
+    """Return what `listen_at` has set."""
+    return _listens_at
 
 
 def register_peer_backend() -> str:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from paceline.comm.elastic.generation_group import GenerationGroup
 from paceline.comm.op_queue import OpQueue, QueuedWork
+from paceline.comm.peer_sockets.meeting import file_namespace
 from paceline.comm.peer_sockets.process_group import PeerProcessGroup, create_peer_group
 from paceline.comm.shared_memory.collectives import (
     COPY_BYTES,
@@ -90,11 +91,17 @@ def _create_process_group(name: str, wanted: Any, _: Any) -> Any:
     """Return the process group for torch: a SharedMemoryProcessGroup, or another if the workers share no memory."""
     index, size, store = wanted.group_rank, wanted.group_size, wanted.store
     limit_s = wanted.timeout.total_seconds()
-    store.set(f"host_{index}", json.dumps([BOOT.read_text() if BOOT.exists() else "", socket.gethostname()]))
+    store.set(
+        f"host_{index}", json.dumps([BOOT.read_text() if BOOT.exists() else "", socket.gethostname(), file_namespace()])
+    )
     hosts = [json.loads(store.get(f"host_{member}")) for member in range(size)]
     transport: Any
-    if len({boot for boot, _ in hosts}) > 1:
-        reason: str | None = f"its workers are on several hosts ({', '.join(sorted({host for _, host in hosts}))})"
+    reason: str | None
+    if len({boot for boot, _, _ in hosts}) > 1:
+        reason = f"its workers are on several hosts ({', '.join(sorted({host for _, host, _ in hosts}))})"
+        transport, way = dist.ProcessGroupGloo(store, index, size, wanted.timeout), "gloo"
+    elif len({files for _, _, files in hosts}) > 1:
+        reason = "its workers are in containers that do not see each other's files"
         transport, way = dist.ProcessGroupGloo(store, index, size, wanted.timeout), "gloo"
     else:
         transport, way = _over_sockets(store, index, size, limit_s), "sockets"

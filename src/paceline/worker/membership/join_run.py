@@ -26,6 +26,7 @@ from paceline.comm.flight_recorder import FlightRecorder
 from paceline.comm.group import Group, SingleWorkerGroup, WorkerGroup, sign_objects
 from paceline.comm.memory_checkpoint import MemoryCheckpoint, SnapshotSlot
 from paceline.comm.messages.json_channel import Channel
+from paceline.comm.peer_sockets.meeting import file_namespace
 from paceline.comm.peer_sockets.process_group import listen_at
 from paceline.comm.rendezvous.torch_store import SupervisorStore
 from paceline.comm.shared_memory.setup import shared_memory_unavailable, with_shared_memory
@@ -59,6 +60,7 @@ from paceline.worker.topology.parallel_groups import (
 
 __all__ = ["WorkerContext", "join_run"]
 
+LOOPBACK = "127.0.0.1"
 BACKSTOP_S = 15.0  # beyond Job.timeout_s
 
 
@@ -98,6 +100,8 @@ def join_run(context: JoinContext) -> Iterator[WorkerContext]:
         environment.set_gloo_interface(_interface_of(assignment.address))
         listen_at(assignment.address if _may_be_spread(assignment) else None)
     if channel is None:
+        if store is not None and assignment.workers > 1 and not _may_be_spread(assignment):
+            listen_at(None if _see_same_files(store, assignment) else LOOPBACK)
         with _join_fixed(context, store or dist.HashStore(), None) as joined:
             yield joined
         return
@@ -342,6 +346,12 @@ def _refuse_where_fixed(plan: Plan, job: Job, device: torch.device, *, has_super
 def _may_be_spread(assignment: Assignment) -> bool:
     """Whether this worker's groups may have members on other hosts, now or later."""
     return assignment.hosts > 1 or assignment.job.head is not None
+
+
+def _see_same_files(store: dist.Store, assignment: Assignment) -> bool:
+    """Whether all workers of this host see each other's Unix sockets; a launcher may give each a container."""
+    store.set(f"paceline/files_{assignment.rank}", file_namespace())
+    return len({store.get(f"paceline/files_{rank}") for rank in range(assignment.workers)}) == 1
 
 
 def _backend(context: JoinContext) -> str:
