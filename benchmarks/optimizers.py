@@ -35,8 +35,9 @@ def kinds() -> Iterator[tuple[str, type[Optimizer]]]:
     for library in (torch.optim, pytorch_optimizer):
         for name in sorted(vars(library), key=str.lower):
             kind: Any = getattr(library, name)
-            is_one = inspect.isclass(kind) and issubclass(kind, Optimizer) and kind is not Optimizer
-            if is_one and kind.__module__.startswith(library.__name__.partition(".")[0]):
+            if not inspect.isclass(kind) or not issubclass(kind, Optimizer) or kind is Optimizer:
+                continue
+            if kind.__module__.startswith(library.__name__.partition(".")[0]):
                 yield f"{library.__name__}.{name}", kind
 
 

@@ -191,7 +191,8 @@ class BackupWorkerGradients(AsyncGradients):
         options = [options_of(optimizer) for optimizer in optimizers]
         apply = {"op": "apply", "walk": self._key, "factor": self._factor, "norm": self._norm, "options": options}
         apply["tables"] = self._used_tables()
-        apply["max_value"] = self._max_value
+        if self._max_value is not None:
+            apply["max_value"] = self._max_value
         self._servers.ask([{**apply, "places": some} for some in self._used_places()])
         self._settle(is_taken=True)
         self.waited_s += time.perf_counter() - began

@@ -135,7 +135,8 @@ class SyncServerGradients(GradientReducer):
         places = self._used_places()
         tables = self._used_tables()
         about = {"op": "step", "walk": self._key, "factor": self._factor, "options": options, "tables": tables}
-        about["max_value"] = self._max_value
+        if self._max_value is not None:
+            about["max_value"] = self._max_value
         began = time.perf_counter()
         answers = self._servers.ask([{**about, "places": some} for some in places], checks=False)
         for some, answer in zip(places, answers, strict=True):

@@ -7,13 +7,13 @@ branches, and drift apart. The gradients are those of the global batch already, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.worker.data.step_batch import StepBatch
-from paceline.worker.step.gradient_pass import StepExecutor, StepOutcome
+from paceline.worker.step.gradient_pass import StepExecutor
 
 __all__ = ["closure_in", "global_closure", "replaced_closure"]
 
@@ -65,7 +65,7 @@ def global_closure(
                 f"they would differ between workers. {HOW}"
             )
         check_unchanged()
-        loss = cast("StepOutcome", executor.outcome).loss
+        loss = executor.outcome.loss
         if isinstance(own, Tensor):
             return torch.full_like(own.detach(), loss) if own.is_floating_point() else torch.tensor(loss)
         return loss if own is not None else torch.tensor(loss)
