@@ -103,7 +103,7 @@ class PeerProcessGroup(TorchGroup):
         self._queue = OpQueue(name="paceline-peer-collectives")
         self._count = 0
         self._torch_name = self._description = ""
-        weakref.finalize(self, _close, links, self._queue).atexit = False
+        weakref.finalize(self, _close, links, self._queue).atexit = False  # pyrefly: ignore[missing-attribute]
 
     def getBackendName(self) -> str:
         return NAME

@@ -129,7 +129,7 @@ class SharedMemoryProcessGroup(TorchGroup):
         super().__init__(memory.index, memory.size)
         self._name, self._sockets, self._memory = name, sockets, memory
         self._queue = OpQueue(name=f"{name}-collectives")
-        weakref.finalize(self, self._queue.close).atexit = False
+        weakref.finalize(self, self._queue.close).atexit = False  # pyrefly: ignore[missing-attribute]
         # What memory does not offer.
         self.send, self.recv, self.recv_anysource = sockets.send, sockets.recv, sockets.recv_anysource
         self.setGroupName, self.getGroupName = sockets.setGroupName, sockets.getGroupName

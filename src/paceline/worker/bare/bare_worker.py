@@ -76,8 +76,8 @@ class BareWorker:
             self._pass.buffers.add(next(reversed(self._models)), known, buffers or {})
         elif isinstance(thing, Optimizer):
             self._optimizers[self._new_name("optimizer", name)] = thing
-            thing.register_step_pre_hook(self._before_optimizer)
-            thing.register_step_post_hook(self._after_optimizer)
+            thing.register_step_pre_hook(self._before_optimizer)  # pyrefly: ignore[bad-argument-type]
+            thing.register_step_post_hook(self._after_optimizer)  # pyrefly: ignore[bad-argument-type]
         return thing
 
     def stepper(
