@@ -75,6 +75,7 @@ class Worker(StatefulMember):
         stages: Sequence[str] = (),
         tokenwise: Sequence[str] = (),
         experts: Sequence[str] = (),
+        buffers: Mapping[str, str] | None = None,
     ) -> T:
         """Make a model, optimizer, scheduler or other stateful object part of the run; returns the same object.
 
@@ -93,6 +94,9 @@ class Worker(StatefulMember):
           cost about the same;
         - `tokenwise`: modules that treat each token by itself (context parallel): `["layers.*.moe"]`;
         - `experts`: lists of experts (expert parallel): `["layers.*.moe.experts"]`. Those with `num_experts` are found.
+
+        `buffers` says how buffers that the forward writes are combined over micro-batches, where it is not found:
+        `{"queue": "gather", "seen": "sum"}`. Keys are patterns of names, rules "mean", "sum", "first" or "gather".
 
         Raises PlanError if the plan cannot work with the model or optimizer, TypeError for other objects, and
         ValueError for names whose tensors a checkpoint could not tell apart. Raises CheckpointError if the checkpoint
@@ -113,7 +117,7 @@ class Worker(StatefulMember):
                 tokenwise=tokenwise,
                 experts=experts,
             )
-            self._prepare_model(thing, name, hints)
+            self._prepare_model(thing, name, hints, buffers)
         elif isinstance(thing, Optimizer):
             require_row_updates(thing, self._tables, self._prepared.registry.parameter_names())
             self._prepared.optimizer(thing, name)
@@ -367,7 +371,8 @@ class Worker(StatefulMember):
             for batch in worker.batches(dataset):
                 worker.report(loss=step(batch), lr=optim.param_groups[0]["lr"])
         """
-        self._loop.step_log.report(metrics)
+        if not self._parts.executor.trials.is_under_way:  # a forward that counts for nothing
+            self._loop.step_log.report(metrics)
 
     def __repr__(self) -> str:
         return f"<worker {self.rank} of {self.workers} on {self.device}, step {self.step}>"
@@ -386,14 +391,18 @@ class Worker(StatefulMember):
                 )
         return draws
 
-    def _prepare_model(self, model: nn.Module, name: str | None, hints: ModelHints) -> None:
+    def _prepare_model(
+        self, model: nn.Module, name: str | None, hints: ModelHints, buffers: Mapping[str, str] | None
+    ) -> None:
         self._models.layout.place(model, device=self.device, is_fresh=self._prepared.is_fresh(model, name), hints=hints)
         slices, owners, tables = (
             self._models.layout.slices(model),
             self._models.layout.owners(model),
             server_table_names(model, self._tables),
         )
-        self._models.add(model, self._prepared.model(model, name, slices=slices, owners=owners, tables=tables))
+        self._models.add(
+            model, self._prepared.model(model, name, slices=slices, owners=owners, tables=tables, buffers=buffers)
+        )
         self._models.layout.guard_state(model)
 
 

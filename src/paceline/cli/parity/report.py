@@ -241,7 +241,7 @@ def later_parts(optimizers: Sequence[Mapping[str, Any]], *, num_steps: int) -> t
 def _sentences(row: ParityVerdict) -> list[str]:
     lines: list[str] = []
     for what, difference, tolerance in row.too_large:
-        where = "" if difference.where == "loss" else f" {difference.where}"
+        where = "" if difference is row.found.loss else f" {difference.where}"
         when = f" at step {difference.step}" if difference.step is not None else " at the end"
         lines.append(f"{what}{where} by {_figure(difference.value)}{when} (tolerance {tolerance:.0e})")
     if row.departure is not None:

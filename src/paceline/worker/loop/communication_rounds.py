@@ -42,6 +42,7 @@ from paceline.worker.membership.consensus import Consensus
 from paceline.worker.state.prepared_models import PreparedModels
 from paceline.worker.step.model_buffers import BufferAverager
 from paceline.worker.step.step_scope import ReplicaVote
+from paceline.worker.step.tracked_buffer import FoundRules
 from paceline.worker.topology.parallel_groups import ParallelGroups
 
 __all__ = ["CommunicationRounds", "LoopPoint"]
@@ -69,11 +70,12 @@ class CommunicationRounds:
         replica_vote: ReplicaVote,
         models: PreparedModels,
         weights_changed: Callable[[], None],
+        rules: FoundRules | None = None,
     ) -> None:
-        """`weights_changed()`: what was made of a model's weights before is not of these."""
+        """`weights_changed()`: what was made of a model's weights before is not of these. `rules`: of buffers."""
         self.is_open = False  # this replica has taken steps that do not count yet
         self.loop_point = LoopPoint.WAITING  # set by the loop; a newcomer comes to a batch as the others do
-        self._buffers = BufferAverager()
+        self._buffers = BufferAverager(rules)
         self._plan, self._group, self._axes, self._consensus, self._models = plan, group, axes, consensus, models
         self._replica_vote, self._weights_changed = replica_vote, weights_changed
         self._agreeing: Sequence[WeightAveraging] = ()
@@ -190,7 +192,7 @@ class CommunicationRounds:
         def agree() -> Callable[[], None]:
             shares = self.shares
             shares.redistribute_lost(run_more)
-            self._buffers.capture_anew(shares.num_own)
+            self._buffers.capture_anew(shares.num_own, is_first=self._axes.expert_replica_group.index == 0)
             changed = list(map(float, self._buffers.changed()))
             weight = shares.num_own / shares.num_samples if shares.num_samples else 0.0
             for one in self._agreeing:

@@ -42,6 +42,7 @@ class LocalRounds(StepMode):
             replica_vote=cast("ReplicaVote", parts.scope.vote),  # by `scope`
             models=parts.models,
             weights_changed=parts.executor.shards.close,
+            rules=parts.executor.buffers.rules,
         )
         self._has_new_members = False  # shares change when the round is over
         self._takers: dict[int, list[StepTaker]] = {}  # what took which of the round's steps

@@ -75,7 +75,7 @@ class StreamingRounds(CommunicationRounds):
             return False
         for number in [*self._lands_at]:
             self._land(number, step, mixing=0.0)
-        self._buffers.capture_anew(self._in_all[0])
+        self._buffers.capture_anew(self._in_all[0], is_first=self._axes.expert_replica_group.index == 0)
         changed = list(map(float, self._buffers.changed()))
         for fragment, (own, everybody) in zip(self._fragments, self._counts, strict=True):
             sent = [*_header(step, asks=False), *changed]

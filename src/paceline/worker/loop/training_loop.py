@@ -137,7 +137,7 @@ class TrainingLoop:
         def run() -> Iterator[Any]:
             if pipelined is not None:
                 return self.executor.run_pipeline(batch, gradients, pipelined, is_finite=is_finite)
-            return self.executor.run(batch, gradients, is_finite=is_finite)
+            return self.executor.run(batch, gradients, is_finite=is_finite, forward=loss_of)
 
         for micro in self._timed_pass(batch, gradients, run, names_unused=True):
             self.executor.backward(loss_of(micro))
@@ -298,7 +298,7 @@ class TrainingLoop:
         if pipelined is not None:
             self.executor.run_pipeline(batch, gradients, pipelined, is_finite=is_finite)
         else:
-            for micro in self.executor.run(batch, gradients, is_finite=is_finite):
+            for micro in self.executor.run(batch, gradients, is_finite=is_finite, forward=loss_of):
                 self.executor.backward(loss_of(micro))
         self._last_pass = gradients
         return cast("StepOutcome", self.executor.outcome)

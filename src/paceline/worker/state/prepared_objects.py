@@ -54,12 +54,13 @@ class PreparedObjects:
         slices: Mapping[str, TensorSlice],
         owners: Mapping[str, StateOwner],
         tables: Collection[str] = (),
+        buffers: Mapping[str, str] | None = None,
     ) -> str:
         """Register a model that has been placed, fill it, and make it equal everywhere; returns its name.
 
         `slices`: what is here of its parameters that are split. `owners`: the worker that stores each of its tensors,
         where workers have different ones. `tables`: parameters that a newcomer need not be sent, since servers have
-        them.
+        them. `buffers`: rules that the script gives to buffers, by patterns of names.
         """
         self._refuse_known(model)
         full_name = self.registry.name_for("model", name)
@@ -68,7 +69,7 @@ class PreparedObjects:
         self.registry.owners.update((f"{full_name}.{key}", owner) for key, owner in owners.items())
         self.registry.tables.update(f"{full_name}.{key}" for key in tables)
         self._resumed.fill_model(full_name)
-        self._buffers.add(model)
+        self._buffers.add(model, buffers)
         return full_name
 
     def is_fresh(self, model: nn.Module, name: str | None) -> bool:

@@ -24,7 +24,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,12 +32,23 @@ from paceline.errors import SyncError
 from paceline.parallel.fully_sharded.sharded_model import ShardedModels
 from paceline.parallel.precision import computing, input_dtype
 from paceline.plan import ParameterServer, Plan
-from paceline.schedule.micro_batches import MicroBatch
+from paceline.schedule.micro_batches import MicroBatch, micro_batches
 from paceline.sync.allreduce.gradient_reducer import GradientReducer
 from paceline.worker.data import random_state
 from paceline.worker.data.step_batch import StepBatch, to_device
+from paceline.worker.step.buffer_trial import BufferTrials
 from paceline.worker.step.gradient_noise_scale import GradientNoiseScale
-from paceline.worker.step.losses import LossLike, LossSpike, LossSpikeDetector, as_weight, single, split_loss
+from paceline.worker.step.losses import (
+    WEIGHT_UNIT,
+    LossLike,
+    LossSpike,
+    LossSpikeDetector,
+    as_weight,
+    halves_of,
+    loss_and_weight,
+    single,
+    split_loss,
+)
 from paceline.worker.step.micro_batch_observer import MicroBatchObserver, observed
 from paceline.worker.step.model_buffers import BufferAverager
 from paceline.worker.step.parameter_hooks import ParameterHooks
@@ -50,7 +60,6 @@ if TYPE_CHECKING:
 __all__ = ["StepExecutor", "StepInvalidated", "StepOutcome", "StepVote"]
 
 SERIALS = 16  # batches are compared by their number modulo this: sums of squares stay exact in single precision
-WEIGHT_UNIT = 4096
 TRAILS = 1 << 24  # hashes of what was gathered: their sums over workers are exact
 
 NOISE_EACH, NOISE_EVERY = 300, 10  # the noise scale is measured in so many first steps, then in every tenth
@@ -120,6 +129,7 @@ class StepExecutor:
         self.outcome: StepOutcome | None = None  # of the last pass; None during one, or when it was left early
         self._plan, self._group, self._consensus, self._device = plan, group, consensus, device
         self._axes = axes
+        self.trials = BufferTrials(plan, self.buffers, self.shards, device)
         self.losses = LossSpikeDetector(plan.guard)
         self.noise = GradientNoiseScale()
         # Context parallel workers that sum at once have gradients of tokens, and none of samples.
@@ -144,15 +154,21 @@ class StepExecutor:
         return self._batch is not None
 
     def run(
-        self, batch: StepBatch, gradients: GradientReducer, *, is_finite: Callable[[], bool] | None = None
+        self,
+        batch: StepBatch,
+        gradients: GradientReducer,
+        *,
+        is_finite: Callable[[], bool] | None = None,
+        forward: Callable[[Any], Any] | None = None,
     ) -> Iterator[Any]:
         """Yield this worker's micro-batches on its device; after the last one the pass is committed on all workers.
 
         All workers must iterate over the batch to its end, also those whose share is empty. `is_finite()` judges the
-        averaged gradients, equally on all workers; by default each of them is checked. A pass that is left early
-        changes nothing.
+        averaged gradients, equally on all workers; by default each of them is checked. `forward` runs a micro-batch, if
+        it is not the caller's own code that does. A pass that is left early changes nothing.
         """
         with self._opened_pass(batch, gradients):
+            self.trials.begin(forward)
             with self._preserved_random_state:
                 for number, (read, micro, is_void) in enumerate(batch.runs()):
                     data = to_device(batch.read(read), self._device, input_dtype(self._precision))
@@ -163,7 +179,7 @@ class StepExecutor:
                     if is_void:
                         self.buffers.undo()
                     elif not self._is_backward_done:
-                        self.buffers.capture(micro.num_samples)
+                        self.buffers.capture(micro.num_samples, micro)
                     if number == 0 and batch.num_runs > 1 and not self.shards.reduces_on_last_pass:
                         has_weight = bool(self._losses) and self._axes.counts
                         gradients.note_first(weight=float(self._losses[0][1]) if has_weight else 0.0)
@@ -194,7 +210,7 @@ class StepExecutor:
                 waited_s = pipelined.waited_s
                 losses = pipelined.step(
                     micros,
-                    sizes=[micro.num_samples for _, micro, _ in runs],
+                    parts=[micro for _, micro, _ in runs],
                     void=[is_void for _, _, is_void in runs],
                     num_step=batch.num_here,
                     seeds=[
@@ -241,6 +257,7 @@ class StepExecutor:
             raise
         finally:
             self._batch = self._micro = self._gradients = None
+            self.trials.end()
             batch.num_passes += 1
             batch.is_void = False
             self.hooks.end()
@@ -273,7 +290,9 @@ class StepExecutor:
             with torch.autocast(self._device.type, enabled=False):
                 (_weighed(loss, micro.num_samples, batch.num_here)[0] * 0.0).backward()
             return
-        self.buffers.capture(micro.num_samples)  # before backward: recomputed blocks change their buffers once more
+        self.buffers.capture(
+            micro.num_samples, micro
+        )  # before backward: recomputed blocks change their buffers once more
         value, weight, factor = _weighed(loss, micro.num_samples, batch.num_here)
         is_mean = weight is None
         self._losses.append((value.detach(), micro.num_samples if weight is None else weight, is_mean))
@@ -288,6 +307,7 @@ class StepExecutor:
     def _open_micro(self, batch: StepBatch, micro: MicroBatch, gradients: GradientReducer, *, is_last: bool) -> None:
         self._micro, self._is_backward_done = micro, False
         self.buffers.rewind()
+        self.trials.open_micro()
         random_state.seed_all(self._plan.batch.seed, 0, batch.step, batch.num_passes, micro.index)
         self.shards.before_run(is_last=is_last, is_void=batch.is_void)
         if self.observer is not None:
@@ -355,11 +375,12 @@ class StepExecutor:
         """Send the last bucket with the step metadata, and return the sums. Raises SyncError, on all workers, where
         they ran different batches, or different blocks of the model."""
         serial = batch.serial % SERIALS
-        own_loss, own_weight = _loss_and_weight(self._losses if self._axes.counts else [])
+        own_loss, own_weight = loss_and_weight(self._losses if self._axes.counts else [])
         if gradients.carries_buffers:
             num_samples = sum(micro.num_samples for micro in batch.micros)
+            self.trials.settle(batch, self.buffers.changed(), num_micros=len(batch.micros), group=self._group)
             self.buffers.combine(self.buffers.changed(), num_samples=num_samples, groups=[self._group])()
-        loss, loss_rest, weight, weight_rest = _halves(own_loss, own_weight)
+        loss, loss_rest, weight, weight_rest = halves_of(own_loss, own_weight)
         wish = float(self._consensus.wants_change)
         trail = self.shards.traffic.trail % TRAILS * self._axes.sign
         numbers = [serial, serial**2, trail, wish, loss, loss_rest, weight, weight_rest, *self.hooks.marks()]
@@ -393,12 +414,15 @@ class StepExecutor:
         if gradients.carries_buffers:
             return lambda: None  # they went with the gradients
         has_stages = self._axes.stages.size > 1
+        micros = micro_batches(batch.start, batch.stop, self._plan.batch.resolved_micro)
+        self.trials.settle(batch, changed, num_micros=len(micros), group=self._group)
         return self.buffers.combine(
             changed,
             num_samples=batch.num_here,
             # The workers of a stage have the same buffers, and each micro-batch was run by one of them.
             groups=[self._axes.micro_batch_peers, self._axes.replica_group] if has_stages else [self._group],
             counts=has_stages or self._axes.counts,
+            micros=micros,
         )
 
     def _find_nonfinite(self, gradients: GradientReducer, mean_loss: float | None, *, finite: bool) -> str:
@@ -428,33 +452,6 @@ def _why_no_hooks(plan: Plan) -> str:
     if not isinstance(plan.sync, ParameterServer):
         return ""
     return f"under {plan.sync!r} gradients are summed on the servers: it would see a part. Use sync=AllReduce()"
-
-
-def _halves(loss: float, weight: float) -> tuple[float, float, float, float]:
-    """Numbers whose sums stay precise in single precision: a loss and its rest, a weight as units and rest."""
-    with np.errstate(over="ignore"):
-        rounded = float(np.float32(loss))
-    units = weight // WEIGHT_UNIT
-    return rounded, loss - rounded if math.isfinite(rounded) else 0.0, units, weight - units * WEIGHT_UNIT
-
-
-def _loss_and_weight(losses: Sequence[tuple[Tensor, Tensor | float, bool]]) -> tuple[float, float]:
-    """The sums of weighted losses and of weights over this worker's micro-batches."""
-    if not losses:
-        return 0.0, 0.0
-    values = torch.stack([value.double() for value, _, _ in losses]).tolist()  # one synchronisation for all
-    loss_sum = weight_sum = 0.0
-    for value, (_, weight, is_mean) in zip(values, losses, strict=True):
-        number = float(weight)
-        if 0 < number < 1:
-            raise ValueError(
-                f"the loss returned a pair whose second part is {number:.4g}: that is the count (of samples or "
-                "tokens) that the "
-                "sum is over. Return the mean alone, or (sum, count); report other values by worker.report()"
-            )
-        loss_sum += value * (number if is_mean else 1.0)
-        weight_sum += number
-    return loss_sum, weight_sum
 
 
 def _weighed(loss: LossLike, num_micro: int, num_step: int) -> tuple[Tensor, Tensor | float | None, float]:

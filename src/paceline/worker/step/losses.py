@@ -14,19 +14,23 @@ import dataclasses
 import math
 import statistics
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.plan import Guard
 
 __all__ = [
+    "WEIGHT_UNIT",
     "LossLike",
     "LossSpike",
     "LossSpikeDetector",
     "as_weight",
+    "halves_of",
+    "loss_and_weight",
     "single",
     "spike_limit",
     "split_loss",
@@ -34,6 +38,7 @@ __all__ = [
 
 LossLike = Tensor | tuple[Tensor, Any] | list[Any]
 
+WEIGHT_UNIT = 4096
 NORMAL = 1.4826  # median absolute deviation -> standard deviation, for normal noise
 FLAT = 0.01  # of the median: on a plateau without noise any rise would be a spike
 TINY = 1e-6  # the same where losses are about 0
@@ -134,3 +139,30 @@ def spike_limit(losses: Collection[float], *, factor: float) -> float:
     median = statistics.median(losses)
     deviation = statistics.median([abs(loss - median) for loss in losses])
     return median + factor * max(NORMAL * deviation, FLAT * abs(median), TINY)
+
+
+def halves_of(loss: float, weight: float) -> tuple[float, float, float, float]:
+    """Numbers whose sums stay precise in single precision: a loss and its rest, a weight as units and rest."""
+    with np.errstate(over="ignore"):
+        rounded = float(np.float32(loss))
+    units = weight // WEIGHT_UNIT
+    return rounded, loss - rounded if math.isfinite(rounded) else 0.0, units, weight - units * WEIGHT_UNIT
+
+
+def loss_and_weight(losses: Sequence[tuple[Tensor, Tensor | float, bool]]) -> tuple[float, float]:
+    """The sums of weighted losses and of weights over this worker's micro-batches."""
+    if not losses:
+        return 0.0, 0.0
+    values = torch.stack([value.double() for value, _, _ in losses]).tolist()  # one synchronisation for all
+    loss_sum = weight_sum = 0.0
+    for value, (_, weight, is_mean) in zip(values, losses, strict=True):
+        number = float(weight)
+        if 0 < number < 1:
+            raise ValueError(
+                f"the loss returned a pair whose second part is {number:.4g}: that is the count (of samples or "
+                "tokens) that the "
+                "sum is over. Return the mean alone, or (sum, count); report other values by worker.report()"
+            )
+        loss_sum += value * (number if is_mean else 1.0)
+        weight_sum += number
+    return loss_sum, weight_sum

@@ -1,10 +1,11 @@
-"""Averages module buffers (batch-norm statistics and the like) over micro-batches and workers.
+"""Combines what a step's micro-batches write to module buffers, over micro-batches and workers.
 
-Every micro-batch starts from the buffers of the step's beginning. The end values are combined by their shares of real
-samples, over all workers: new = sum_i w_i buffer_i / sum_i w_i, where a micro-batch that did not write a buffer counts
-with the old value. So the result does not depend on how micro-batches are spread over workers; with one micro-batch it
-is exactly what the module wrote. Integers are averaged exactly and rounded to nearest, which gives "one more" for
-batch-norm's counter of batches.
+Every micro-batch starts from the buffers of the step's beginning. What they wrote is combined by the buffer's rule (see
+`buffer_rules`): as a mean weighted by samples, as a sum, from the first micro-batch, or as a queue. So the result does
+not depend on how micro-batches are spread over workers; with one micro-batch it is exactly what the module wrote.
+
+A mean is new = sum_i w_i buffer_i / sum_i w_i, where a micro-batch that did not write the buffer counts with the old
+value. Integers are averaged exactly and rounded to nearest, which gives "one more" for batch-norm's counter of batches.
 
 Most changes show in the tensor's version counter, so large buffers that never change (masks, tables) cost a
 comparison of two numbers. torch's batch-norm kernels write running statistics without counting it. So those of norm
@@ -14,33 +15,59 @@ because each answer is waited for on a GPU.
 Buffers on the meta device belong to other pipeline stages and are skipped; they keep their positions in the metadata.
 
 A buffer that does not persist (`persistent=False`) and changes its shape, or comes and goes (None), is a cache: each
-worker keeps its own. A persistent one may begin as None and be filled, with the same shape everywhere.
+worker keeps its own. A persistent one may begin as None and be filled, with the same shape everywhere: as a mean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from paceline.comm.group import WorkerGroup
-from paceline.worker.step.tracked_buffer import TrackedBuffer, buffer_names, full_name, is_persistent
+from paceline.schedule.micro_batches import MicroBatch
+from paceline.worker.step.buffer_rules import given_rules
+from paceline.worker.step.tracked_buffer import (
+    BufferKey,
+    FoundRules,
+    TrackedBuffer,
+    buffer_names,
+    full_name,
+    is_persistent,
+)
 
 __all__ = ["BufferAverager", "persistent_buffers"]
+
+NOT_FIRST = MicroBatch(1, 0, 0)  # stands for the steps of another replica than the first one
 
 
 class BufferAverager:
     """Rewinds and combines the buffers of the models that a worker has prepared."""
 
-    def __init__(self) -> None:
+    def __init__(self, rules: FoundRules | None = None) -> None:
+        """`rules`: those of another one that tracks the same models."""
+        self.rules = FoundRules() if rules is None else rules
         self._buffers: list[TrackedBuffer] = []
+        self._by_key: dict[BufferKey, TrackedBuffer] = {}
         self._modules: dict[nn.Module, str] = {}
         self._names: dict[nn.Module, tuple[str, ...]] = {}  # of buffers that are tracked, or are known not to be
+        self.models: list[nn.Module] = []
         self._num_captured = 0  # samples, in this pass
+        self._here: list[int] = []  # the indices of their micro-batches
 
-    def add(self, model: nn.Module) -> None:
-        """Track the buffers of `model` by their names: a module may replace them by new tensors, and fill None."""
+    def add(self, model: nn.Module, given: Mapping[str, str] | None = None) -> None:
+        """Track the buffers of `model` by their names: a module may replace them by new tensors, and fill None.
+
+        `given`: rules by patterns of names. Raises ValueError for those that fit nothing.
+        """
+        self.models.append(model)
+        held = {
+            full_name(prefix, name): BufferKey(module, name)
+            for prefix, module in model.named_modules()
+            for name in buffer_names(module)
+        }
+        self.rules.rules.update((held[name], rule) for name, rule in given_rules([*held], given or {}).items())
         tensors = {id(buffer.current()): buffer for buffer in self._buffers if buffer.current() is not None}
         for prefix, module in model.named_modules():
             if module in self._modules:
@@ -48,7 +75,7 @@ class BufferAverager:
             self._modules[module] = prefix
             self._names[module] = buffer_names(module)
             for name in self._names[module]:
-                buffer = TrackedBuffer(module, name, prefix)
+                buffer = self._tracked(module, name, prefix)
                 known = tensors.get(id(buffer.current()))
                 if known is not None:  # a buffer that modules share is tracked once
                     known.others.append((module, name))
@@ -60,10 +87,32 @@ class BufferAverager:
     def begin(self) -> None:
         """Save the buffers at the beginning of a step."""
         for module, name in self._new_names():  # registered between steps, on all workers alike
-            self._buffers.append(TrackedBuffer(module, name, self._modules[module]))
+            self._buffers.append(self._tracked(module, name, self._modules[module]))
         for buffer in self._buffers:
             buffer.save()
-        self._num_captured = 0
+        self._num_captured, self._here = 0, []
+
+    def _tracked(self, module: nn.Module, name: str, prefix: str) -> TrackedBuffer:
+        buffer = TrackedBuffer(module, name, prefix, self.rules)
+        buffer.tracked, self._by_key[buffer.key] = self._by_key, buffer
+        return buffer
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is known of all buffers how they are combined."""
+        return all(buffer.is_settled for buffer in self._buffers)
+
+    def without_rule(self, changed: Sequence[bool]) -> list[TrackedBuffer]:
+        """The buffers that have changed, by which rule is not known yet; the same on all workers with `changed`."""
+        return [one for one, is_changed in zip(self._buffers, changed, strict=True) if is_changed and not one.has_rule]
+
+    def integers_beside(self, buffer: TrackedBuffer) -> dict[str, TrackedBuffer]:
+        """The integers of the same module, which may be a queue's pointer."""
+        return {
+            one.name: one
+            for one in self._buffers
+            if one.module is buffer.module and one.saved is not None and _is_one_integer(one.saved)
+        }
 
     def rewind(self, *, afresh: bool = False) -> None:
         """Give the next micro-batch the buffers of the step's beginning.
@@ -87,28 +136,43 @@ class BufferAverager:
                 buffer.rewind()
 
     def capture(
-        self, num_samples: int, *, among: Callable[[nn.Module], bool] = lambda _: True, is_new: bool = True
+        self,
+        num_samples: int,
+        micro: MicroBatch | None = None,
+        *,
+        among: Callable[[nn.Module], bool] = lambda _: True,
+        is_new: bool = True,
     ) -> None:
         """Add what this micro-batch wrote to the buffers, weighted by its real samples.
 
         A micro-batch may run in several parts: `among` selects the modules of this part, and `is_new` marks the first.
         """
-        self._num_captured += num_samples if is_new else 0
+        if is_new:
+            self._num_captured += num_samples
+            self._here += [] if micro is None else [micro.index]
         self._compare_values()
         for buffer in self._buffers:
-            if buffer.may_have_changed() and among(buffer.module):
-                buffer.capture(num_samples)
+            if among(buffer.module) and (buffer.may_have_changed() or self._has_moved(buffer)):
+                buffer.capture(num_samples, micro)
 
-    def capture_anew(self, num_samples: int) -> None:
-        """Capture the present values for so many samples, in place of what was captured before."""
+    def _has_moved(self, buffer: TrackedBuffer) -> bool:
+        """Whether rows were written to a queue, though they may be equal to those that were there."""
+        form = buffer.queue
+        if form is None or form.kind != "ring":
+            return False
+        return self._by_key[BufferKey(buffer.module, form.pointer)].may_have_changed()
+
+    def capture_anew(self, num_samples: int, *, is_first: bool = True) -> None:
+        """Capture the present values for so many samples, in place of what was captured before. `is_first`: whether
+        they count where the first is asked for."""
         for buffer in self._buffers:
             buffer.drop_captures()
-        self._num_captured = 0
-        self.capture(num_samples)
+        self._num_captured, self._here = 0, []
+        self.capture(num_samples, None if is_first else NOT_FIRST)
 
     def floating(self) -> list[Tensor]:
-        """The tracked buffers of floating-point numbers."""
-        found = (buffer.current() for buffer in self._buffers if not buffer.is_cache)
+        """The tracked buffers of floating-point numbers that are means."""
+        found = (buffer.current() for buffer in self._buffers if not buffer.is_cache and buffer.rule in (None, "mean"))
         return [buffer for buffer in found if buffer is not None and buffer.is_floating_point()]
 
     def changed(self) -> list[bool]:
@@ -116,10 +180,16 @@ class BufferAverager:
         return [buffer.num_changed > 0 or buffer.is_cache_unannounced for buffer in self._buffers]
 
     def combine(
-        self, changed: Sequence[bool], *, num_samples: int, groups: Sequence[WorkerGroup], counts: bool = True
+        self,
+        changed: Sequence[bool],
+        *,
+        num_samples: int,
+        groups: Sequence[WorkerGroup],
+        counts: bool = True,
+        micros: Sequence[MicroBatch] = (),
     ) -> Callable[[], None]:
-        """Average the buffers that changed on any worker, and return what sets them; all must call it, with the same
-        `changed`. `groups`: over which the micro-batches were spread, one after the other. `counts`: whether this
+        """Combine the buffers that changed on any worker, and return what sets them; all must call it, with the same
+        `changed`. `groups`: over which the step's `micros` were spread, one after the other. `counts`: whether this
         worker adds its values; of workers that ran the same samples exactly one does."""
         self._refuse_new_names()
         pairs = zip(self._buffers, changed, strict=True)
@@ -130,7 +200,9 @@ class BufferAverager:
             by_device.setdefault(buffer.known_spec().device, []).append(buffer)
         combined: list[tuple[TrackedBuffer, Tensor]] = []
         for some in by_device.values():
-            shares = [buffer.share(self._num_captured, num_samples) for buffer in some]
+            for buffer in some:
+                buffer.settle()
+            shares = [buffer.share(self._num_captured, num_samples, micros, self._here) for buffer in some]
             flat = torch.cat(shares)
             if not counts:
                 flat.zero_()
@@ -140,7 +212,7 @@ class BufferAverager:
 
         def commit() -> None:
             for buffer, share in combined:
-                buffer.commit(share, num_samples)
+                buffer.commit(share, num_samples, micros)
 
         return commit
 
@@ -150,7 +222,7 @@ class BufferAverager:
         for buffer in self._buffers:
             buffer.rewind()
             buffer.drop_captures()
-        self._num_captured = 0
+        self._num_captured, self._here = 0, []
 
     def _compare_values(self) -> None:
         """Compare by value the buffers that may have been written without a new version count."""
@@ -184,6 +256,11 @@ class BufferAverager:
                 f"a micro-batch lack it. Call register_buffer({name!r}, None) in {type(module).__name__}.__init__ "
                 "and fill it in forward, or use persistent=False for a cache"
             )
+
+
+def _is_one_integer(value: Tensor) -> bool:
+    is_whole = not value.is_floating_point() and not value.is_complex() and value.dtype is not torch.bool
+    return is_whole and value.numel() == 1
 
 
 def persistent_buffers(model: nn.Module) -> list[tuple[str, nn.Module, str]]:

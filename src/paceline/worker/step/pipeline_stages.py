@@ -31,6 +31,7 @@ from paceline.parallel.pipeline.stage_transfer import StageTransport
 from paceline.parallel.pipeline.stage_worker import MOST_KINDS, PipelineStepResult, StageWorker, bubble_share
 from paceline.parallel.precision import computing
 from paceline.plan import Layout
+from paceline.schedule.micro_batches import MicroBatch
 from paceline.schedule.pipeline import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Pipeline, build
 from paceline.schedule.pipeline_timeline import ideal_bubble_share
 from paceline.units import bytes_text
@@ -271,14 +272,14 @@ class PipelinePass:
         self,
         micros: Sequence[Any],
         *,
-        sizes: Sequence[int],
+        parts: Sequence[MicroBatch],
         void: Sequence[bool],
         num_step: int,
         seeds: Sequence[tuple[int, ...]],
         buffers: BufferAverager,
         around: Callable[[int], AbstractContextManager[None]],
     ) -> list[MicroBatchLoss]:
-        """Run forward and backward of micro-batches of these sizes; returns their losses, on the last stage's worker.
+        """Run forward and backward of the micro-batches' data; returns their losses, on the last stage's worker.
 
         `around(number)` surrounds each of this worker's parts of that micro-batch's forward.
         Each counts by its share of the step's `num_step` samples; a `void` one, which only the last ones may be, does
@@ -286,7 +287,7 @@ class PipelinePass:
         """
         if not micros:
             return []
-        staged = self.staged
+        staged, sizes = self.staged, [part.num_samples for part in parts]
         self._worker.pipeline = pipeline = staged.pipeline(len(micros))
 
         @contextlib.contextmanager
@@ -301,7 +302,10 @@ class PipelinePass:
                 return
             is_first = action.stage == staged.own_stages[0]
             buffers.capture(
-                sizes[action.micro], among=lambda module: staged.is_of_stage(module, action.stage), is_new=is_first
+                sizes[action.micro],
+                parts[action.micro],
+                among=lambda module: staged.is_of_stage(module, action.stage),
+                is_new=is_first,
             )
             self._counted(action)
 

@@ -1,34 +1,59 @@
-"""One module buffer within a step: its value at the beginning, and the weighted sum of what micro-batches wrote."""
+"""One module buffer within a step: its value at the beginning, and what micro-batches wrote, by the buffer's rule."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]  # the class that all batch norms share has no other name
 
-__all__ = ["BufferSpec", "TrackedBuffer", "buffer_names", "full_name", "is_persistent"]
+from paceline.schedule.micro_batches import MicroBatch
+from paceline.worker.step.buffer_captures import (
+    LOW_BITS,
+    BufferSpec,
+    FirstCapture,
+    QueueCapture,
+    SumCapture,
+    is_integer,
+    widened,
+    zeros,
+)
+from paceline.worker.step.buffer_queue import QueueForm, moved_pointer
+from paceline.worker.step.buffer_rules import BufferRule, known_rule
 
-LOW_BITS = 32  # a 64-bit integer is sent as two numbers: 2^32 high + low
+__all__ = ["BufferKey", "BufferSpec", "FoundRules", "TrackedBuffer", "buffer_names", "full_name", "is_persistent"]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class BufferSpec:
-    """Shape, dtype and device of a buffer's average."""
+class BufferKey(NamedTuple):
+    """A buffer, by the first module that has it."""
 
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
+    module: nn.Module
+    name: str
+
+
+class FoundRules:
+    """The rules of all buffers, and the forms of queues; shared by all that track the same models."""
+
+    def __init__(self) -> None:
+        self.rules: dict[BufferKey, BufferRule] = {}
+        self.queues: dict[BufferKey, QueueForm] = {}
+        self.pointers: dict[BufferKey, BufferKey] = {}  # of rings: pointer to queue
 
 
 class TrackedBuffer:
-    """One buffer: its value at the step's beginning, and the weighted sum of what micro-batches wrote."""
+    """One buffer: its value at the step's beginning, and what micro-batches wrote."""
 
-    def __init__(self, module: nn.Module, name: str, prefix: str) -> None:
+    def __init__(self, module: nn.Module, name: str, prefix: str, found: FoundRules) -> None:
+        self.key, self._found = BufferKey(module, name), found
+        rule = found.rules.get(self.key) or known_rule(module, name)
+        if rule is not None:
+            found.rules[self.key] = rule
         self.module, self.name, self.full_name = module, name, full_name(prefix, name)
         self.others: list[tuple[nn.Module, str]] = []  # modules that share the tensor, and its name there
+        self.tracked: Mapping[BufferKey, TrackedBuffer] = {}  # all buffers, by which a queue finds its pointer
         self.is_persistent = is_persistent(module, name)
         self.is_on_other_stage = self._is_on_meta()  # another pipeline stage has it
         self.is_cache = self.is_on_other_stage  # each worker keeps its own
@@ -39,6 +64,33 @@ class TrackedBuffer:
         self._version = -1
         self._is_statistic = isinstance(module, _NormBase) and name in ("running_mean", "running_var")
         self.save()
+
+    @property
+    def rule(self) -> BufferRule | None:
+        """How what micro-batches wrote is combined; None: not known yet."""
+        return self._found.rules.get(self.key)
+
+    @property
+    def is_pointer(self) -> bool:
+        """Whether it is the pointer of a queue, and moves with that."""
+        return self.key in self._found.pointers
+
+    @property
+    def queue(self) -> QueueForm | None:
+        """How rows are written, if it is a queue, once that is known."""
+        return self._found.queues.get(self.key)
+
+    @property
+    def has_rule(self) -> bool:
+        """Whether it is known how what micro-batches wrote is combined; equal on all workers."""
+        if self.is_pointer:
+            return True
+        return self.queue is not None if self.rule == "gather" else self.rule is not None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing has to be known any more."""
+        return self.is_cache or self.has_rule
 
     @property
     def is_certain(self) -> bool:
@@ -66,6 +118,8 @@ class TrackedBuffer:
         self.num_changed = 0  # samples of the micro-batches that changed it
         self._only: Tensor | None = None  # what the only one of them wrote
         self._sum: Tensor | None = None  # of several: widened, weighted by samples
+        self.each: list[tuple[MicroBatch | None, int, Tensor]] = []  # all of them, as long as no rule is known
+        self._by_rule: SumCapture | FirstCapture | QueueCapture | None = None
         if self.saved is None:
             self.spec: BufferSpec | None = None
 
@@ -109,7 +163,8 @@ class TrackedBuffer:
         else:
             self._set(self.saved.clone())
 
-    def capture(self, num_samples: int) -> None:
+    def capture(self, num_samples: int, micro: MicroBatch | None = None) -> None:
+        """Add what a micro-batch wrote; None: the mean of several."""
         current = self.current()
         if not self.is_persistent and not _is_alike(current, self.saved):
             self.make_cache()
@@ -123,40 +178,100 @@ class TrackedBuffer:
                 "persistent=False)"
             )
         self.spec = self.spec or BufferSpec(current.shape, current.dtype, current.device)
-        value = current.detach()
-        if self.num_changed == 0:
-            self._only = value.clone()
+        if self.is_settled or self.saved is None:
+            self._add(current.detach(), num_samples, micro)
         else:
-            self._sum = self._weighted_sum() + _widened(value) * num_samples
-            self._only = None
+            self.each.append((micro, num_samples, current.detach().clone()))
         self.num_changed += num_samples
 
-    def share(self, num_captured: int, num_samples: int) -> Tensor:
-        """This worker's part of the average, widened, 1-D; `num_captured` of the step's samples ran here.
+    def settle(self) -> None:
+        """Add what was captured while no rule was known. Where there is none still, it is one micro-batch's value."""
+        if not self.each:
+            return
+        each, self.each, self.num_changed = self.each, [], 0
+        for micro, num_samples, value in each:
+            self._add(value, num_samples, micro)
+            self.num_changed += num_samples
+
+    def _add(self, value: Tensor, num_samples: int, micro: MicroBatch | None) -> None:
+        if self.is_pointer:
+            return
+        by_rule = self._capture_by_rule()
+        if by_rule is not None and self.saved is not None:
+            by_rule.add(value, self.saved, micro)
+        elif self.num_changed == 0:
+            self._only = value.clone()
+        else:
+            self._sum = self._weighted_sum() + widened(value) * num_samples
+            self._only = None
+
+    def _capture_by_rule(self) -> SumCapture | FirstCapture | QueueCapture | None:
+        """What collects captures; None: a mean."""
+        if self._by_rule is None and self.saved is not None:
+            if self.rule == "sum":
+                self._by_rule = SumCapture()
+            elif self.rule == "first":
+                self._by_rule = FirstCapture()
+            elif self.queue is not None:
+                self._by_rule = QueueCapture(self.queue, self.full_name, self._pointer)
+        return self._by_rule
+
+    def _pointer(self) -> Tensor | None:
+        """The pointer of this queue at the step's beginning."""
+        form = self.queue
+        return self.tracked[BufferKey(self.module, form.pointer)].saved if form is not None and form.pointer else None
+
+    def share(self, num_captured: int, num_samples: int, micros: Sequence[MicroBatch], here: Sequence[int]) -> Tensor:
+        """This worker's part of what the step makes of the buffer, widened, 1-D; `num_captured` of the step's samples
+        ran here, in those of its `micros` that have the indices `here`.
 
         Integers are left to be divided by the number of samples, exactly, once they are summed. A buffer that began
         as None has one more number: the samples that its new value stands for.
         """
         spec = self.known_spec()
+        if self.is_pointer:
+            return torch.empty(0, dtype=torch.float64, device=spec.device)
+        by_rule = self._capture_by_rule()
+        if by_rule is not None:
+            if isinstance(by_rule, QueueCapture) and self.num_changed:
+                by_rule.require_all(len(here))
+            if isinstance(by_rule, FirstCapture) and self.saved is not None and 0 in here and not by_rule.has_value:
+                return widened(self.saved)  # the first one left it as it was
+            return by_rule.share(spec, micros).to(spec.device)
         num_unchanged = num_captured - self.num_changed if self.saved is not None else 0
-        if self._only is not None and not num_unchanged and not _is_integer(spec.dtype):
-            share = _widened(self._only) * (self.num_changed / num_samples)  # exactly itself where it is all
+        if self._only is not None and not num_unchanged and not is_integer(spec.dtype):
+            share = widened(self._only) * (self.num_changed / num_samples)  # exactly itself where it is all
         else:
             share = self._weighted_sum()
             if num_unchanged and self.saved is not None:
-                share = share + _widened(self.saved) * num_unchanged
-            if not _is_integer(spec.dtype):
+                share = share + widened(self.saved) * num_unchanged
+            if not is_integer(spec.dtype):
                 share = share / num_samples
         share = share.to(spec.device)
         return share if self.saved is not None else torch.cat([share, share.new_tensor([float(self.num_changed)])])
 
-    def commit(self, total: Tensor, num_samples: int) -> None:
-        """Set the buffer to its average; `total` is the sum of all shares."""
+    def commit(self, total: Tensor, num_samples: int, micros: Sequence[MicroBatch]) -> None:
+        """Set the buffer to what the step makes of it; `total` is the sum of all shares."""
+        by_rule = self._capture_by_rule()
+        if self.is_pointer and self.saved is not None:
+            self._put(self._moved_pointer(self.saved, micros))
+        elif by_rule is not None and self.saved is not None:
+            self._put(by_rule.combined(total, self.saved, self.known_spec(), micros))
+        else:
+            self._commit_mean(total, num_samples)
+        self.drop_captures()
+
+    def _moved_pointer(self, start: Tensor, micros: Sequence[MicroBatch]) -> Tensor:
+        key = self._found.pointers[self.key]
+        form, queue = self._found.queues[key], key.module.get_buffer(key.name)
+        num = sum(form.rows * (micro.num_samples if form.is_per_sample else 1) for micro in micros)
+        return moved_pointer(start, num, queue.shape[form.dim])
+
+    def _commit_mean(self, total: Tensor, num_samples: int) -> None:
         weight = num_samples
         if self.saved is None:
             total, weight = total[:-1], int(total[-1])
         self._put(_narrowed(total, self.known_spec(), num_samples=num_samples, weight=weight))
-        self.drop_captures()
 
     def make_cache(self) -> None:
         """From now on this buffer is a cache."""
@@ -185,9 +300,8 @@ class TrackedBuffer:
         if self._sum is not None:
             return self._sum
         if self._only is not None:
-            return _widened(self._only) * self.num_changed
-        spec = self.known_spec()
-        return torch.zeros_like(_widened(torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)))
+            return widened(self._only) * self.num_changed
+        return zeros(self.known_spec())
 
     def _set(self, value: Tensor | None) -> None:
         """Make it another tensor, in all modules that share it."""
@@ -212,20 +326,9 @@ class TrackedBuffer:
         return current is not self._tensor or _version(current) != self._version
 
 
-def _widened(value: Tensor) -> Tensor:
-    """The numbers of a tensor in float64, 1-D, so that weighted sums are exact, or nearly so."""
-    flat = value.detach().reshape(-1)
-    if flat.is_complex():
-        return torch.view_as_real(flat.to(torch.complex128)).reshape(-1)
-    if flat.is_floating_point():
-        return flat.double()
-    high = flat.long() >> LOW_BITS
-    return torch.cat([high, flat.long() - (high << LOW_BITS)]).double()
-
-
 def _narrowed(total: Tensor, spec: BufferSpec, *, num_samples: int, weight: int) -> Tensor:
     """The average in the buffer's own spec, for samples that weigh `weight` of the step's `num_samples`."""
-    if _is_integer(spec.dtype):
+    if is_integer(spec.dtype):
         size = spec.shape.numel()
         return _rounded_mean(total[:size].long(), total[size:].long(), weight).to(spec.dtype).view(spec.shape)
     mean = total if weight == num_samples else total * (num_samples / weight)
@@ -242,10 +345,6 @@ def _rounded_mean(high: Tensor, low: Tensor, count: int) -> Tensor:
     twice = 2 * (rest - part * count)
     is_up = (twice > count) | ((twice == count) & (part % 2 == 1))
     return (whole << LOW_BITS) + part + is_up
-
-
-def _is_integer(dtype: torch.dtype) -> bool:
-    return not dtype.is_floating_point and not dtype.is_complex
 
 
 def _is_small(tensor: Tensor) -> bool:

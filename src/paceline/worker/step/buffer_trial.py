@@ -1,0 +1,303 @@
+"""Finds the rules of buffers by trial, in the first step that changes them, and agrees on them with all workers.
+
+The trial runs two micro-batches of this worker, or the halves of its only one, without gradients: A, B, and A and then
+B, each from the step's buffers. Weights that a forward writes are put back, and random state is left as it was. The
+workers of a replica make as many forwards each, so all make a trial or none does. `buffer_rules` and `buffer_queue`
+judge it. What is found is exchanged once, and a buffer of which nothing is found ends the run before its first step is
+taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.hooks import RemovableHandle
+
+from paceline.comm.group import WorkerGroup
+from paceline.comm.sharded_tensors import local_part
+from paceline.parallel.fully_sharded.sharded_model import ShardedModels
+from paceline.parallel.precision import computing, input_dtype
+from paceline.plan import Plan
+from paceline.worker.data import random_state
+from paceline.worker.data.step_batch import StepBatch, to_device
+from paceline.worker.step.buffer_queue import QueueForm, find_queue, merged_queue, written_rows
+from paceline.worker.step.buffer_rules import BufferRule, TriedBuffer, found_rule, unknown_rule_text
+from paceline.worker.step.model_buffers import BufferAverager
+from paceline.worker.step.tracked_buffer import BufferKey, TrackedBuffer
+
+__all__ = ["BufferTrials", "halves"]
+
+Forward = Callable[[], Any]
+HEARD = 4  # passes in which the calls of a loop's models are listened to
+LEAST = 4  # samples of a micro-batch whose halves are run: batch norm needs two
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finding:
+    """What one worker has found of one buffer."""
+
+    rule: BufferRule | None = None
+    forms: tuple[QueueForm, ...] = ()
+    is_tried: bool = False  # it ran a trial, and the buffer has changed; else it may know nothing
+    is_cache: bool = False
+    is_empty: bool = False  # it was None at the step's beginning
+
+
+class BufferTrials:
+    """The trials of one worker."""
+
+    def __init__(self, plan: Plan, buffers: BufferAverager, shards: ShardedModels, device: torch.device) -> None:
+        self.is_under_way = False
+        self._plan, self._buffers, self._shards, self._device = plan, buffers, shards, device
+        self._versions: list[tuple[nn.Parameter, int]] = []  # of all weights, at the step's beginning
+        self._forward: Callable[[Any], Any] | None = None  # of a micro-batch; None: the script's own loop
+        self._calls: list[list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]] = []  # there: by micro-batches
+        self._hooks: list[RemovableHandle] = []
+        self._num_passes = 0
+
+    def begin(self, forward: Callable[[Any], Any] | None) -> None:
+        """A pass begins. `forward` runs a micro-batch; None: calls of the models are listened to, in the first
+        passes."""
+        self._forward = forward
+        if self._buffers.is_settled:
+            return
+        models = self._buffers.models
+        self._versions = [(p, p._version) for model in models for p in model.parameters()]
+        self._num_passes += 1
+        if forward is None and self._num_passes <= HEARD and not self._plan.compute.compile:
+            self._hooks = [model.register_forward_pre_hook(self._called, with_kwargs=True) for model in models]
+
+    def open_micro(self) -> None:
+        """The next micro-batch of a pass begins."""
+        if self._hooks:
+            self._calls.append([])
+
+    def end(self) -> None:
+        """A pass has ended."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._calls, self._versions, self._forward = [], [], [], None
+
+    def settle(self, batch: StepBatch, changed: Sequence[bool], *, num_micros: int, group: WorkerGroup) -> None:
+        """Find the rules of the buffers that have changed; all workers of the `group` call it, with the same `changed`.
+
+        Raises ValueError, on all of them, where nothing is found and there is more than one micro-batch.
+        """
+        is_apart = self._plan.is_local or self._plan.is_asynchronous
+        unknown = self._buffers.without_rule(changed)
+        if not unknown or (num_micros == 1 and not is_apart):
+            return
+        findings = self._findings(batch, unknown)
+        answers = group.gather_objects([findings[one.key] for one in unknown])
+        pairs = [(one, each) for one, each in zip(unknown, zip(*answers, strict=True), strict=True) if _matters(each)]
+        queues = self._settle_queues(pairs)
+        if queues and is_apart:
+            raise ValueError(
+                f"buffer {queues[0]} is a queue, and under {self._plan.sync!r} replicas take steps by themselves: "
+                "there is no order of their rows. Use sync=AllReduce(), or give the buffer another rule in "
+                "worker.prepare(model, buffers=...)"
+            )
+        for buffer, found in pairs:
+            if buffer.has_rule:
+                continue
+            agreed = {one.rule for one in found if one.rule is not None}
+            if buffer.rule is None and len(agreed) == 1:
+                self._buffers.rules.rules[buffer.key] = agreed.pop()
+            else:
+                raise ValueError(self._refusal(buffer, found, agreed))
+
+    def _settle_queues(self, pairs: Sequence[tuple[TrackedBuffer, Sequence[Finding]]]) -> list[str]:
+        """Settle the buffers that are queues, with their pointers; returns their names."""
+        rules, names = self._buffers.rules, list[str]()
+        for buffer, found in pairs:
+            form = _agreed_form(found)
+            is_other = any(one.rule is not None for one in found)
+            if form is not None and buffer.rule in (None, "gather") and (form.kind == "ring" or not is_other):
+                names.append(buffer.full_name)
+                rules.rules[buffer.key], rules.queues[buffer.key] = "gather", form
+                if form.pointer:
+                    rules.pointers[BufferKey(buffer.module, form.pointer)] = buffer.key
+        return names
+
+    def _refusal(self, buffer: TrackedBuffer, found: Sequence[Finding], agreed: set[BufferRule]) -> str:
+        if buffer.rule == "gather":
+            why = (
+                "it is to be gathered, but its rows are not written one after another, from a pointer on that is an "
+                "integer buffer of the same module, with the same number for each sample"
+            )
+        elif len(agreed) > 1:
+            why = f"by trial it is {' and '.join(sorted(agreed))} on different workers"
+        elif any(one.is_tried for one in found):
+            why = "in a trial it is neither a running mean, nor a sum, nor a queue with a pointer"
+        else:
+            why = "no trial could be made here"
+        shape = list(buffer.saved.shape) if buffer.saved is not None else []
+        return unknown_rule_text(buffer.full_name, shape, why)
+
+    def _findings(self, batch: StepBatch, buffers: Sequence[TrackedBuffer]) -> dict[BufferKey, Finding]:
+        tried = self._tried(batch, buffers)
+        found: dict[BufferKey, Finding] = {}
+        for buffer in buffers:
+            one = tried.get(buffer.key)
+            found[buffer.key] = Finding(
+                rule=found_rule(one, is_persistent=buffer.is_persistent) if one is not None else None,
+                forms=self._forms(buffer, tried),
+                is_tried=one is not None and bool(buffer.each),
+                is_cache=buffer.is_cache and not buffer.is_on_other_stage,
+                is_empty=buffer.saved is None and not buffer.is_on_other_stage,
+            )
+        return found
+
+    def _forms(self, buffer: TrackedBuffer, tried: dict[BufferKey, TriedBuffer]) -> tuple[QueueForm, ...]:
+        """The forms of a queue that all micro-batches of this worker show, and the trial, where there was one."""
+        beside = self._buffers.integers_beside(buffer)
+        possible: list[QueueForm] | None = None
+        for micro, num_samples, value in buffer.each:
+            if micro is None or buffer.saved is None:
+                return ()
+            pointers = {
+                name: (one.saved, end)
+                for name, one in beside.items()
+                for its_micro, _, end in one.each
+                if one.saved is not None and its_micro == micro
+            }
+            here = [
+                form
+                for seen, num in find_queue(buffer.saved, value, pointers)
+                for form in _rates(seen, num, num_samples)
+            ]
+            possible = here if possible is None else [form for form in possible if form in here]
+        one = tried.get(buffer.key)
+        if one is None or not possible:
+            return tuple(possible or ())
+        return tuple(form for form in possible if _is_shown(form, one, tried, buffer))
+
+    def _tried(self, batch: StepBatch, buffers: Sequence[TrackedBuffer]) -> dict[BufferKey, TriedBuffer]:
+        forwards = self._forwards(batch)
+        if forwards is None:
+            return {}
+        first, second, is_one_batch = forwards
+        written = [(p, local_part(p.detach()).clone()) for p, version in self._versions if p._version != version]
+        self._buffers.undo()
+        self._shards.close()  # what was gathered before is out of date
+        self.is_under_way = True
+        values: list[dict[BufferKey, Tensor]] = []
+        try:
+            with torch.no_grad(), random_state.PreservedRandomState():
+                for runs in ((first,), (second,), (first, second)):
+                    for run in runs:
+                        number = 0 if run is first else 1
+                        random_state.seed_all(self._plan.batch.seed, 0, batch.step, batch.num_passes, number)
+                        with computing(self._plan.compute.precision, self._device):
+                            run()
+                    values.append(
+                        {one.key: now.detach().clone() for one in buffers if (now := one.current()) is not None}
+                    )
+                    self._buffers.undo()
+        finally:
+            self.is_under_way = False
+            self._shards.close()
+            with torch.no_grad():
+                for parameter, value in written:
+                    local_part(parameter).copy_(value)
+        return {
+            one.key: TriedBuffer(
+                start=one.saved,
+                first=values[0][one.key],
+                second=values[1][one.key],
+                both=values[2][one.key],
+                is_one_batch=is_one_batch,
+            )
+            for one in buffers
+            if one.saved is not None and all(one.key in each for each in values)
+        }
+
+    def _forwards(self, batch: StepBatch) -> tuple[Forward, Forward, bool] | None:
+        """Two forwards of other data, and whether they are of the same; None where nothing can be run."""
+        forward = self._forward
+        numbers = list(dict.fromkeys(number for number, _, _ in batch.runs()))[:2]
+        if forward is not None and numbers:
+            dtype = input_dtype(self._plan.compute.precision)
+            data = [to_device(batch.read(number), self._device, dtype) for number in numbers]
+            parts = data if len(data) == 2 else _two_of(data[0])
+            return lambda: forward(parts[0]), lambda: forward(parts[-1]), len(parts) == 1
+        calls = [some for some in self._calls if some][:2]
+        if not calls:
+            return None
+        both = calls if len(calls) == 2 else [calls[0], calls[0]]
+        return lambda: _repeat(both[0]), lambda: _repeat(both[1]), len(calls) == 1
+
+    def _called(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self.is_under_way and len(self._calls) <= 2 and self._calls:
+            self._calls[-1].append((model, args, kwargs))
+
+
+def halves(data: Any) -> tuple[Any, Any] | None:
+    """Split a micro-batch in two by the first dim of its tensors; None where they have not the same, or too few."""
+    leaves, form = tree_flatten(data)
+    sizes = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
+    is_plain = all(isinstance(leaf, (Tensor, int, float, str, bool, type(None))) for leaf in leaves)
+    if len(sizes) != 1 or not is_plain or min(sizes) < LEAST:
+        return None
+    middle = min(sizes) // 2
+    parts = [
+        [leaf[some] if isinstance(leaf, Tensor) and leaf.dim() else leaf for leaf in leaves]
+        for some in (slice(middle), slice(middle, None))
+    ]
+    return tree_unflatten(parts[0], form), tree_unflatten(parts[1], form)
+
+
+def _two_of(data: Any) -> list[Any]:
+    found = halves(data)
+    return [data] if found is None else [*found]
+
+
+def _repeat(calls: Sequence[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]) -> None:
+    for model, args, kwargs in calls:
+        model(*args, **kwargs)
+
+
+def _rates(form: QueueForm, num: int, num_samples: int) -> list[QueueForm]:
+    """The form with the number of rows that a sample may bring, or a micro-batch."""
+    found = [dataclasses.replace(form, rows=num, is_per_sample=False)]
+    if num % num_samples == 0:
+        found.insert(0, dataclasses.replace(form, rows=num // num_samples))
+    return found
+
+
+def _matters(found: Sequence[Finding]) -> bool:
+    """Whether a rule is needed: each worker keeps its own cache, and what is filled the first time becomes a mean."""
+    return not any(one.is_cache or one.is_empty for one in found)
+
+
+def _agreed_form(found: Sequence[Finding]) -> QueueForm | None:
+    """The first form that all workers have seen of which any has."""
+    seen = [one.forms for one in found if one.forms or one.is_tried]
+    return next((form for form in seen[0] if all(form in forms for forms in seen)), None) if seen else None
+
+
+def _is_shown(form: QueueForm, tried: TriedBuffer, others: dict[BufferKey, TriedBuffer], buffer: TrackedBuffer) -> bool:
+    """Whether A and then B leave a queue with the rows of A and then of B."""
+    pointer = others.get(BufferKey(buffer.module, form.pointer))
+    if form.kind == "ring" and pointer is None:
+        return False
+    blocks: list[Tensor] = []
+    for value, end in ((tried.first, None if pointer is None else pointer.first),
+                       (tried.second, None if pointer is None else pointer.second)):  # fmt: skip
+        start = None if pointer is None else pointer.start
+        nums = [num for seen, num in find_queue(tried.start, value, _one_pointer(form, start, end))
+                if (seen.kind, seen.dim, seen.pointer) == (form.kind, form.dim, form.pointer)]  # fmt: skip
+        if not nums:
+            return False
+        blocks.append(written_rows(form, value, nums[0], start))
+    merged = merged_queue(form, tried.start, blocks, None if pointer is None else pointer.start)
+    return torch.equal(merged, tried.both)
+
+
+def _one_pointer(form: QueueForm, start: Tensor | None, end: Tensor | None) -> dict[str, tuple[Tensor, Tensor]]:
+    return {} if start is None or end is None else {form.pointer: (start, end)}
