@@ -46,6 +46,7 @@ class Finding:
     is_tried: bool = False  # it ran a trial, and the buffer has changed; else it may know nothing
     is_cache: bool = False
     is_empty: bool = False  # it was None at the step's beginning
+    is_float: bool = False
 
 
 class BufferTrials:
@@ -106,6 +107,8 @@ class BufferTrials:
             if buffer.has_rule:
                 continue
             agreed = {one.rule for one in found if one.rule is not None}
+            if not any(one.is_tried or one.rule for one in found) and any(one.is_float for one in found):
+                agreed.add("mean")  # nothing speaks against a running mean
             if buffer.rule is None and len(agreed) == 1:
                 self._buffers.rules.rules[buffer.key] = agreed.pop()
             else:
@@ -150,6 +153,7 @@ class BufferTrials:
                 is_tried=one is not None and bool(buffer.each),
                 is_cache=buffer.is_cache and not buffer.is_on_other_stage,
                 is_empty=buffer.saved is None and not buffer.is_on_other_stage,
+                is_float=buffer.saved is not None and buffer.saved.is_floating_point(),
             )
         return found
 
