@@ -114,6 +114,56 @@ def train(worker):
 if __name__ == "__main__":
     paceline.run(train, plan="batch(size=12,micro=3)", workers=3)
 """
+QUEUES = """
+class Moco(nn.Module):
+    def __init__(self, K=24, dim=5):
+        super().__init__()
+        self.q = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, dim))
+        self.k = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, dim))
+        self.k.load_state_dict(self.q.state_dict()); self.k.requires_grad_(False)
+        rows = torch.randn(dim, K, generator=torch.Generator().manual_seed(3))
+        self.register_buffer("queue", F.normalize(rows, dim=0))
+        self.register_buffer("queue_ptr", torch.zeros(1, dtype=torch.long))
+        self.register_buffer("labels", torch.zeros(K, dtype=torch.long))
+        self.register_buffer("shift", torch.randn(7, 3, generator=torch.Generator().manual_seed(4)))
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("seen", torch.tensor(0.0))
+        self.register_buffer("ema", torch.zeros(6))
+        self.register_buffer("hist", torch.zeros(4, dtype=torch.long))
+        self.register_buffer("flag", torch.tensor(0, dtype=torch.uint8))
+    def forward(self, x, y):
+        q = F.normalize(self.q(x), dim=1)
+        with torch.no_grad():
+            k = F.normalize(self.k(x + 0.1 * torch.randn_like(x)), dim=1)
+        neg = q @ self.queue.clone().detach()
+        logits = torch.cat([(q * k).sum(1, keepdim=True), neg], 1) / 0.2
+        with torch.no_grad():
+            n, K, p = len(k), self.queue.shape[1], int(self.queue_ptr)
+            idx = (p + torch.arange(n)) % K
+            self.queue[:, idx] = k.T
+            self.labels[idx] = y
+            self.queue_ptr[0] = (p + n) % K
+            if n < 7:
+                self.shift.copy_(torch.cat([self.shift[n:], k[:, :3]]))
+            self.calls += 1
+            self.seen += n
+            self.ema.mul_(0.9).add_(0.1 * x.mean(0))
+            self.hist += torch.bincount(y, minlength=4)
+            self.flag.fill_(1)
+        return F.cross_entropy(logits, torch.zeros(n, dtype=torch.long))
+
+def train(worker):
+    torch.manual_seed(1)
+    model = worker.prepare(Moco())
+    optim = worker.prepare(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2))
+    step = worker.stepper(model, optim, forward=lambda m, b: m(*b))
+    for batch in worker.batches(data(50), epochs=6):
+        worker.report(loss=step(batch))
+
+
+if __name__ == "__main__":
+    paceline.run(train, plan="batch(size=16,micro=5)")
+"""
 PLAIN = LOOP.replace("{loss}", "F.cross_entropy(model(x), y)")
 ASKS_RANK = LOOP.replace("{loss}", "F.cross_entropy(model(x) * (1 + 0.1 * worker.rank), y)")
 SCALED_BY_HAND = LOOP.replace("{loss}", "F.cross_entropy(model(x), y) / worker.workers").replace(
@@ -188,6 +238,16 @@ def test_it_holds_for(script: str, parity: Any) -> None:
     assert (one["first_gradients"]["step"], one["first_gradients"]["value"] < 1e-5) == (1, True), (
         "gradients were compared"
     )
+
+
+def test_queues_counters_flags_and_running_means_are_as_in_a_plain_loop(parity: Any) -> None:
+    """Their averages would agree on any number of workers, and be wrong on each."""
+    plans = ["--plan", "batch(size=16,micro=5)", "--plan", "shard=2+batch(size=16,micro=5)"]
+    done = parity(QUEUES, "--workers", "2", "--bare", "--json", "--steps", "5", *plans)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(done.stdout)["configurations"]
+    assert [one["against"] for one in rows] == ["a plain torch loop", "one process"] * 2
+    assert max(one[kind]["value"] for one in rows for kind in ("loss", "buffers", "metrics")) < 1e-5
 
 
 # -------------------------------------------------------------------------------------------------------- it does not

@@ -107,7 +107,7 @@ def test_complex_buffers_keep_their_imaginary_part(world: World) -> None:
     run = functools.partial(kept_after, change=add_one, value=torch.zeros(2, dtype=torch.complex64))
     for workers in (1, 2):
         kept = world(run, workers, fresh=True)
-        assert all(value.tolist() == [1 + 1j, 1 + 1j] for value in kept)
+        assert all(value.tolist() == [4 + 4j, 4 + 4j] for value in kept), "each of four micro-batches has added to it"
 
 
 def test_integers_beyond_the_precision_of_float64_stay_exact(world: World) -> None:

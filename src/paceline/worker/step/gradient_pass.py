@@ -46,8 +46,7 @@ from paceline.worker.step.losses import (
     as_weight,
     halves_of,
     loss_and_weight,
-    single,
-    split_loss,
+    weighed,
 )
 from paceline.worker.step.micro_batch_observer import MicroBatchObserver, observed
 from paceline.worker.step.model_buffers import BufferAverager
@@ -288,12 +287,12 @@ class StepExecutor:
             self._gradients.check()
         if batch.is_void:
             with torch.autocast(self._device.type, enabled=False):
-                (_weighed(loss, micro.num_samples, batch.num_here)[0] * 0.0).backward()
+                (weighed(loss, micro.num_samples, batch.num_here)[0] * 0.0).backward()
             return
         self.buffers.capture(
             micro.num_samples, micro
         )  # before backward: recomputed blocks change their buffers once more
-        value, weight, factor = _weighed(loss, micro.num_samples, batch.num_here)
+        value, weight, factor = weighed(loss, micro.num_samples, batch.num_here)
         is_mean = weight is None
         self._losses.append((value.detach(), micro.num_samples if weight is None else weight, is_mean))
         self._ran.append(micro)
@@ -452,11 +451,3 @@ def _why_no_hooks(plan: Plan) -> str:
     if not isinstance(plan.sync, ParameterServer):
         return ""
     return f"under {plan.sync!r} gradients are summed on the servers: it would see a part. Use sync=AllReduce()"
-
-
-def _weighed(loss: LossLike, num_micro: int, num_step: int) -> tuple[Tensor, Tensor | float | None, float]:
-    """Return (value to differentiate, weight or None for "per real sample", factor for the value)."""
-    value, count = split_loss(loss)
-    if count is None:
-        return single(value), None, num_micro / num_step
-    return single(value), as_weight(count), 1.0 / num_step

@@ -34,6 +34,7 @@ __all__ = [
     "single",
     "spike_limit",
     "split_loss",
+    "weighed",
 ]
 
 LossLike = Tensor | tuple[Tensor, Any] | list[Any]
@@ -166,3 +167,11 @@ def loss_and_weight(losses: Sequence[tuple[Tensor, Tensor | float, bool]]) -> tu
         loss_sum += value * (number if is_mean else 1.0)
         weight_sum += number
     return loss_sum, weight_sum
+
+
+def weighed(loss: LossLike, num_micro: int, num_step: int) -> tuple[Tensor, Tensor | float | None, float]:
+    """Return (value to differentiate, weight or None for "per real sample", factor for the value)."""
+    value, count = split_loss(loss)
+    if count is None:
+        return single(value), None, num_micro / num_step
+    return single(value), as_weight(count), 1.0 / num_step
