@@ -94,8 +94,11 @@ def found_rule(tried: TriedBuffer, *, is_persistent: bool) -> BufferRule | None:
     is_float = start.is_floating_point() or start.is_complex()
     if not tried.is_one_batch and torch.equal(first, second) and torch.equal(first, both):
         return "first"
+    if start.dtype is torch.bool:
+        is_set = torch.equal(both, first | second) and not bool((start & ~(first & second)).any())
+        return "sum" if is_set else None  # truth values that are set, and not cleared: the sum is "any"
     if not is_float:
-        is_sum = start.dtype is not torch.bool and torch.equal(both - second, first - start)
+        is_sum = torch.equal(both - second, first - start)
         return "sum" if is_sum and not bool((first < start).any()) else None
     moved = _fraction_kept(start, first, second, both)
     if moved is not None:

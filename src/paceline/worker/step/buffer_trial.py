@@ -89,7 +89,9 @@ class BufferTrials:
 
         Raises ValueError, on all of them, where nothing is found and there is more than one micro-batch.
         """
-        is_apart = self._plan.is_local or self._plan.is_asynchronous
+        if self._plan.is_asynchronous:
+            return  # the servers keep the buffers, and add what each replica has changed
+        is_apart = self._plan.is_local
         unknown = self._buffers.without_rule(changed)
         if not unknown or (num_micros == 1 and not is_apart):
             return
