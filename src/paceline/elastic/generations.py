@@ -27,6 +27,8 @@ class Generations:
         self.missing = set(everybody)  # members that have not joined it yet
         self.left_out: frozenset[int] = frozenset()  # workers outside it that have to know of it
         self.short_since: float | None = None  # since when there are fewer members than the least
+        self.load = 1.0  # of the machines: how many processes want each core
+        self.num_extensions = 0  # of the deadline, for members that are heard
         self.form_by: float | None = None  # the deadline to join; none for generation 0, which waits for users' imports
 
     @property
@@ -41,7 +43,7 @@ class Generations:
             self.begin(now)
             return False
         self._table.active &= self.members
-        self.form_by = None
+        self.form_by, self.num_extensions = None, 0
         if not self.view.holds:
             self.short_since = None
         return True
@@ -52,7 +54,22 @@ class Generations:
         From now on the others must follow within their time limit.
         """
         if self.form_by is None:
-            self.form_by = now + (self._limits.handing_s if self._table.pending() else self._limits.forming_s)
+            self.form_by = now + self.forming_s
+
+    @property
+    def forming_s(self) -> float:
+        """How long members may take to join; it grows with their number and with the load of the machine."""
+        limits = self._limits
+        share = max(1.0, len(self.members) / limits.few_members, self.load)
+        return limits.handing_s if self._table.pending() else min(limits.handing_s, limits.forming_s * share)
+
+    def extend(self, now: float) -> bool:
+        """Give late members that are heard more time; return whether they get any."""
+        self.num_extensions += 1
+        if self.num_extensions > self._limits.most_extensions:
+            return False
+        self.form_by = now + self.forming_s
+        return True
 
     def leave(self, worker: int, now: float) -> bool:
         """A worker that was left out has ended; return whether it had the run's state, which means that all members
@@ -113,8 +130,9 @@ class Generations:
         if not table.active:
             return None
         self._restart_admissions()
-        self.form_by = now + self._limits.forming_s
-        return self._follow(frozenset(table.active), reason, now, planned=False, after=AT_ONCE)
+        view = self._follow(frozenset(table.active), reason, now, planned=False, after=AT_ONCE)
+        self.form_by = now + self.forming_s
+        return view
 
     def _restart_admissions(self) -> None:
         """Make newcomers that may or may not have got the state report first which of the two it is."""

@@ -252,13 +252,13 @@ class Membership(MembershipChanges):
             self.target = max(self.target, min(self.limits.most, self.target + replicas))
         return self._refill()
 
-    def tick(self, now: float, *, unheard: Collection[int] = ()) -> list[Decision]:
+    def tick(self, now: float, *, unheard: Collection[int] = (), load: float = 1.0) -> list[Decision]:
         """Let time pass, and handle what is overdue, one thing at a time.
 
         Workers in `unheard` are on hosts that are silent too; the coordinator gives them up with their host, or hears
-        them again.
+        them again. `load`: how many processes want each core of the machine.
         """
-        self._now = now
+        self._now, self._generations.load = now, load
         away_s = self._heartbeats.listen(now)
         form_by = self._generations.form_by
         if away_s and form_by is not None:
@@ -270,6 +270,10 @@ class Membership(MembershipChanges):
             awaited = self._generations.missing.difference(unheard)
             late = {w for w in awaited if self._heartbeats.is_known_for(w, self.limits.forming_s, now)}
             if late:
+                # They are heard, so they are alive: where no other worker blames them, the machine may just be busy.
+                is_blamed = self._transfer_failures.blame_on(late) > 0
+                if not is_blamed and self._generations.extend(now):
+                    return []
                 return self._retry_or_give_up(late, "in time")
         if self._transfer_failures.is_overdue(now, self.limits.stuck_s):
             return self._retry_or_give_up(set(), "or broke up without a known loss")

@@ -124,7 +124,9 @@ class Limits:
     silence_s: float = 10.0  # a worker that is silent for so long is lost
     starting_s: float = 300.0  # a worker that has sent nothing so long after its start is lost
     stuck_s: float = 1.0  # after a transfer has failed: by then the loss that caused it is known
-    forming_s: float = 20.0  # a worker must have joined a generation by then
+    forming_s: float = 20.0  # a few workers must have joined a generation by then, on a machine with a core for each
+    few_members: int = 8  # more members have more time, in proportion
+    most_extensions: int = 2  # of that time, in a row, for late workers that are heard and that no other one blames
     handing_s: float = 600.0  # the same while a newcomer is being sent the state
     patience_s: float = 60.0  # with fewer than `least` replicas: then save, and end
 

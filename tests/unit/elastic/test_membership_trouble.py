@@ -57,7 +57,8 @@ def test_one_that_does_not_join_in_time_is_fenced() -> None:
     membership = made(4)
     membership.lost([3], 0.0, reason="killed")
     form(membership, besides=1)
-    decisions = ticked(membership, until=30.0, silent=set())
+    assert ticked(membership, until=59.0, silent=set()) == [], "it is heard, so it has time again"
+    decisions = quiet(membership, until=65.0)
     assert the(decisions, EndWorker).worker == 1
     assert the(decisions, MembershipView).members == (0, 2)
 
@@ -65,11 +66,28 @@ def test_one_that_does_not_join_in_time_is_fenced() -> None:
 def test_when_all_are_late_they_try_again_and_then_one_is_given_up() -> None:
     membership = made(4)
     membership.lost([3], 0.0, reason="killed")
-    again = the(ticked(membership, until=30.0, silent=set()), MembershipView)
+    again = the(ticked(membership, until=65.0, silent=set()), MembershipView)
     assert (again.members, again.planned) == ((0, 1, 2), False)
-    decisions = quiet(membership, until=45.0)
+    decisions = quiet(membership, until=85.0)
     assert the(decisions, EndWorker).worker == 2
     assert the(decisions, MembershipView).members == (0, 1)
+
+
+def test_many_members_on_a_busy_machine_have_more_time_and_none_that_is_heard_is_ended() -> None:
+    membership = made(33, most=40)
+    membership.lost([32], 0.0, reason="killed")
+    for worker in range(20):
+        membership.formed(worker, 1, 30.0)
+    decisions, now = [], 30.0
+    while now < 300.0:
+        now += 1.0
+        for worker in membership.workers:
+            membership.heard(worker, now)
+        decisions += membership.tick(now, load=16.0)
+    assert not only(decisions, EndWorker) and not only(decisions, MembershipView)
+    for worker in range(20, 32):
+        membership.formed(worker, 1, now)
+    assert membership.is_formed
 
 
 def test_the_state_may_take_longer_to_hand_over_than_a_generation_to_form() -> None:

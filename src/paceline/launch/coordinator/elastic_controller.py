@@ -8,6 +8,7 @@ decisions that come back are carried out here.
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
@@ -180,7 +181,7 @@ class ElasticController:
 
     def tick(self, now: float, *, unheard: Collection[int] = ()) -> None:
         """Let time pass. Nothing can be heard of the `unheard` workers, because their hosts are silent too."""
-        self._do(self._membership.tick(now, unheard=unheard))
+        self._do(self._membership.tick(now, unheard=unheard, load=machine_load()))
 
     # How decisions are carried out.
 
@@ -300,6 +301,12 @@ class ElasticController:
         lost_at = self._lost_at.pop(worker, None)
         after_s = None if lost_at is None else round(time.time() - lost_at, 3)
         self._emit(WorkerJoined(rank=worker, step=step, after_s=after_s, pid=pid))
+
+
+def machine_load() -> float:
+    """How many processes want each core of this machine, over the last minute; at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1.0, os.getloadavg()[0] / cores)
 
 
 def _spelled(workers: Collection[int]) -> str:
