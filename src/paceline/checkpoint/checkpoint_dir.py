@@ -35,9 +35,11 @@ __all__ = [
     "COMMIT_MARKER",
     "CommitMarker",
     "FoundCheckpoint",
+    "NewerFormatError",
     "candidates",
     "checksum",
     "find",
+    "is_newer_format",
     "is_whole",
     "partial_path",
     "publish",
@@ -76,6 +78,11 @@ class FoundCheckpoint:
     newest: Path | None
     step: int
     skipped: tuple[tuple[Path, str], ...]
+    newer: tuple[Path, ...] = ()  # those beyond `step` that a newer Paceline has written
+
+
+class NewerFormatError(CheckpointError):
+    """A newer Paceline has written this checkpoint: it is no damaged one, and must stay."""
 
 
 def find(directory: Path, *, verified: bool = False) -> FoundCheckpoint:
@@ -86,12 +93,15 @@ def find(directory: Path, *, verified: bool = False) -> FoundCheckpoint:
     """
     complete: list[tuple[int, Path]] = []
     skipped: dict[Path, str] = {}
+    newer: list[Path] = []
     named = list(candidates(directory))
     for path in named:
         try:
             complete.append((usable(path).step, path))
         except CheckpointError as error:
             skipped[path] = str(error)
+            if isinstance(error, NewerFormatError):
+                newer.append(path)
     complete.sort(key=lambda found: found[0])  # at the same step the later candidate is the newer
     while verified and complete:
         path = complete[-1][1]
@@ -103,7 +113,8 @@ def find(directory: Path, *, verified: bool = False) -> FoundCheckpoint:
             complete.pop()
     step, newest = complete[-1] if complete else (0, None)
     in_order = tuple((path, skipped[path]) for path in named if path in skipped)
-    return FoundCheckpoint(newest=newest, step=step, skipped=in_order)
+    beyond = tuple(path for path in newer if step_of(path) > step)
+    return FoundCheckpoint(newest=newest, step=step, skipped=in_order, newer=beyond)
 
 
 def verify(path: Path) -> CommitMarker:
@@ -137,6 +148,8 @@ def read_commit_marker(path: Path) -> CommitMarker:
         if not path.is_dir():
             raise CheckpointError("there is no such directory") from None
         raise CheckpointError(f"it has no {COMMIT_MARKER}: the save was not completed") from None
+    except NewerFormatError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{COMMIT_MARKER} cannot be read: {error}") from error
     for name, num_bytes in mark.files.items():
@@ -172,7 +185,7 @@ def partial_path(directory: Path, step: int) -> Path:
 def publish(path: Path) -> Path:
     """Give a committed `.partial` directory its final name, in place of an older one; returns the new path."""
     final = path.with_suffix("")
-    if final.exists():  # the same step was saved before; both are complete, so a kill from here on loses nothing
+    if os.path.lexists(final):  # this step was saved before; both are complete, so a kill from here on loses nothing
         remove(final)
     path.rename(final)
     sync_directory(path.parent)
@@ -180,7 +193,10 @@ def publish(path: Path) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint in such a way that it never looks like a damaged one."""
+    """Delete a checkpoint in such a way that it never looks like a damaged one; of a link only the link."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+        return
     if ".removed-" not in path.name:
         path = path.rename(path.with_name(f"{path.name.partition('.')[0]}.removed-{os.getpid()}"))
     shutil.rmtree(path)
@@ -234,6 +250,17 @@ def usable(path: Path) -> CommitMarker:
     return read_commit_marker(path)
 
 
+def is_newer_format(path: Path) -> bool:
+    """Return whether a newer Paceline has written a checkpoint."""
+    try:
+        usable(path)
+    except NewerFormatError:
+        return True
+    except CheckpointError:
+        pass
+    return False
+
+
 def is_whole(path: Path) -> bool:
     """Return whether a checkpoint is complete, by its marker and the sizes of its files."""
     with contextlib.suppress(CheckpointError):
@@ -243,7 +270,12 @@ def is_whole(path: Path) -> bool:
 
 
 def _marker_from(fields: Mapping[str, Any]) -> CommitMarker:
-    if (version := fields["format"]) != FORMAT:
+    version = fields["format"]
+    if isinstance(version, int) and version > FORMAT:
+        raise NewerFormatError(
+            f"it is of format {version}, and this Paceline reads format {FORMAT}: use the version that has written it"
+        )
+    if version != FORMAT:
         raise ValueError(f"it is of format {version!r}; this Paceline reads format {FORMAT}")
     own = {name: value for name, value in fields.items() if name != "crc32"}
     if own.keys() != _FIELDS or (

@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
-import shutil
+import time
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
-from paceline.checkpoint.checkpoint_dir import candidates, is_whole, publish, remove, step_of, usable
+from paceline.checkpoint.checkpoint_dir import (
+    NewerFormatError,
+    candidates,
+    is_newer_format,
+    is_whole,
+    publish,
+    remove,
+    step_of,
+    usable,
+)
 from paceline.errors import CheckpointError
 
 __all__ = ["discard", "prune", "tidy"]
+
+IDLE_S = 10.0  # a writer that lives changes its files more often
 
 
 def prune(directory: Path, *, keep: int, newest: Path, is_good: Callable[[Path], bool]) -> None:
     """Delete checkpoints beyond the `keep` newest good ones; never `newest`, which was just committed.
 
     Damaged ones, by their sizes or because not `is_good`, do not count. They stay for inspection until `keep` good ones
-    are newer. Raises OSError if one cannot be deleted, after deleting all others.
+    are newer. Those of a newer Paceline stay. Saves up to this step that nobody has written to for `IDLE_S` are
+    deleted: their writers were lost. Raises OSError if one cannot be deleted, after deleting all others.
     """
     others = [path for path in candidates(directory) if path != newest]
     others.sort(key=lambda path: (step_of(path), path.name), reverse=True)
     num_good, surplus = 1, list[Path]()
     for path in others:
         complete = is_whole(path)
-        if not complete and path.suffix:  # it may be being written or deleted
+        if not complete and is_newer_format(path):
+            continue
+        if not complete and path.suffix:  # being written or deleted, or left so by a process that was lost
+            if step_of(path) <= step_of(newest) and _is_idle(path):
+                surplus.append(path)
             continue
         if num_good >= keep:
             if complete or step_of(path) < step_of(newest):  # all that were counted are newer
@@ -39,21 +55,35 @@ def tidy(directory: Path) -> None:
         if ".partial-" in path.name:
             try:
                 usable(path)
+            except NewerFormatError:
+                continue
             except CheckpointError:
                 remove(path)
             else:
                 publish(path)
         elif ".removed-" in path.name:
-            shutil.rmtree(path)
+            remove(path)
 
 
 def discard(directory: Path, *, after_step: int, keeping: Collection[int] = ()) -> None:
     """Delete what is beyond a step, complete or not (-1: all), except the steps `keeping`; for a run that starts over.
 
+    What a newer Paceline has written stays.
+
     Raises OSError if one cannot be deleted, after deleting all others.
     """
     steps = {path: step_of(path) for path in candidates(directory) if ".removed-" not in path.name}
-    _remove_all(path for path, step in steps.items() if step > after_step and step not in keeping)
+    beyond = [path for path, step in steps.items() if step > after_step and step not in keeping]
+    _remove_all(path for path in beyond if not is_newer_format(path))
+
+
+def _is_idle(path: Path) -> bool:
+    """Return whether nothing in a directory has changed for a while; False where that cannot be seen."""
+    try:
+        changed = max(one.stat().st_mtime for one in (path, *path.iterdir()))
+    except OSError:
+        return False
+    return time.time() - changed > IDLE_S
 
 
 def _remove_all(paths: Iterable[Path]) -> None:

@@ -48,6 +48,20 @@ class CommandPlan:
         """Return the plan of the run, where the script's own call has this plan; the command's word wins."""
         return self.whole if self.whole is not None else with_settings(script or Plan(), self.settings)
 
+    def replaced(self, script: Plan) -> str:
+        """Return a sentence about the parts of a script's plan that a whole plan replaces; "" where none is."""
+        if self.whole is None or self.whole == script:
+            return ""
+        parts = [
+            f"{name} is {config.to_short(getattr(self.whole, name))}, not {config.to_short(getattr(script, name))}"
+            for name in config.annotations_of(Plan)
+            if getattr(self.whole, name) != getattr(script, name)
+        ]
+        return (
+            f"the command's plan replaces the script's as a whole: {'; '.join(parts)}. To change single values of the "
+            "script's plan, use --set instead, for example --set plan.batch.size=64"
+        )
+
     @property
     def settings_text(self) -> str:
         """The settings as one line of text: "plan.batch.size=64, plan.wire.dtype=fp16"."""

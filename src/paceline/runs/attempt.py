@@ -35,6 +35,7 @@ from paceline.monitor.watch import Watch
 from paceline.plan import CommandPlan, Job, Plan
 from paceline.private_files import make_run_directory, write_private
 from paceline.units import printable
+from paceline.runs.unpicklable import pickled_function
 
 __all__ = [
     "Attempt",
@@ -305,11 +306,9 @@ class Attempt:
         return run_started(self.job, self.run_dir, self.number, program=program, launcher=self.job.launcher)
 
     def _write_function(self, function: Callable[[Any], Any], fields: Mapping[str, Any]) -> None:
-        import cloudpickle  # only here: the command never needs it
-
         program = self.directory / "program.pkl"
         temporary = program.with_name(f".{program.name}.{this_host()}.{os.getpid()}")  # hosts may share the directory
-        write_private(temporary, cloudpickle.dumps((function, dict(fields))))
+        write_private(temporary, pickled_function(function, dict(fields)))
         temporary.replace(program)
 
 

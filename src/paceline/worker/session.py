@@ -227,8 +227,8 @@ def _note_unused_values(assignment: Assignment, files: RunFiles, plan: Plan | No
         for name, value in fields.items()
         if name in assignment.given and not _is_same(name, value, getattr(assignment.job, name))
     ]
-    if plan is not None and assignment.plan.whole not in (None, plan):
-        idle.append(f"plan={str(plan)!r}")
+    if plan is not None and (replaced := assignment.plan.replaced(plan)):
+        files.emit(Note(text=replaced))
     if idle:
         files.emit(
             Note(

@@ -413,7 +413,7 @@ def test_where_there_is_nothing_nothing_is_found(tmp_path: Path) -> None:
 def test_a_mark_of_another_format_says_so(saved: Path) -> None:
     mark = json.loads((saved / "checkpoint.json").read_text())
     (saved / "checkpoint.json").write_text(json.dumps({**mark, "format": 2}))
-    with pytest.raises(CheckpointError, match="format 2; this Paceline reads format 1"):
+    with pytest.raises(CheckpointError, match="format 2, and this Paceline reads format 1"):
         open_checkpoint(saved)
 
 

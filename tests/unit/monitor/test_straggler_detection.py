@@ -255,3 +255,22 @@ def test_a_worker_whose_fellows_have_all_just_come_is_compared_with_nobody() -> 
             run.steps(6, {0: 0.9})
             for text in run.look():
                 assert "worker 0" in text
+
+
+def test_a_worker_that_comes_and_goes_has_few_lines_and_each_beginning_has_an_end() -> None:
+    run = Run()
+    said: list[tuple[int, str]] = []
+    for _ in range(20):  # slow for 6 s, fine for 6 s, for four minutes
+        said += run.steps(14, {1: 0.42})
+        said += run.steps(30)
+    texts = [text for _, text in said]
+    begins = [number for number, text in enumerate(texts) if "slower than the others" in text]
+    ends = [number for number, text in enumerate(texts) if "as fast as the others again" in text]
+    assert begins == list(range(0, len(texts), 2)) and ends == list(range(1, len(texts), 2))
+    assert 2 <= len(texts) <= 8, texts
+
+
+def test_where_the_machine_is_shared_out_no_worker_is_named() -> None:
+    run = Run()
+    assert run.steps(100, {1: 0.42}, delayed=dict.fromkeys(range(4), 0.5)) == []
+    assert run.steps(40, {1: 0.42}, delayed={1: 0.5}), "one alone that waits for a core is named, with that share"

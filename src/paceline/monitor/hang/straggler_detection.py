@@ -5,6 +5,9 @@ waits least. Work is compared by micro-batch, because shares may be uneven. A wo
 halves of a window, so a single hiccup names no worker. The window is the last WINDOW steps, or WINDOW_S seconds where
 steps are faster. It begins and ends at looks, and each half contains at least one look.
 
+Each episode has one sentence when it begins and one when it ends. None is named where the workers wait for cores: there
+the machine, and no worker, is slow.
+
 Communicating and waiting for others are one number, since no worker knows when the others arrived. The last worker to
 arrive has not waited: what it spends there is communication, and all workers spend as much. Where that is most of a
 step for LONG_S, it is reported for all of them. Sums cannot show whose link is slow, because a sum over workers ends
@@ -30,6 +33,9 @@ WINDOW, WINDOW_S = 14, 1.0  # steps, seconds: both. A straggler is named within 
 LOOK_S, LOOK_STEPS = 0.15, 1.5  # between two looks, whichever is longer; supervisors come by every 0.2 s
 SLOW, FINE = 1.3, 1.15  # times the others' median: named, and no longer
 LONG, LONG_S = 0.5, 10.0  # of a step, the communication of all; reported once, after so long
+CALM_S = 3.0  # so long it has to be fine before it counts as fast again
+HOLD_S = 30.0  # after that it is not named again for so long, and each time for twice as long
+SHARED_OUT = 0.2  # of the time in which the typical worker waits for a core: then the machine decides who is slow
 SHARE = 0.1  # of a step, at least, that it costs the others
 PAUSED = 0.05  # of the time: reported from here on
 KEPT = 64  # looks that saw a new step
@@ -70,6 +76,8 @@ class StragglerDetector:
         self._samples: dict[int, deque[WorkerSample]] = {}
         self._looks: dict[int, tuple[int, int]] = {}
         self._named: set[int] = set()
+        self._fine_since: dict[int, float] = {}  # of those that are named: when they were slow last
+        self._hold: dict[int, tuple[float, float]] = {}  # not named again before a time; and how long that took
         self._long_since = math.inf  # the communication of all takes most of a step
         self._has_told = False
 
@@ -90,17 +98,32 @@ class StragglerDetector:
         said: list[str] = []
         for worker in sorted(whole.keys() & first.keys() & second.keys()) if len(second) > 1 else ():
             ratios = [_ratio(worker, paces) for paces in (first, second)]
-            if worker in self._named and max(ratios) < FINE:
-                self._named.discard(worker)
-                said.append(f"worker {worker} is as fast as the others again")
+            if worker in self._named:
+                said += self._ended(worker, max(ratios), now)
             elif (
-                worker not in self._named and min(ratios) > SLOW and self._is_costly(activities[worker], worker, whole)
+                min(ratios) > SLOW
+                and now >= self._hold.get(worker, (0.0, 0.0))[0]
+                and not _is_shared_out(whole)
+                and self._is_costly(activities[worker], worker, whole)
             ):
                 self._named.add(worker)
                 said.append(_sentence(activities[worker], whole) + self._remedy)
         if whole.keys() == activities.keys():
             said += self._communication(whole, _step_s(activities), now)
         return said
+
+    def _ended(self, worker: int, ratio: float, now: float) -> list[str]:
+        """Say that a named worker is as fast as the others, once it has been so for a while."""
+        if ratio >= FINE:
+            self._fine_since.pop(worker, None)
+            return []
+        if now - self._fine_since.setdefault(worker, now) < CALM_S:
+            return []
+        self._named.discard(worker)
+        del self._fine_since[worker]
+        held_s = 2 * self._hold.get(worker, (0.0, HOLD_S / 2))[1]
+        self._hold[worker] = now + held_s, held_s
+        return [f"worker {worker} is as fast as the others again"]
 
     def _communication(self, paces: Mapping[int, WorkerPace], step_s: float, now: float) -> list[str]:
         """What is to be said of what all spend on communication."""
@@ -190,6 +213,11 @@ def _away_s(pace: WorkerPace) -> float:
 def _median_of_others(worker: int, paces: Mapping[int, WorkerPace]) -> float:
     others = [pace.own_s for other, pace in paces.items() if other != worker]
     return statistics.median(others) if others else 0.0  # all of them have just come
+
+
+def _is_shared_out(paces: Mapping[int, WorkerPace]) -> bool:
+    """Whether workers have fewer cores than they would use, or the machine's host takes them away."""
+    return statistics.median(pace.paused for pace in paces.values()) >= SHARED_OUT
 
 
 def _ratio(worker: int, paces: Mapping[int, WorkerPace]) -> float:

@@ -129,6 +129,12 @@ class ResumedState:
         found = find(self._files.checkpoint_dir, verified=True)
         for path, reason in found.skipped:
             self._files.emit(CheckpointSkipped(path=str(path), reason=reason))
+        if found.newer:
+            raise CheckpointError(
+                f"{found.newer[-1]} is newer than what this Paceline reads ({dict(found.skipped)[found.newer[-1]]}). "
+                "Going on from an older checkpoint would take its steps again: use that version, move the checkpoint "
+                "away, or start over with fresh=True (--fresh), which leaves it where it is"
+            )
         # What was being written when a run was killed is no loss; a checkpoint that was complete once is one.
         damaged = [path for path, _ in found.skipped if ".partial" not in path.name]
         if found.newest is None and damaged:
