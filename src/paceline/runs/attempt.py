@@ -34,8 +34,8 @@ from paceline.monitor.records.run_record import RUNNING, RunRecord
 from paceline.monitor.watch import Watch
 from paceline.plan import CommandPlan, Job, Plan
 from paceline.private_files import make_run_directory, write_private
-from paceline.units import printable
 from paceline.runs.unpicklable import pickled_function
+from paceline.units import printable
 
 __all__ = [
     "Attempt",

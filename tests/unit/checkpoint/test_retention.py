@@ -30,6 +30,11 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
+def make_old(path: Path) -> None:
+    long_ago = time.time() - 2 * IDLE_S
+    os.utime(path, (long_ago, long_ago))
+
+
 def of_newer_format(path: Path) -> None:
     marker = path / COMMIT_MARKER
     marker.write_text(json.dumps({**json.loads(marker.read_text()), "format": 2, "shape": "of tomorrow"}))
@@ -73,13 +78,13 @@ def test_what_lost_writers_have_left_is_cleared_by_the_next_save(tmp_path: Path)
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "__0_0.distcp").write_bytes(b"half")
         for path in (tmp_path / name / "__0_0.distcp", tmp_path / name):
-            os.utime(path, (time.time() - 2 * IDLE_S,) * 2)
+            make_old(path)
     (tmp_path / "step_00000002.partial-19").mkdir()
     writer.save(5, {"w": torch.zeros(1)}, {}, {})
     writer.wait()
     late = "step_00000002.partial-19"
     assert names(tmp_path) == [late, "step_00000005", "step_00000009.partial-18"], "these may still be written"
-    os.utime(tmp_path / late, (time.time() - 2 * IDLE_S,) * 2)
+    make_old(tmp_path / late)
     writer.save(10, {"w": torch.zeros(1)}, {}, {})
     writer.close()
     assert names(tmp_path) == ["step_00000005", "step_00000010"]
