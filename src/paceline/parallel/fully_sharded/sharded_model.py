@@ -41,6 +41,7 @@ from paceline.parallel.fully_sharded.collectives import (
     ShardReduceScatter,
     reduce_late_gradients,
 )
+from paceline.parallel.fully_sharded.user_access import watch_access
 from paceline.parallel.model_units import blocks_of
 
 if TYPE_CHECKING:
@@ -226,6 +227,7 @@ class ShardedModel:
             # Registered after torch's own hook, so it runs when the unit's parameters are gathered.
             follow = functools.partial(self._follow, unit)
             unit.register_forward_pre_hook(torch.compiler.disable(follow))
+        watch_access(model, before, self._slots, close=self.close, is_root=apart is None)
 
     @property
     def num_bytes(self) -> int:
