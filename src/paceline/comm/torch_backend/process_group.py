@@ -274,7 +274,7 @@ class SharedMemoryProcessGroup(TorchGroup):
         def do() -> None:
             for output, one in pairs:
                 if over_sockets:
-                    self._sockets._reduce_scatter_base(output, one, opts).wait()
+                    self._sockets.reduce_scatter_tensor_coalesced([output], [one], opts).wait()
                 else:
                     self._scatter(flat(one).chunk(size), output, opts)
 
