@@ -189,7 +189,13 @@ class BackupWorkerGradients(AsyncGradients):
             return
         began = time.perf_counter()
         options = [options_of(optimizer) for optimizer in optimizers]
-        apply = {"op": "apply", "walk": self._key, "factor": self._factor, "norm": self._norm, "options": options}
+        apply: dict[str, Any] = {
+            "op": "apply",
+            "walk": self._key,
+            "factor": self._factor,
+            "norm": self._norm,
+            "options": options,
+        }
         apply["tables"] = self._used_tables()
         if self._max_value is not None:
             apply["max_value"] = self._max_value
