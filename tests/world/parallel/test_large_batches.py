@@ -61,6 +61,7 @@ def test_whole_parameters_and_rows_take_the_steps_of_one_process(tmp_path: Path,
         ("lars", Plan(layout=Layout(tensor=2)), "LARS looks at parameters as a whole.*Use shard or stages"),
         ("prodigy", Plan(layout=Layout(tensor=2)), "Prodigy, as it was made here, looks at all.*only a part of"),
         ("prodigy", Plan(layout=Layout(stages=2)), r"Prodigy.*under Layout\(stages=2\) each stage has only its own"),
+        ("lamb", Plan(layout=Layout(shard=2)), "Lamb was tried on sharded parameters, but"),
         ("prodigy", Plan(sync=ParameterServer(servers=2)), r"with ParameterServer\(servers=2\) each server"),
     ],
 )
