@@ -37,6 +37,7 @@ from paceline.sync.allreduce.gradient_reducer import GradientReducer
 from paceline.worker.data import random_state
 from paceline.worker.data.step_batch import StepBatch, to_device
 from paceline.worker.step.buffer_trial import BufferTrials
+from paceline.worker.step.forward_writes import ForwardWrites
 from paceline.worker.step.gradient_noise_scale import GradientNoiseScale
 from paceline.worker.step.losses import (
     WEIGHT_UNIT,
@@ -125,6 +126,7 @@ class StepExecutor:
         self.shards = ShardedModels()
         self.hooks = ParameterHooks(refusal=_why_no_hooks(plan))
         self.observer: MicroBatchObserver | None = None
+        self.writes = ForwardWrites(is_alone=group.size == 1 or isinstance(plan.sync, ParameterServer))
         self.outcome: StepOutcome | None = None  # of the last pass; None during one, or when it was left early
         self._plan, self._group, self._consensus, self._device = plan, group, consensus, device
         self._axes = axes
@@ -250,6 +252,7 @@ class StepExecutor:
             gradients.begin(batch.num_passes, step=batch.step, measures=measures)
             self.shards.begin()
             self.hooks.begin(gradients.named)
+            self.writes.begin(gradients.named, self.buffers.modules)
             yield
         except Disrupted:
             batch.num_passes -= 1  # the batch will be run again, as the same pass
@@ -260,6 +263,7 @@ class StepExecutor:
             batch.num_passes += 1
             batch.is_void = False
             self.hooks.end()
+            self.writes.end()
             if self.outcome is None:
                 self.buffers.give_up()
                 self.shards.give_up()
@@ -324,6 +328,7 @@ class StepExecutor:
                 "are summed in its backward: call worker.backward(loss) for every micro-batch, with loss * 0 where "
                 "one is to count for nothing; or use zero=2 or 3"
             )
+        self.writes.check(self.shards.gathered())
         summed = self._exchange_metadata(batch, gradients)
         mean_loss = summed.loss_sum / summed.weight_sum if summed.weight_sum else None
         scale = (batch.num_here / summed.weight_sum if summed.weight_sum > 0 else 1.0) / self._axes.context.size

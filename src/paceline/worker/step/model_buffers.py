@@ -20,7 +20,7 @@ worker keeps its own. A persistent one may begin as None and be filled, with the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +83,11 @@ class BufferAverager:
                 self._buffers.append(buffer)
                 if buffer.current() is not None:
                     tensors[id(buffer.current())] = buffer
+
+    @property
+    def modules(self) -> Iterable[nn.Module]:
+        """The modules of the models whose buffers these are."""
+        return self._modules
 
     def begin(self) -> None:
         """Save the buffers at the beginning of a step."""
