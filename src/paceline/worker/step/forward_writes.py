@@ -4,8 +4,8 @@ Each worker runs other micro-batches, and not equally many. So what a forward wr
 by the first batch, as ActNorm has it; a projection; rows scaled by `Embedding(max_norm=...)`) differs between workers,
 or from one process. Such a step is refused before its optimizer steps.
 
-A write counts up the tensor's version, so an ordinary step compares integers. `p.data` has a count of its own. So in the
-first passes, and in some later ones, digests of all parameters are compared as well. They also tell a write that
+A write counts up the tensor's version, so an ordinary step compares integers. `p.data` has a count of its own. So in
+the first passes, and in some later ones, digests of all parameters are compared as well. They also tell a write that
 changes nothing (`flatten_parameters()` of torch's RNNs), whose parameter is no longer watched by its version.
 """
 
