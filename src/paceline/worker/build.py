@@ -18,6 +18,7 @@ from paceline.plan import ParameterServer, Plan
 from paceline.worker.elastic_state import ElasticState
 from paceline.worker.health.numerical_guard import NumericalGuard
 from paceline.worker.health.replica_comparison import ReplicaComparison
+from paceline.worker.health.weight_digest import WeightDigester
 from paceline.worker.lifecycle import WorkerLifecycle
 from paceline.worker.loop.step_mode_for import step_mode_for
 from paceline.worker.loop.training_loop import TrainingLoop
@@ -97,6 +98,7 @@ class _Builder:
         tables = _tables(servers)
         models = self._models(executor, servers, tables)
         executor.hooks.gather = models.gathered
+        executor.writes.digests = WeightDigester().digests
         registry = StateRegistry(self._device)
         codec_state = CodecState(self._plan.wire, models=models, registry=registry, axes=place.axes)
         contents = StateContents(registry, codec_state)
