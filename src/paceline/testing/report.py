@@ -227,8 +227,11 @@ class Report:
             differences, most = self._differences(like), self.tolerance if tolerance is None else tolerance
             difference = max(differences.values(), default=0.0)
             if not difference <= most:
-                step = max(differences, key=lambda step: differences[step])
-                yield f"the loss differs by {difference:.1e} (tolerance {most:.0e}), first of all at step {step}"
+                first = min(step for step, one in differences.items() if not one <= most)
+                yield (
+                    f"the loss differs by {difference:.1e} (tolerance {most:.0e}), first at step {first}: "
+                    f"{self.losses[first]:.6g}, and undisturbed {like.losses[first]:.6g}"
+                )
             difference, most = self._difference_of_means(like), CURVE_TOLERANCE if tolerance is None else tolerance
             if not difference <= most:
                 since = f"from step {self.is_other_from} on"
