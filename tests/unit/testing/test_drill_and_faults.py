@@ -314,7 +314,10 @@ def test_where_a_loss_makes_another_curve_its_mean_is_held_and_the_steps_before_
             "mean of the losses from step 3 on differs by 8.8e-01",
         ),
         (told(LATER, plan=plan, losses=other | {4: NAN}), "mean of the losses from step 3 on differs by inf"),
-        (told(LATER, plan=plan, losses=other | {1: 1.001}), r"the loss differs by 1.0e-03 \(tolerance 1e-05\), first at step 1: 1.001, and"),
+        (
+            told(LATER, plan=plan, losses=other | {1: 1.001}),
+            r"the loss differs by 1.0e-03 \(tolerance 1e-05\), first at step 1: 1.001, and",
+        ),
         (told("slow:worker=1,step=3", plan=plan, losses=other), "the loss differs by"),
         (told(LATER, plan=plan, losses={1: 1.0, 2: 0.9, 3: 0.9}), "steps are missing: 4"),
     ):
