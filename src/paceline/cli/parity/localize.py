@@ -234,6 +234,10 @@ class _Search:
             found.append((owner_of(ordered[0]), f"the parameters that are {way} ({ordered[0]} and so on)", share))
             half = share * (1 - 1 / max(2, self._ours.num_workers))
             found.append((owner_of(ordered[0]), f"other workers' parts of what is {way} ({ordered[0]} ...)", half))
+        whole = sorted(squares.keys() - self._ours.splits.keys(), key=self._place)
+        if whole and ways:
+            share = sum(squares[name] for name in whole)
+            found.append((owner_of(whole[0]), f"the parameters that are whole on all workers ({whole[0]} ...)", share))
         modules = {name.rpartition(".")[0] for name in squares}
         modules |= {".".join(name.split(".")[:depth]) for name in modules for depth in range(2, name.count(".") + 1)}
         for module in sorted(modules):
@@ -286,6 +290,10 @@ class _Search:
         record = theirs.records[first[1]]
         sequence = [one for one in records if one.micro == record.micro]
         module, what = (_backward_cause if is_gradient else _forward_cause)(theirs, sequence, record)
+        arrived = [one for one in sequence if one.tensor == record.tensor and one.kind == "input"]
+        judged = [self._judge(one, ours, theirs, max(noises[one.place], floor)) for one in arrived]
+        if is_gradient and record.kind == "output" and any(one is not None and not one.departs for one in judged):
+            module, what = record.module, f"the gradient of what {record.module} returns, on its way between workers,"
         number = f" of micro-batch {record.micro[1]}"
         return _departure(step, "backward" if is_gradient else "forward", module, what + number, first[2])
 
@@ -327,7 +335,9 @@ def _backward_cause(theirs: StepRecords, sequence: Sequence[TensorRecord], first
         return module, f"the gradient that {module} gives for its input"
     before, users = _before(sequence, first), theirs.users_of(first)
     if before is None:
-        return first.module, f"the gradient of what {first.module} returns, which the loss gives"
+        same = [one.module for one in sequence if one.tensor == first.tensor and one.kind == "output"]
+        outermost = min(same, key=lambda name: name.count("."), default=first.module)
+        return outermost, f"the gradient of what {outermost} returns, which the loss gives,"
     if before.module in users:
         return before.module, f"the gradient that {before.module} gives for its input"
     inner = [one for one in users if before.module.startswith(f"{one}.")]
