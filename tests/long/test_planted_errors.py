@@ -1,4 +1,4 @@
-"""Parity is put to the test: errors of the kinds that layouts have had elsewhere are planted into ours, one at a time."""
+"""Parity is put to the test: errors of the kinds that layouts have had elsewhere are planted into ours, one by one."""
 
 from __future__ import annotations
 

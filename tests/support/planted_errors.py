@@ -1,7 +1,8 @@
-"""Errors to plant into the layouts' own code, one at a time, and the runs that show whether parity finds and places them.
+"""Errors to plant into the layouts' own code, one at a time, and runs that show whether parity finds and places them.
 
-Each error is a change of one function of the package, made in the workers of a configuration before they prepare a
-model. The reference is one process without it. Names of modules are patterns, as in a file's name.
+Each error is a change of one function of the package, made in the workers of a configuration. Most are planted when the
+model is prepared, because its checks would refuse them. The reference is one process without the error. Names of
+modules are patterns, as in a file's name.
 """
 
 from __future__ import annotations
@@ -213,7 +214,7 @@ def _positions_of_first(_: Any) -> None:
         ranges = context_collectives.slices(sections, size=ops.size, index=index)
         return context_collectives.slice_from(tensor, dim=dim, ranges=ranges)
 
-    ContextGroupOps.scatter = scatter
+    _replace(ContextGroupOps, "scatter", scatter)(None)
 
 
 def _scaled_land(factor: float) -> Plant:
