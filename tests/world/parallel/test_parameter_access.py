@@ -140,7 +140,7 @@ def plan_of(layout: Layout) -> Plan:
 
 
 @pytest.mark.parametrize("zero", [1, 3])
-def test_writes_past_the_wrapper_take_effect(world: World, zero: int) -> None:
+def test_writes_past_the_wrapper_take_effect(world: World, zero: Any) -> None:
     expected = world.one_process(right, plan_of(Layout()))
     for found in world(right, 2, plan_of(Layout(shard=2, zero=zero))):
         assert found == pytest.approx(expected, rel=1e-9)

@@ -24,7 +24,8 @@ __all__ = ["ShardStorage", "watch_access"]
 # where a parameter is registered, and the parameter
 Slot = tuple[nn.Module, str, Parameter]
 
-_DATA: Any = vars(torch._C.TensorBase)["data"]  # torch's own
+_OF_TENSORS: dict[str, Any] = dict(vars(torch.Tensor.__mro__[1]))  # what torch's C++ gives to tensors
+_DATA = _OF_TENSORS["data"]
 _STORAGES: dict[int, ShardStorage] = {}  # by id of the sharded parameter
 
 
@@ -84,7 +85,8 @@ def watch_access(
     if is_root:
         for module in (model, *slots):
             vars(module)["__deepcopy__"] = _refuse_copy
-        model.register_forward_hook(torch.compiler.disable(_watch_output))
+        watch: Any = torch.compiler.disable(_watch_output)
+        model.register_forward_hook(watch)
 
 
 def _storages_of(units: Iterable[Any], names: Mapping[int, str], close: Callable[[], None]) -> dict[int, ShardStorage]:
@@ -103,7 +105,7 @@ def _storages_of(units: Iterable[Any], names: Mapping[int, str], close: Callable
 def _check_registered(slots: Sequence[Slot], storages: Mapping[int, ShardStorage], *_: Any) -> None:
     """Refuse other tensors in the places of parameters: a forward would gather ours over them."""
     for module, key, split in slots:
-        now = module._parameters.get(key)
+        now = vars(module)["_parameters"].get(key)
         if now is None or now is split or (storage := storages.get(id(split))) is None or now is storage.whole:
             continue
         raise PlanError(
@@ -134,7 +136,8 @@ def _set_data(tensor: Any, value: Any) -> None:
             f"{tensor.dtype}: assign a tensor like it, or change the model before worker.prepare(model)"
         )
     given: Any = value
-    if not is_sharded(given):
+    is_plain = not is_sharded(value)
+    if is_plain:
         first, stop = rows_of(
             tensor.shape[0], index=tensor.device_mesh.get_local_rank(), size=tensor.device_mesh.size()
         )
@@ -152,7 +155,7 @@ def _set_data(tensor: Any, value: Any) -> None:
         tensor._local_tensor = rows
     else:
         kept = storage.assign(rows)
-    if is_sharded(given) and id(given) not in _STORAGES and kept.data_ptr() != rows.data_ptr():
+    if not is_plain and id(given) not in _STORAGES and kept.data_ptr() != rows.data_ptr():
         given._local_tensor = kept  # as in torch, both have the same memory from now on
 
 
@@ -162,8 +165,7 @@ class RetiredParameter(Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in HARMLESS or getattr(func, "__self__", None) in GETTERS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+            return super().__torch_function__(func, types, args, kwargs or {})
         raise PlanError(
             "a parameter that was taken from the model before worker.prepare(model) is used, but under "
             "Layout(shard=...) the model has another one in its place since then, and this one's numbers are stale: "
@@ -172,11 +174,15 @@ class RetiredParameter(Parameter):
 
 
 # Methods and properties that tell nothing of the numbers.
-HARMLESS = {"numel", "nelement", "size", "dim", "ndimension", "element_size", "stride", "is_contiguous", "__hash__"}
-HARMLESS |= {"is_floating_point", "is_complex", "register_hook", "register_post_accumulate_grad_hook", "__len__"}
-READABLE = {"shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "is_meta", "layout", "is_cuda", "is_sparse"}
-READABLE |= {"_backward_hooks", "_post_accumulate_grad_hooks", "_version", "grad_fn", "output_nr"}
-GETTERS = frozenset(vars(torch._C.TensorBase)[name] for name in READABLE if name in vars(torch._C.TensorBase))
+HARMLESS = {
+    *("numel", "nelement", "size", "dim", "ndimension", "element_size", "stride", "is_contiguous", "__hash__"),
+    *("is_floating_point", "is_complex", "register_hook", "register_post_accumulate_grad_hook", "__len__"),
+}
+READABLE = {
+    *("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "is_meta", "layout", "is_cuda", "is_sparse"),
+    *("_backward_hooks", "_post_accumulate_grad_hooks", "_version", "grad_fn", "output_nr"),
+}
+GETTERS = frozenset(_OF_TENSORS[name] for name in READABLE if name in _OF_TENSORS)
 
 
 def _refuse_copy(*_: Any) -> NoReturn:
