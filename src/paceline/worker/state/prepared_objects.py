@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.comm.sharded_tensors import TensorSlice
+from paceline.errors import PlanError
 from paceline.events import Event, Warned
 from paceline.parallel.offload.memory import memory_for, why_no_disk
 from paceline.parallel.offload.optimizer_state import OffloadedState
@@ -63,6 +64,11 @@ class PreparedObjects:
         them. `buffers`: rules that the script gives to buffers, by patterns of names.
         """
         self._refuse_known(model)
+        if "gather" in (buffers or {}).values() and (self._plan.is_local or self._plan.is_asynchronous):
+            raise PlanError(
+                f"prepare(buffers={dict(buffers or {})!r}) under {self._plan.sync!r}: replicas take steps by "
+                "themselves, so the rows that they would gather have no order. Use sync=AllReduce(), or another rule"
+            )
         full_name = self.registry.name_for("model", name)
         self.registry.models[full_name] = model
         self.registry.slices.update((f"{full_name}.{key}", part) for key, part in slices.items())

@@ -98,7 +98,7 @@ def found_rule(tried: TriedBuffer, *, is_persistent: bool) -> BufferRule | None:
         is_set = torch.equal(both, first | second) and not bool((start & ~(first & second)).any())
         return "sum" if is_set else None  # truth values that are set, and not cleared: the sum is "any"
     if not is_float:
-        is_sum = torch.equal(both - second, first - start)
+        is_sum = torch.equal(both - second, first - start) and bool(((first != start) & (second != start)).any())
         return "sum" if is_sum and not bool((first < start).any()) else None
     moved = _fraction_kept(start, first, second, both)
     if moved is not None:
@@ -124,7 +124,8 @@ def _fraction_kept(start: Tensor, first: Tensor, second: Tensor, both: Tensor) -
         return None
     unsure = rounding / size
     if abs(1.0 - kept) <= max(unsure, 1e-9):
-        return "sum" if unsure < UNSURE else None
+        is_shown = bool(((moved != 0) & (b != x)).any())  # a maximum looks alike where only one of them changed it
+        return "sum" if is_shown and unsure < UNSURE else None
     return "mean" if max(unsure, 1e-6) < kept < 1.0 else None
 
 
