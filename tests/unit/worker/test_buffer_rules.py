@@ -77,5 +77,5 @@ def test_rules_that_are_given_fit_buffers_by_name() -> None:
     assert given_rules(["queue", "head.seen"], {"*.seen": "sum"}) == {"head.seen": "sum"}
     with pytest.raises(ValueError, match="a rule is one of mean, sum, first, gather"):
         given_rules(["queue"], {"queue": "average"})
-    with pytest.raises(ValueError, match="fits no buffer of the model. It has: queue"):
+    with pytest.raises(ValueError, match="fits no buffer of the model"):
         given_rules(["queue"], {"queues": "gather"})
