@@ -851,7 +851,7 @@ class Trials:
         try:
             captured = self._run("planted", planted, error.workers, error.layout)
         except WorkersFailed as failure:
-            return Outcome(error=error, is_caught=True, departure=None, failure=str(failure).strip().splitlines()[-1])
+            return Outcome(error=error, is_caught=False, departure=None, failure=str(failure).strip().splitlines()[-1])
         verdict = ParityVerdict(
             workers=error.workers,
             plan=_plan(error.layout),
