@@ -145,6 +145,8 @@ def _followed(out: Any, held: HeldPart) -> Any:
 def _check_operands(name: str, held: HeldPart, lead: Tensor, given: Any) -> None:
     """Refuse operands that do not meet the part place by place."""
     if held.dim is None:
+        if name == "copy_" and all(one.is_meta for one in _tensors_in(given)):
+            return  # load_state_dict() with whole weights: another worker has this one
         raise held.refusal(f"{name}()")
     if name.startswith("_foreach_"):
         return  # lists of tensors, each of which torch compares with its partner
