@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    quick.turn_on(config.getoption("quick"))
+    quick.turn_on(bool(config.getoption("quick")))
     # A green run stays green: the same examples each time, and no time limit of its own on a shared machine.
     hypothesis.settings.register_profile(
         "paceline", derandomize=True, deadline=None, database=None, max_examples=quick.examples(100)

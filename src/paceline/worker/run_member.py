@@ -31,11 +31,6 @@ class RunMember:
         """How many workers take part at present, in all replicas."""
         return len(self._consensus.present) or self._group.size
 
-    @property
-    def replica(self) -> int:
-        """The number of the replica that this worker belongs to, from 0."""
-        return self.rank // self.plan.layout.workers_each
-
     def average(self, value: Tensor | float) -> Tensor:
         """Return the mean of `value` over all workers, equal on all of them, with one all-reduce.
 

@@ -85,7 +85,7 @@ class InspectionWorker:
 
     def __init__(self, findings: InspectionReport, *, fill: Callable[[nn.Module], Any] | None) -> None:
         """`fill`: how a model without weights is made to run; None: it has them."""
-        self.rank = self.replica = self.step = 0
+        self.rank = self.step = 0
         self.is_first, self.device = True, CPU
         self.plan, self.workers = findings.plan, findings.workers
         self._findings, self._fill = findings, fill

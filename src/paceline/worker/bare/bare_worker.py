@@ -34,7 +34,7 @@ T = TypeVar("T")
 class BareWorker:
     """One process, a plain torch loop, and the names of `Worker`."""
 
-    rank = replica = 0
+    rank = 0
     workers = 1
     is_first = True
 

@@ -70,7 +70,7 @@ def given_rules(names: list[str], given: Mapping[str, str]) -> dict[str, BufferR
     """The rules that `prepare(buffers=...)` gives to buffers of these names. Raises ValueError for what fits none."""
     found: dict[str, BufferRule] = {}
     for pattern, text in given.items():
-        rule = next((one for one in RULES if one == text), None)
+        rule: BufferRule | None = next((one for one in RULES if one == text), None)
         if rule is None:
             raise ValueError(
                 f"prepare(buffers={{{pattern!r}: {text!r}}}): a rule is one of {', '.join(RULES)}. See "
@@ -82,7 +82,8 @@ def given_rules(names: list[str], given: Mapping[str, str]) -> dict[str, BufferR
                 f"prepare(buffers={{{pattern!r}: ...}}) fits no buffer of the model. It has: "
                 f"{', '.join(names) or 'none'}"
             )
-        found.update((name, rule) for name in fitting)
+        for name in fitting:
+            found[name] = rule
     return found
 
 
