@@ -13,7 +13,7 @@ import dataclasses
 import importlib
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -92,7 +92,9 @@ class InspectionWorker:
         self._models: dict[str, tuple[nn.Module, Any]] = {}  # by name, with its look
         self._optimizers: list[Optimizer] = []
 
-    def prepare(self, thing: T, *, name: str | None = None, **hints: Any) -> T:
+    def prepare(
+        self, thing: T, *, name: str | None = None, buffers: Mapping[str, str] | None = None, **hints: Any
+    ) -> T:
         """Look at a model, or note an optimizer; returns it unchanged. `hints`: those of `Worker.prepare`."""
         if isinstance(thing, nn.Module):
             self._look(thing, name, ModelHints(**hints))

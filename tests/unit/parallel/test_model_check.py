@@ -373,7 +373,9 @@ def test_who_looks_answers_to_every_public_name_of_a_worker() -> None:
     assert all(hasattr(looker, name) for name in dir(Worker) if not name.startswith("_"))
     hints = {field.name: field.default for field in dataclasses.fields(ModelHints)}
     taken = {one.name: one.default for one in inspect.signature(Worker.prepare).parameters.values()}
-    assert {key: value for key, value in taken.items() if key not in ("self", "thing", "name")} == hints
+    assert {key: value for key, value in taken.items() if key not in ("self", "thing", "name", "buffers")} == hints
+    model = torch.nn.BatchNorm1d(2)
+    assert looker.prepare(model, buffers={"running_*": "mean"}) is model
 
 
 def test_the_command_prints_a_table_of_100_columns_and_ends_with_2(

@@ -83,7 +83,7 @@ def steps_of(worker: Any, model: Any, step: Any) -> dict[str, Any]:
 
 def prepared(worker: Any, **net: Any) -> tuple[MoeNet, torch.optim.Optimizer]:
     torch.manual_seed(3)
-    model = worker.prepare(MoeNet(**net))
+    model = worker.prepare(MoeNet(**net), buffers={"seen": "mean"})  # a trial would call the experts, too
     return model, worker.prepare(torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1))
 
 
