@@ -71,7 +71,12 @@ def test_a_full_disk_ends_the_run_with_one_sentence_and_keeps_the_last_checkpoin
         in report
     )
     assert "Traceback" not in output
-    assert output.splitlines()[-1].startswith("not whole, because of the disk: ")
+    lost, go_on = output.splitlines()[-2:]
+    assert (
+        lost.startswith("not whole, because of the disk: ")
+        and "go on with: " in go_on
+        and " --run-dir disk/run" in go_on
+    )
     assert (record(disk / "run")["state"], record(disk / "run")["exit_code"]) == ("failed", 1)
     told = json.loads(run(*PACELINE, "status", "disk/run", "--json")[1])
     assert told["state"] == "failed"
