@@ -186,7 +186,7 @@ def start(
         attempt, outcome = run_with_restarts(attempt, warm)
     finally:
         warm.close()
-    if words and outcome.exit_code not in (0, 2):
+    if words and outcome.state != "finished" and outcome.exit_code != 2:
         script = Path(job.program)
         command = command_of_words(words, attempt.run_dir, script=script, names_dir=job.run_dir is not None)
         _tell_go_on(command, outcome.exit_code, is_there=attempt.run_dir.exists())
@@ -215,7 +215,7 @@ def _run_function(
         finally:
             if job.launcher == "inline":
                 environment.leave()  # this process was worker 0, and is no longer
-    if outcome.exit_code not in (0, 2):
+    if outcome.state != "finished" and outcome.exit_code != 2:
         _tell_go_on(
             _script_command(attempt.run_dir, names_dir=job.run_dir is not None, is_first=is_first),
             outcome.exit_code,
