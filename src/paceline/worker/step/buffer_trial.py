@@ -47,6 +47,7 @@ class Finding:
     is_cache: bool = False
     is_empty: bool = False  # it was None at the step's beginning
     is_float: bool = False
+    is_known: bool = False  # by an earlier exchange, by its type, or because the user said so
 
 
 class BufferTrials:
@@ -84,15 +85,16 @@ class BufferTrials:
             hook.remove()
         self._hooks, self._calls, self._versions, self._forward = [], [], [], None
 
-    def settle(self, batch: StepBatch, changed: Sequence[bool], *, num_micros: int, group: WorkerGroup) -> None:
-        """Find the rules of the buffers that have changed; all workers of the `group` call it, with the same `changed`.
+    def settle(self, batch: StepBatch, marks: Sequence[float], *, num_micros: int, group: WorkerGroup) -> None:
+        """Find the rules of the buffers that have changed and that some worker knows none of.
 
-        Raises ValueError, on all of them, where nothing is found and there is more than one micro-batch.
+        All workers of the `group` call it, with the same summed `marks`. A worker that knows a rule (the others have
+        come later, or a loss has cut off the exchange between them) gives it to the others. Raises ValueError, on all of them, where nothing is found and there is more than one micro-batch.
         """
         if self._plan.is_asynchronous:
             return  # the servers keep the buffers, and add what each replica has changed
         is_apart = self._plan.is_local
-        unknown = self._buffers.without_rule(changed)
+        unknown = self._buffers.without_rule(marks)
         if not unknown or (num_micros == 1 and not is_apart):
             return
         findings = self._findings(batch, unknown)
@@ -108,6 +110,10 @@ class BufferTrials:
         for buffer, found in pairs:
             if buffer.has_rule:
                 continue
+            known = {one.rule for one in found if one.is_known and one.rule is not None}
+            if len(known) == 1:
+                self._buffers.rules.rules[buffer.key] = known.pop()
+                continue
             agreed = {one.rule for one in found if one.rule is not None}
             if not any(one.is_tried or one.rule for one in found) and any(one.is_float for one in found):
                 agreed.add("mean")  # nothing speaks against a running mean
@@ -120,8 +126,9 @@ class BufferTrials:
         """Settle the buffers that are queues, with their pointers; returns their names."""
         rules, names = self._buffers.rules, list[str]()
         for buffer, found in pairs:
-            form = _agreed_form(found)
-            is_other = any(one.rule is not None for one in found)
+            known = next((one.forms[0] for one in found if one.is_known and one.forms), None)
+            form = known or _agreed_form(found)
+            is_other = known is None and any(one.rule is not None for one in found)
             if form is not None and buffer.rule in (None, "gather") and (form.kind == "ring" or not is_other):
                 names.append(buffer.full_name)
                 rules.rules[buffer.key], rules.queues[buffer.key] = "gather", form
@@ -148,6 +155,10 @@ class BufferTrials:
         tried = self._tried(batch, buffers)
         found: dict[BufferKey, Finding] = {}
         for buffer in buffers:
+            if buffer.has_rule and not buffer.is_pointer:
+                form = () if buffer.queue is None else (buffer.queue,)
+                found[buffer.key] = Finding(rule=None if form else buffer.rule, forms=form, is_known=True)
+                continue
             one = tried.get(buffer.key)
             found[buffer.key] = Finding(
                 rule=found_rule(one, is_persistent=buffer.is_persistent) if one is not None else None,

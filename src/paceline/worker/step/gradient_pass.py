@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -50,7 +50,7 @@ from paceline.worker.step.losses import (
     weighed,
 )
 from paceline.worker.step.micro_batch_observer import MicroBatchObserver, observed
-from paceline.worker.step.model_buffers import BufferAverager
+from paceline.worker.step.model_buffers import UNKNOWN, BufferAverager
 from paceline.worker.step.parameter_hooks import ParameterHooks
 from paceline.worker.topology.parallel_groups import ParallelGroups
 
@@ -343,7 +343,7 @@ class StepExecutor:
         batch.chosen, is_late = gradients.chosen, gradients.is_late
         is_idle = batch.num_here == 0
         is_taken = finite and spike is None and not is_idle and not is_late
-        settle = self._combine_buffers(batch, gradients, summed.changed) if is_taken else self.buffers.give_up
+        settle = self._combine_buffers(batch, gradients, summed) if is_taken else self.buffers.give_up
         if not self._consensus.vote():
             raise StepInvalidated("a member was lost before all had the sum: the pass is done again")
         if summed.wants_change:
@@ -382,15 +382,15 @@ class StepExecutor:
         own_loss, own_weight = loss_and_weight(self._losses if self._axes.counts else [])
         if gradients.carries_buffers:
             num_samples = sum(micro.num_samples for micro in batch.micros)
-            self.trials.settle(batch, self.buffers.changed(), num_micros=len(batch.micros), group=self._group)
+            self.trials.settle(batch, self.buffers.marks(), num_micros=len(batch.micros), group=self._group)
             self.buffers.combine(self.buffers.changed(), num_samples=num_samples, groups=[self._group])()
         loss, loss_rest, weight, weight_rest = halves_of(own_loss, own_weight)
         wish = float(self._consensus.wants_change)
         trail = self.shards.traffic.trail % TRAILS * self._axes.sign
         numbers = [serial, serial**2, trail, wish, loss, loss_rest, weight, weight_rest, *self.hooks.marks()]
-        gradients.flush([*numbers, *self.buffers.changed()], weight=own_weight)
+        gradients.flush([*numbers, *self.buffers.marks()], weight=own_weight)
         serials, squares, trails, wishes, loss, loss_rest, weight, weight_rest, *rest = gradients.collect()
-        marks, mark_squares, *changed = rest
+        marks, mark_squares, *of_buffers = rest
         if self._group.size * squares != serials**2:
             raise SyncError(
                 f"worker {self._group.index} runs batch {batch.serial} of the run, others run another one: a worker "
@@ -408,20 +408,21 @@ class StepExecutor:
             loss_sum=loss + loss_rest,
             weight_sum=weight * WEIGHT_UNIT + weight_rest,
             wants_change=bool(wishes),
-            changed=[count > 0 for count in changed],
+            changed=[mark % UNKNOWN > 0 for mark in of_buffers],
+            of_buffers=of_buffers,
         )
 
     def _combine_buffers(
-        self, batch: StepBatch, gradients: GradientReducer, changed: Sequence[bool]
+        self, batch: StepBatch, gradients: GradientReducer, summed: _SummedMetadata
     ) -> Callable[[], None]:
         """Average the buffers that changed on any worker; returns what sets them."""
         if gradients.carries_buffers:
             return lambda: None  # they went with the gradients
         has_stages = self._axes.stages.size > 1
         micros = micro_batches(batch.start, batch.stop, self._plan.batch.resolved_micro)
-        self.trials.settle(batch, changed, num_micros=len(micros), group=self._group)
+        self.trials.settle(batch, summed.of_buffers, num_micros=len(micros), group=self._group)
         return self.buffers.combine(
-            changed,
+            summed.changed,
             num_samples=batch.num_here,
             # The workers of a stage have the same buffers, and each micro-batch was run by one of them.
             groups=[self._axes.micro_batch_peers, self._axes.replica_group] if has_stages else [self._group],
@@ -450,6 +451,7 @@ class _SummedMetadata:
     weight_sum: float
     wants_change: bool  # one of them wants a change between two steps
     changed: list[bool]  # for each buffer: it changed on one of them
+    of_buffers: list[float]  # `BufferAverager.marks`
 
 
 def _why_no_hooks(plan: Plan) -> str:

@@ -37,8 +37,9 @@ from paceline.worker.step.tracked_buffer import (
     is_persistent,
 )
 
-__all__ = ["BufferAverager", "persistent_buffers"]
+__all__ = ["UNKNOWN", "BufferAverager", "persistent_buffers"]
 
+UNKNOWN = 4096.0  # more than there are workers; so many times it is still exact in single precision
 NOT_FIRST = MicroBatch(1, 0, 0)  # stands for the steps of another replica than the first one
 
 
@@ -107,9 +108,16 @@ class BufferAverager:
         """Whether it is known of all buffers how they are combined."""
         return all(buffer.is_settled for buffer in self._buffers)
 
-    def without_rule(self, changed: Sequence[bool]) -> list[TrackedBuffer]:
-        """The buffers that have changed, by which rule is not known yet; the same on all workers with `changed`."""
-        return [one for one, is_changed in zip(self._buffers, changed, strict=True) if is_changed and not one.has_rule]
+    def marks(self) -> list[float]:
+        """For each buffer a number to be summed over the workers: whether it has changed here, and knows no rule."""
+        return [
+            float(is_changed) + UNKNOWN * (not one.has_rule)
+            for one, is_changed in zip(self._buffers, self.changed(), strict=True)
+        ]
+
+    def without_rule(self, marks: Sequence[float]) -> list[TrackedBuffer]:
+        """The buffers that have changed anywhere, and of which some worker knows no rule; by the summed marks."""
+        return [one for one, mark in zip(self._buffers, marks, strict=True) if mark >= UNKNOWN and mark % UNKNOWN]
 
     def integers_beside(self, buffer: TrackedBuffer) -> dict[str, TrackedBuffer]:
         """The integers of the same module, which may be a queue's pointer."""
