@@ -150,7 +150,7 @@ class Worker(StatefulMember):
         returns the mean over the micro-batch (0-d), or (sum, count), for example over tokens. `clip_norm` bounds the
         global norm of the averaged gradient; `clip_value` brings each of its numbers into [-clip_value, clip_value].
         `step(batch)` returns the loss of the whole global batch: a 0-d float64 tensor, equal on all workers. After it
-        `step.grad_norm` is the global norm before clipping (0-d), as torch.nn.utils.clip_grad_norm_ returns it.
+        `step.grad_norm` is the global norm before clipping (0-d), as `torch.nn.utils.clip_grad_norm_` returns it.
         Gradients move between replicas as `Plan.sync` and `Plan.wire` say.
 
         `penalty(name, parameter)` adds a penalty on weights to the loss, L2 for example: it gets each trained parameter
@@ -265,7 +265,7 @@ class Worker(StatefulMember):
     def clip_gradients(self, max_norm: float | None = None, *, max_value: float | None = None) -> Tensor:
         """Bound the averaged gradients, in the plain loop; returns their global norm before clipping (0-d).
 
-        `max_norm` bounds the global norm, as torch.nn.utils.clip_grad_norm_, for every layout: workers with parts of
+        `max_norm` bounds the global norm, as `torch.nn.utils.clip_grad_norm_`, for every layout: workers with parts of
         the gradients add up their squares. `max_value` brings each number into [-max_value, max_value]. Call it between
         the loop over a batch and `optim.step()`. Raises ValueError unless one of them is given, and is more than 0, and
         RuntimeError elsewhere.
@@ -296,10 +296,12 @@ class Worker(StatefulMember):
 
         Example::
 
-            for x, y in batch:
-                worker.backward(loss_fn(model(x), y))
-            worker.add_penalty(model, lambda name, parameter: 1e-4 * parameter.pow(2).sum())
-            optim.step()
+            for batch in worker.batches(dataset):
+                for x, y in batch:
+                    worker.backward(torch.nn.functional.mse_loss(model(x), y))
+                worker.add_penalty(model, lambda name, parameter: 1e-4 * parameter.pow(2).sum())
+                optim.step()
+                optim.zero_grad()
         """
         return torch.tensor(self._loop.add_penalty(model, penalty), dtype=torch.float64, device=self.device)
 

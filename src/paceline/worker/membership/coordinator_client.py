@@ -189,7 +189,9 @@ class CoordinatorClient:
                 view.generation > generation if is_between_steps else view.interrupts(generation)
             ):
                 if self._closed is not None:
-                    raise SyncError("the supervisor of this host has gone while the workers were regrouping")
+                    raise SyncError(
+                        "lost contact with a peer: the supervisor of this host, while the workers were regrouping"
+                    )
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
                     raise SyncError(
                         f"generation {generation} is over, and the coordinator has announced no next one within "

@@ -89,7 +89,9 @@ class BufferTrials:
         """Find the rules of the buffers that have changed and that some worker knows none of.
 
         All workers of the `group` call it, with the same summed `marks`. A worker that knows a rule (the others have
-        come later, or a loss has cut off the exchange between them) gives it to the others. Raises ValueError, on all of them, where nothing is found and there is more than one micro-batch.
+        come later, or a loss has cut off the exchange between them) gives it to the others.
+
+        Raises ValueError, on all of them, where nothing is found and there is more than one micro-batch.
         """
         if self._plan.is_asynchronous:
             return  # the servers keep the buffers, and add what each replica has changed
