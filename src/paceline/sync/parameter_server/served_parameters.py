@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -129,7 +130,7 @@ class ServerParameters:
             optimizer.begin_with(options)
         for number, place, key, is_tensor, value in kept["entries"]:
             state = self._optimizers[number].state.setdefault(self._parameters[place], {})
-            state[key] = next(tensors).clone() if is_tensor else value
+            state[key] = next(tensors).clone() if is_tensor else _read(value)
         for number, group, key, is_tensor, value in kept["written"]:
             write_option(self._optimizers[number].groups[group], key, next(tensors).clone() if is_tensor else value)
 
@@ -199,21 +200,31 @@ def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
     for key, value in options.items():
         held = group.get(key)
         if isinstance(held, Tensor):
-            held.copy_(torch.as_tensor(value, dtype=held.dtype))
+            held.copy_(torch.as_tensor(_read(value), dtype=held.dtype))
         else:
             write_option(group, key, value)
 
 
 def write_option(group: dict[str, Any], key: str, value: Any) -> None:
     """Overwrite a value in a group, as a tuple if it was one: JSON has only lists."""
+    value = _read(value)
     group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
 
 def _plain(value: Any) -> Any:
-    """Return an option as a plain JSON value."""
+    """Return an option as a plain JSON value, which has no infinity: `{"number": "inf"}` (a limit that is off)."""
     if isinstance(value, tuple | list):
         return [_plain(one) for one in value]
-    return value.tolist() if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return _plain(value.tolist())
+    return {"number": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _read(value: Any) -> Any:
+    """Return what `_plain` has made plain."""
+    if isinstance(value, list):
+        return [_read(one) for one in value]
+    return float(value["number"]) if isinstance(value, dict) and value.keys() == {"number"} else value
 
 
 def _entered(value: Any, tensors: list[Tensor]) -> tuple[bool, Any]:
@@ -222,4 +233,4 @@ def _entered(value: Any, tensors: list[Tensor]) -> tuple[bool, Any]:
     if isinstance(value, Tensor):
         tensors.append(value.detach().clone())
         return True, None
-    return False, value
+    return False, _plain(value)
