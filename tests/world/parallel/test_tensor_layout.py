@@ -150,21 +150,29 @@ def test_torchs_own_loader_reads_what_cut_layers_saved(world: World, tmp_path: P
 
 
 class Noting(torch.optim.SGD):
-    """Keeps of each parameter something that has another shape."""
+    """Keeps of each parameter something that has another shape, once it `notes`."""
+
+    notes = True
 
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
-        for group in self.param_groups:
+        for group in self.param_groups if Noting.notes else ():
             for parameter in group["params"]:
                 self.state[parameter]["lengths"] = torch.zeros(3)
         return loss
 
 
-def test_state_that_has_not_its_parameters_shape_is_refused_when_it_is_saved(world: World) -> None:
+def test_state_that_has_not_its_parameters_shape_is_refused_at_once_or_where_it_comes_later_when_it_is_saved(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run(worker: Any) -> None:
         torch.manual_seed(3)
         model = worker.prepare(Net())
+        with pytest.raises(PlanError, match=r"Noting keeps lengths \[3\] for .*under Layout\(replicas=1, tensor=2\)"):
+            worker.prepare(Noting(model.parameters(), lr=0.1))
+        monkeypatch.setattr(Noting, "notes", False)
         optim = worker.prepare(Noting(model.parameters(), lr=0.1))
+        monkeypatch.setattr(Noting, "notes", True)
         step = worker.stepper(model, optim, next_word)
         for batch in worker.batches(Text()):
             step(batch)
