@@ -16,6 +16,7 @@ from paceline.plan import (
     Layout,
     Plan,
 )
+from paceline.worker.state.state_registry import model_entries
 
 __all__ = ["BATCH", "EXACT", "OPTIMIZERS", "STEPS", "assert_same", "model_of", "plan_of", "samples", "train"]
 
@@ -72,7 +73,7 @@ def train(
             worker.clip_gradients(clip_norm)
         optim.step()
         losses.append(total if len(batch) else float("nan"))
-    state = {name: value.clone() for name, value in model.state_dict().items()}
+    state = {name: value.clone() for name, value in model_entries(model)[0].items()}
     return {"losses": losses, "state": state, "sent": worker._models.reducers.wire_bytes()}
 
 
