@@ -57,6 +57,7 @@ def test_an_editor_completes_what_users_call_and_nothing_else() -> None:
 
     worker: Any = Worker(Parts(), Parts())  # type: ignore[arg-type]
     assert [name for name in dir(worker) if not name.startswith("_")] == [
+        "add_penalty",
         "average",
         "backward",
         "batches",
@@ -69,10 +70,11 @@ def test_an_editor_completes_what_users_call_and_nothing_else() -> None:
         "plan",
         "prepare",
         "rank",
-        "replica",
         "report",
         "restore",
         "save",
+        "save_model",
+        "state_dict",
         "step",
         "stepper",
         "wait",
