@@ -94,12 +94,12 @@ def train(worker: paceline.Worker) -> str:
     schedule = None
     if not OPTIONS.get("turns"):
         schedule = worker.prepare(torch.optim.lr_scheduler.StepLR(optim, step_size=5, gamma=0.9))
-    words = worker.broadcast([f"from {worker.rank}"])
+    words = worker.gather(f"from {worker.rank}")[0]
     step = worker.stepper(model, optim, F.cross_entropy, clip_norm=1.0)
     model.register_forward_pre_hook(lambda *_: fault(worker, "forward"))
     model.register_forward_hook(functools.partial(_in_backward, worker))
-    if words != ["from 0"]:
-        raise ValueError(f"the first broadcast gave {words}")
+    if words != "from 0":
+        raise ValueError(f"the first worker gave {words}")
     pause_s = float(OPTIONS.get("pause_s", 0))
     whole_at, num_whole = OPTIONS.get("whole", (None, 0))
     num_short = int(OPTIONS.get("loops", 1)) - 1

@@ -133,8 +133,8 @@ def train(worker: paceline.Worker) -> None:
     model = worker.prepare(net)
     optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=0.01))
     schedule = worker.prepare(torch.optim.lr_scheduler.StepLR(optim, step_size=5, gamma=0.9))
-    if worker.broadcast([f"from {worker.rank}"]) != ["from 0"]:
-        raise ValueError("the first broadcast gave something else")
+    if worker.gather(f"from {worker.rank}")[0] != "from 0":
+        raise ValueError("the first worker gave something else")
     if worker.plan.layout.is_elastic:
         with contextlib.suppress(RuntimeError):
             torch.distributed.barrier()

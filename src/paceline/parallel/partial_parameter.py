@@ -50,8 +50,8 @@ class HeldPart:
             f"{what} needs the whole of {self.name} {list(self.whole)}, but this worker holds {here}: {self.because}."
         )
         remedy = (
-            "A penalty on weights belongs in worker.stepper(..., penalty=fn), or worker.add_penalty(model, fn) in a "
-            "loop of your own: fn(name, parameter) gets each parameter whole. Compute other values of whole weights "
+            "A penalty on weights belongs in worker.stepper(..., penalty=fn): fn(name, parameter) gets each parameter "
+            "whole. Compute other values of whole weights "
             "before worker.prepare(model), or from a checkpoint."
         )
         return PlanError(f"{said} {remedy}", reasons=[Reason(module=self.name, what=said, remedy=remedy)])

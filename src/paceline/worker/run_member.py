@@ -46,27 +46,16 @@ class RunMember:
     def gather(self, value: T) -> list[T]:
         """Return every worker's value, in the order of their ranks, on every worker.
 
-        Values are pickled, and each travels to all workers. Raises RuntimeError inside a step, and SyncError when a
-        peer is missing.
+        Values are pickled, and each travels to all workers. The first one's (`is_first`) comes first.
+        Raises RuntimeError inside a step, and SyncError when a peer is missing.
 
         Example::
 
             ranks = worker.gather(worker.rank)
             assert ranks == list(range(worker.workers))
+            path = worker.gather("runs/first" if worker.is_first else None)[0]
         """
         return self._collectives.gather(value)
-
-    def broadcast(self, value: T, *, source: int | None = None) -> T:
-        """Return on every worker the value of the worker whose rank is `source`; None: of the first one (`is_first`).
-
-        The value is pickled, and travels from one worker to all others. Raises ValueError, on all workers, if there is
-        no such worker (any more). Raises RuntimeError inside a step, and SyncError when a peer is missing.
-
-        Example::
-
-            path = worker.broadcast("runs/first" if worker.is_first else None)
-        """
-        return self._collectives.broadcast(value, source=source)
 
     def wait(self) -> None:
         """Return when all workers have called this. No value moves between them.

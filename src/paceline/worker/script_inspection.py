@@ -138,15 +138,11 @@ class InspectionWorker:
         """Return the value as often as there are workers."""
         return [value] * self.workers
 
-    def broadcast(self, value: T, *, source: int | None = None) -> T:
-        """Return the value as it is."""
-        return value
-
     def batches(self, *args: Any, **kwargs: Any) -> NoReturn:
         """End the script."""
         self._end()
 
-    evaluate = backward = clip_gradients = add_penalty = batches
+    evaluate = backward = clip_gradients = batches
 
     def close(self) -> None:
         """The script has come to its end, or to its first loop: count what workers would hold."""

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
@@ -287,24 +286,6 @@ class Worker(StatefulMember):
             )
         return self._loop.clip(max_norm, max_value=max_value)
 
-    def add_penalty(self, model: nn.Module, penalty: Callable[[str, Tensor], Any]) -> Tensor:
-        """Add a penalty on weights to the gradients of the last batch, and return its value (0-d, float64).
-
-        For loops of one's own; steppers take `penalty=`. `penalty(name, parameter)` gets each trained parameter whole,
-        and returns one number, or None. Call it between the loop over a batch and `clip_gradients` or `optim.step()`.
-        All workers must call it. Raises RuntimeError elsewhere, PlanError with parameter servers.
-
-        Example::
-
-            for batch in worker.batches(dataset):
-                for x, y in batch:
-                    worker.backward(torch.nn.functional.mse_loss(model(x), y))
-                worker.add_penalty(model, lambda name, parameter: 1e-4 * parameter.pow(2).sum())
-                optim.step()
-                optim.zero_grad()
-        """
-        return torch.tensor(self._loop.add_penalty(model, penalty), dtype=torch.float64, device=self.device)
-
     def evaluate(
         self,
         model: nn.Module,
@@ -389,7 +370,7 @@ class Worker(StatefulMember):
                 raise SyncError(
                     "worker.batches(weights=...) got other weights on some workers (checksums "
                     f"{', '.join(sorted(set(found)))}), so workers would take samples of different draws: compute them "
-                    "from the dataset alone, or send them: weights = worker.broadcast(weights)"
+                    "from the dataset alone, or send them: weights = worker.gather(weights)[0]"
                 )
         return draws
 

@@ -231,7 +231,7 @@ def test_an_error_of_the_program_is_no_loss_and_ends_the_run(tmp_path: Path) -> 
     environment["PYTHONPATH"] = os.pathsep.join([str(PROGRAM.parent), environment.get("PYTHONPATH", "")])
     code, output = programs.run(sys.executable, tmp_path / "broken.py", environment=environment, cwd=tmp_path)
     assert code == 1, output
-    assert "ValueError: the first broadcast gave" in output
+    assert "ValueError: the first worker gave" in output
 
 
 @pytest.mark.parametrize("step", [11, 12])

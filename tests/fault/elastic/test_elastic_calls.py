@@ -24,7 +24,7 @@ from paceline import Batch, Layout, Plan
 def said_by(call):
     try:
         return call()
-    except (RuntimeError, ValueError) as error:
+    except RuntimeError as error:
         return f"{type(error).__name__}: {error}"
 
 
@@ -39,9 +39,6 @@ def train(worker):
             os.kill(os.getpid(), signal.SIGTERM)  # it leaves, and nobody comes in its place
     told = {
         "members": worker.gather(worker.rank),
-        "of the first": worker.broadcast(worker.rank),
-        "of 2": worker.broadcast(worker.rank, source=2),
-        "of 0": said_by(lambda: worker.broadcast(worker.rank, source=0)),
         "all_reduce": said_by(lambda: dist.all_reduce(torch.ones(1))),
         "all_gather_object": said_by(lambda: all_gather_object([None] * 2, worker.rank)),
         "get_rank": said_by(lambda: dist.get_rank()),
@@ -65,10 +62,6 @@ def test_workers_are_named_by_their_ranks_and_torch_distributed_says_what_to_cal
     assert code == 0, output
     told = json.loads((tmp_path / "told.json").read_text())
     assert told["members"] == [1, 2]
-    assert (told["of the first"], told["of 2"]) == (1, 2)
-    assert told["of 0"].startswith(
-        "ValueError: worker.broadcast(source=0): there is no worker 0; the present ones are 1, 2. Without"
-    )
     for name, instead in (
         ("all_reduce", "worker.average(x)"),
         ("all_gather_object", "worker.gather(x)"),

@@ -57,11 +57,9 @@ def test_an_editor_completes_what_users_call_and_nothing_else() -> None:
 
     worker: Any = Worker(Parts(), Parts())  # type: ignore[arg-type]
     assert [name for name in dir(worker) if not name.startswith("_")] == [
-        "add_penalty",
         "average",
         "backward",
         "batches",
-        "broadcast",
         "clip_gradients",
         "device",
         "evaluate",

@@ -236,13 +236,9 @@ def test_collective_conveniences(world: World) -> None:
     def talk(worker: Any) -> Any:
         worker.wait()
         average = float(worker.average(float(worker.rank)))
-        return (
-            average,
-            worker.gather({"rank": worker.rank}),
-            worker.broadcast("from two" if worker.rank == 2 else None, source=2),
-        )
+        return average, worker.gather({"rank": worker.rank})
 
-    assert world(talk, 3) == [(1.0, [{"rank": 0}, {"rank": 1}, {"rank": 2}], "from two")] * 3
+    assert world(talk, 3) == [(1.0, [{"rank": 0}, {"rank": 1}, {"rank": 2}])] * 3
 
 
 @pytest.mark.parametrize(
@@ -325,7 +321,7 @@ def test_weights_that_do_not_fit_are_refused(world: World) -> None:
         ):
             with pytest.raises(ValueError, match=text):
                 worker.batches(dataset, weights=weights)
-        with pytest.raises(SyncError, match=r"other weights on some workers.*worker.broadcast"):
+        with pytest.raises(SyncError, match=r"other weights on some workers.*worker.gather"):
             worker.batches(Numbers(4), weights=[1.0, 2.0, 3.0, 4.0 + worker.rank])
 
     world(run, 2, Plan(batch=Batch(size=4)))

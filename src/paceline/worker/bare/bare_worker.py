@@ -200,10 +200,6 @@ class BareWorker:
         """The value of the one process."""
         return [value]
 
-    def broadcast(self, value: T, *, source: int | None = None) -> T:
-        """The value of the one process."""
-        return value
-
     def wait(self) -> None:
         """There is no other process."""
 

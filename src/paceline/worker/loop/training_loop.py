@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.comm.group import Disrupted
@@ -28,7 +28,6 @@ from paceline.worker.parts import WorkerParts
 from paceline.worker.state.codec_state import GatheredCodecState
 from paceline.worker.step.grad_scaler import has_grad_scaler
 from paceline.worker.step.gradient_pass import StepInvalidated, StepOutcome
-from paceline.worker.step.weight_penalty import Penalty
 
 if TYPE_CHECKING:
     from paceline.worker.step.pipeline_stages import PipelinePass
@@ -247,24 +246,6 @@ class TrainingLoop:
         if self.executor.outcome.is_taken and max_value is not None:
             gradients.clip_values(max_value)
         return norm
-
-    def add_penalty(self, model: nn.Module, penalty: Penalty) -> float:
-        """Add a penalty on weights to the last pass's gradients; returns its value."""
-        gradients = self._last_pass
-        if self.executor.under_way or gradients is None or self.executor.outcome is None:
-            raise RuntimeError(
-                "worker.add_penalty() belongs after the loop over a batch: for x, y in batch: worker.backward(...)  "
-                "then worker.add_penalty(model, fn)   then optim.step()"
-            )
-        if model not in self._models:
-            raise ValueError(
-                f"worker.add_penalty() got a {type(model).__name__} that was not prepared: model = "
-                "worker.prepare(model)"
-            )
-        value, found = self._models.penalty([model], penalty).compute()
-        if self.executor.outcome.is_taken:
-            gradients.add(found)
-        return value
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:

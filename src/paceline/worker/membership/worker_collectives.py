@@ -1,10 +1,10 @@
-"""The collectives that scripts call (average, gather, broadcast, wait), and their replay for newcomers.
+"""The collectives that scripts call (average, gather, wait), and their replay for newcomers.
 
 All workers take part, between two steps. Inside a step the others may have more or fewer micro-batches, and would be
 in another collective.
 
 A newcomer of an elastic run executes the program from its first line, while the others are far beyond. It has missed
-the gathers, broadcasts, averages and evaluations before their first loop over batches. Their results are kept in the
+the gathers, averages and evaluations before their first loop over batches. Their results are kept in the
 key-value store, and `SetupReplay` returns them to the newcomer's calls.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -112,30 +112,10 @@ class WorkerCollectives:
         self.require_together("worker.gather()")
         return self.together(lambda: self._group.gather_objects(value))
 
-    def broadcast(self, value: T, *, source: int | None) -> T:
-        """Return the value of the worker whose rank is `source` (None: of the first one). Raises ValueError, on all
-        workers, where there is no such worker (any more)."""
-        self.require_together("worker.broadcast()")
-
-        def send() -> T:
-            ranks = self._consensus.ranks  # read anew: when the operation is done again, the members have changed
-            if source is not None and source not in ranks:
-                raise ValueError(
-                    f"worker.broadcast(source={source}): there is no worker {source}; the present ones are "
-                    f"{_listed(ranks)}. Without `source` the first of them sends"
-                )
-            return self._group.broadcast_object(value, source=0 if source is None else ranks.index(source))
-
-        return self.together(send)
-
     def wait(self) -> None:
         """Return when all workers have called this."""
         self.require_together("worker.wait()")
         self.together(self._group.barrier)
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)))
 
 
 KEY = "paceline/setup_replay"
@@ -169,7 +149,7 @@ class SetupReplay:
         if self._num_taken > len(self._values):
             raise SyncError(
                 "this worker joins a run whose members exchanged more than "
-                f"{MOST_BYTES >> 20} MiB by worker.gather(), worker.broadcast() and the like before their first step, "
+                f"{MOST_BYTES >> 20} MiB by worker.gather() and the like before their first step, "
                 "or fewer values than its own script needs: compute large values on each worker instead of sending them"
             )
         return self._values[self._num_taken - 1]

@@ -66,8 +66,8 @@ REPLACEMENTS = {
     "barrier": "worker.wait()",
     "monitored_barrier": "worker.wait()",
     "all_reduce": "worker.average(x)",
-    "broadcast": "worker.broadcast(x)",
-    "broadcast_object_list": "worker.broadcast(x)",
+    "broadcast": "worker.gather(x)[0]",
+    "broadcast_object_list": "worker.gather(x)[0]",
 }  # everything else: worker.gather(x)
 KEYWORDS = {"all_gather_into_tensor": "input_tensor", "reduce_scatter": "output", "reduce_scatter_tensor": "output"}
 
