@@ -225,7 +225,7 @@ def ended(events: Path) -> bool:
 def test_an_error_of_the_program_is_no_loss_and_ends_the_run(tmp_path: Path) -> None:
     run = trained(tmp_path / "a", {"worker": 1, "step": 3, "where": "forward", "signal": 0}, job={"max_steps": 4})
     assert run.code == 0  # signal 0 is nothing: the program works
-    broken = PROGRAM.read_text().replace('words != ["from 0"]', "worker.rank == 1")
+    broken = PROGRAM.read_text().replace('words != "from 0"', "worker.rank == 1")
     (tmp_path / "broken.py").write_text(broken)
     environment = child_environment() | {"OPTIONS": json.dumps({"job": {"run_dir": str(tmp_path / "b")}})}
     environment["PYTHONPATH"] = os.pathsep.join([str(PROGRAM.parent), environment.get("PYTHONPATH", "")])
