@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.sharded_tensors import TensorSlice, is_sharded, part_like, whole_shape
+from paceline.parallel.class_name import class_name
 from paceline.plan import Layout
 
 __all__ = ["PartialStateGuard", "is_partial", "reading_parts"]
@@ -70,7 +71,7 @@ class PartialStateGuard:
         if _num_reading or (self._suits_torch and _is_called_from(CHECKPOINT_PACKAGE)):
             return
         text = (
-            f"state_dict() of {type(module).__name__} was called under {self._layout!r}, where this worker has only a "
+            f"state_dict() of {class_name(module)} was called under {self._layout!r}, where this worker has only a "
             "part of the weights: a file of them would lack the rest. Call weights = worker.state_dict(model) on all "
             "workers; the first worker gets the whole weights, for torch.save(weights, path) or "
             "model.save_pretrained(path, state_dict=weights). Or call worker.save_model(path) on all workers, which "
@@ -95,7 +96,7 @@ class PartialStateGuard:
         self._close()
         if local_metadata.get("assign_to_params_buffers", False):
             raise RuntimeError(
-                f"load_state_dict(assign=True) of {type(module).__name__} under {self._layout!r}: the assigned tensors "
+                f"load_state_dict(assign=True) of {class_name(module)} under {self._layout!r}: the assigned tensors "
                 "would take the place of the parts that optimizers and groups know. Use assign=False, or load the "
                 "weights before worker.prepare(model)"
             )

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from paceline.events import Note, Warned
+from paceline.parallel.class_name import class_name
 from paceline.worker.loop.training_loop import TrainingLoop
 from paceline.worker.parts import WorkerParts
 from paceline.worker.run_member import RunMember
@@ -145,7 +146,7 @@ class StatefulMember(RunMember):
     def _require_prepared(self, model: nn.Module, method: str) -> None:
         if model not in self._models:
             raise ValueError(
-                f"worker.{method}() got a {type(model).__name__} that was not prepared: model = worker.prepare(model)"
+                f"worker.{method}() got a {class_name(model)} that was not prepared: model = worker.prepare(model)"
             )
 
     def _say(self, text: str) -> None:

@@ -80,6 +80,7 @@ def test_whole_weights_leave_every_layout(tmp_path: Path, layout: Layout) -> Non
     assert first["loss"] == pytest.approx(oracle["loss"], rel=1e-7)
     for result in (first, *others):
         assert all("worker.save_model" in text and "Layout(" in text for text in result["refused"])
+        assert result["refused"][0].startswith("state_dict() of Net was called"), "the user's class, not torch's"
         assert result["by_torch"] == (len(whole) if layout.workers_each == layout.shard else 0)
     assert all(result["weights"] == {} for result in others)
 

@@ -35,6 +35,7 @@ from paceline.comm.flight_recorder import FlightRecorder
 from paceline.comm.group import WorkerGroup
 from paceline.comm.sharded_tensors import is_sharded, local_part
 from paceline.errors import PlanError, Reason
+from paceline.parallel.class_name import class_name
 from paceline.parallel.fully_sharded.collectives import (
     ShardAllGather,
     ShardCollectives,
@@ -211,7 +212,7 @@ class ShardedModel:
         for name, module in [*(blocks if apart is None else apart), *whole]:
             unit = module if apart is None else _GatherModule(module, self)
             sharded = self._split(unit, over=rows, is_root=module is model, is_half=module in half)
-            self._note(sharded, name or type(model).__name__, over=rows, recorder=recorder, traffic=traffic)
+            self._note(sharded, name or class_name(model), over=rows, recorder=recorder, traffic=traffic)
             if apart is not None or module is model:
                 self._roots.append(sharded)
         _tie_again(model, before)
@@ -352,7 +353,7 @@ def require_splittable(model: nn.Module, named: Sequence[str] = ()) -> None:
         found.append(Reason(module=module, what=what, remedy=remedy))
 
     if isinstance(model, (nn.ModuleList, nn.ModuleDict)):
-        kind = type(model).__name__
+        kind = class_name(model)
         note(kind, f"the model is a {kind}, which has no forward:", "put it into a module that has one.")
     blocks = blocks_of(model, named) if named else []
     shared = _shared_outside(model, [block for _, block in blocks])
@@ -378,7 +379,7 @@ def require_splittable(model: nn.Module, named: Sequence[str] = ()) -> None:
             some = " and ".join(sorted(map(_short, kinds)))
             note(name, f"{name} mixes {some}, but travels as one:", "give its parameters one type.")
     if found:
-        raise PlanError.listing(f"Layout(shard=...) cannot split {type(model).__name__}", found)
+        raise PlanError.listing(f"Layout(shard=...) cannot split {class_name(model)}", found)
 
 
 def _shared_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> set[int]:

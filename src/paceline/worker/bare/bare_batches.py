@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import default_collate
 
 from paceline.plan import Batch
 from paceline.schedule.micro_batches import MicroBatch, micro_batches, step_ranges
+from paceline.schedule.sample_order import WeightedDraws
 from paceline.worker.data import random_state
 from paceline.worker.data.data_loading import (
     Collate,
@@ -17,6 +19,7 @@ from paceline.worker.data.data_loading import (
     ReadOptions,
     StreamReader,
     refuse_loader,
+    require_fit,
 )
 from paceline.worker.data.stream_position import stream_seed
 
@@ -67,19 +70,20 @@ def bare_batches(
     stream: str,
     epochs: int,
     collate: Collate | None,
+    weights: Sequence[float] | Tensor | None,
     run_pass: Callable[[BareBatch], Iterator[Any]],
 ) -> Iterator[BareBatch]:
-    """Yield the steps of a dataset with len() and [], or of an iterable."""
+    """Yield the steps of a dataset with len() and [], or of an iterable. `weights`: by which samples are drawn."""
     refuse_loader(dataset)
     collate = collate or default_collate
     is_map = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    reading = ReadOptions(
-        dataset,
-        collate,
-        len(dataset) if is_map else 0,
-        stream_seed(batch, stream),
-        batch.shuffle and is_map,
-    )
+    num_samples = len(dataset) if is_map else 0
+    draws = None
+    if weights is not None:
+        draws = WeightedDraws(weights.detach().cpu().numpy() if isinstance(weights, Tensor) else weights)
+        require_fit(draws, stream, num_samples=num_samples, shuffle=batch.shuffle)
+    seed = stream_seed(batch, stream)
+    reading = ReadOptions(dataset, collate, num_samples, seed, batch.shuffle and is_map, draws)
     steps = _map_steps(reading, batch, epochs) if is_map else _iterable_steps(reading, batch, epochs)
     for epoch, micros, read, ends_epoch in steps:
         yield BareBatch(stream, epoch, micros, read=read, run_pass=run_pass, ends_epoch=ends_epoch)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -120,10 +120,13 @@ class BareWorker:
         epochs: int = 1,
         collate: Any = None,
         name: str | None = None,
+        weights: Sequence[float] | Tensor | None = None,
         collate_fn: Any = None,
-        **_: Any,
+        loaders: int | None = None,
+        prefetch: int = 2,
+        num_workers: int | None = None,
     ) -> Iterator[BareBatch]:
-        """Yield one batch a step."""
+        """Yield one batch a step; this process reads the data, whatever `loaders` says."""
         number = 1
         while name is None:
             candidate = "train" if number == 1 else f"train_{number}"
@@ -136,6 +139,7 @@ class BareWorker:
             stream=name,
             epochs=epochs,
             collate=collate or collate_fn,
+            weights=weights,
             run_pass=self._run_plain,
         )
         return self._handed_out(found)

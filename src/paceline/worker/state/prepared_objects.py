@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from paceline.comm.sharded_tensors import TensorSlice
 from paceline.errors import PlanError
 from paceline.events import Event, Warned
+from paceline.parallel.class_name import class_name
 from paceline.parallel.offload.memory import memory_for, why_no_disk
 from paceline.parallel.offload.optimizer_state import OffloadedState
 from paceline.plan import Plan
@@ -85,7 +86,7 @@ class PreparedObjects:
 
     def _refuse_known(self, model: nn.Module) -> None:
         if any(model is known for known in self.registry.models.values()):
-            raise ValueError(f"this {type(model).__name__} is prepared already; prepare each model once")
+            raise ValueError(f"this {class_name(model)} is prepared already; prepare each model once")
 
     def optimizer(self, optimizer: Optimizer, name: str | None) -> None:
         """Register an optimizer, and fill it."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from paceline.comm.sharded_tensors import is_sharded, local_part
 from paceline.errors import PlanError, Reason
+from paceline.parallel.class_name import class_name
 
 __all__ = ["ForwardWrites"]
 
@@ -106,11 +107,11 @@ def _refuse_written(names: Sequence[str]) -> None:
 def _refuse_new(module: nn.Module, names: Sequence[str]) -> None:
     name = names[0] if names else "a parameter"
     what = (
-        f"{type(module).__name__} registered or removed {name!r} within a step, where each worker runs other "
+        f"{class_name(module)} registered or removed {name!r} within a step, where each worker runs other "
         "micro-batches: it would be neither equal on all workers nor averaged."
     )
     remedy = (
         "Register it in __init__, or call the model on one batch before worker.prepare(model), so that lazy modules "
         "are complete."
     )
-    raise PlanError(f"{what} {remedy}", reasons=[Reason(module=type(module).__name__, what=what, remedy=remedy)])
+    raise PlanError(f"{what} {remedy}", reasons=[Reason(module=class_name(module), what=what, remedy=remedy)])

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.group import WorkerGroup
+from paceline.parallel.class_name import class_name
 from paceline.schedule.micro_batches import MicroBatch
 from paceline.worker.step.buffer_rules import given_rules
 from paceline.worker.step.tracked_buffer import (
@@ -266,7 +267,7 @@ class BufferAverager:
         for module, name in self._new_names():
             raise ValueError(
                 f"buffer {full_name(self._modules[module], name)} was registered within a step, so workers without "
-                f"a micro-batch lack it. Call register_buffer({name!r}, None) in {type(module).__name__}.__init__ "
+                f"a micro-batch lack it. Call register_buffer({name!r}, None) in {class_name(module)}.__init__ "
                 "and fill it in forward, or use persistent=False for a cache"
             )
 

@@ -23,6 +23,7 @@ from torch.nn import Parameter
 from paceline.comm.group import WorkerGroup
 from paceline.comm.sharded_tensors import local_part
 from paceline.errors import PlanError
+from paceline.parallel.class_name import class_name
 from paceline.parallel.fully_sharded.sharded_model import ShardedModels
 from paceline.parallel.model_units import ModelUnit
 from paceline.parallel.partial_state import reading_parts
@@ -155,7 +156,7 @@ class PipelineModel:
     def _before_forward(self, *_: Any) -> None:
         if not self._is_running:
             raise RuntimeError(
-                f"{type(self.model).__name__} was called outside of step(batch) and worker.evaluate(...), but under "
+                f"{class_name(self.model)} was called outside of step(batch) and worker.evaluate(...), but under "
                 f"Layout(stages={self._layout.stages}) this worker has only a part of it. Train by step = "
                 "worker.stepper(model, optim, loss), measure by worker.evaluate(model, dataset, measures)"
             )
@@ -169,7 +170,7 @@ class PipelineModel:
             num_bytes = sum(sizes[id(tensor)] for name, tensor in named if stage in stages_of[name])
             what = ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]} ({len(names)} units)"
             texts.append(f"{what}: {bytes_text(num_bytes)}")
-        return f"{type(self.model).__name__} is partitioned into {len(texts)} stages: " + "; ".join(texts)
+        return f"{class_name(self.model)} is partitioned into {len(texts)} stages: " + "; ".join(texts)
 
 
 class TiedStageGradients:
