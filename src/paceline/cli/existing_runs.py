@@ -134,10 +134,14 @@ def _add_report(commands: Commands) -> None:
         description="Attribute every second of a run: useful steps, waiting, saves, incidents, idle time. Print the "
         "table, and write a page with plots of loss, speed, workers and time that needs nothing but a browser.",
         examples="  paceline report RUN\n  paceline report RUN --html run.html\n"
-        "  paceline report RUN --json --no-html\n\n"
+        "  paceline report RUN --json --no-html\n"
+        "  paceline report RUN copy_of_host_2 copy_of_host_3    several hosts without a shared disk\n\n"
         "exit status: 0 printed; 1 the page cannot be written; 2 there is no such run",
     )
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="the run's directory")
+    parser.add_argument(
+        "others", metavar="OTHER", nargs="*", type=Path, help="copies of the run's directories on other hosts"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
     page = parser.add_mutually_exclusive_group()
     page.add_argument("--html", metavar="PATH", type=Path, help="where to write the page (default: RUN/report.html)")
@@ -150,7 +154,7 @@ def _report(arguments: argparse.Namespace) -> int:
     from paceline.monitor.report.command import main_report
 
     page: Path | None = None if arguments.no_html else arguments.html or arguments.run_dir / "report.html"
-    return main_report(arguments.run_dir, json=arguments.json, page=page)
+    return main_report(arguments.run_dir, *arguments.others, json=arguments.json, page=page)
 
 
 def _add_audit(commands: Commands) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ class Scene:
         self.events: list[Event] = []
         self.killed: list[int] = []
         self.told: list[tuple[int, dict[str, Any]]] = []
+        self.given_up: tuple[str, list[str], list[int]] | None = None
         worker_actions: Any = self
         limits = Limits(least=1, most=2, workers_each=2)
         self.controller = ElasticController(limits, workers=4, worker_actions=worker_actions, emit=self.events.append)
@@ -49,6 +51,9 @@ class Scene:
 
     def generation_formed(self) -> None: ...
 
+    def give_up(self, reason: str, *, causes: Any, lost: Any) -> None:
+        self.given_up = (reason, list(causes), list(lost))
+
     @property
     def lost(self) -> list[int]:
         return [one.rank for one in self.events if isinstance(one, WorkerLost)]
@@ -64,3 +69,12 @@ def test_newcomers_that_are_not_wanted_any_more_are_not_lost(why: str) -> None:
     else:
         scene.controller.stop(75, "SIGTERM came")
     assert sorted(scene.killed) == [2, 3] and scene.lost == [3, 2]
+
+
+def test_members_that_are_silent_are_named_as_lost_by_silence_where_nobody_is_left() -> None:
+    scene = Scene()
+    scene.controller.tick(time.monotonic() + 3600.0)
+    assert scene.given_up is not None
+    _, causes, lost = scene.given_up
+    assert lost == [0, 2] and "worker 0 said nothing for" in causes[0]
+    assert sorted(scene.lost[2:]) == [0, 1, 2, 3], "and those that were ended with them"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -217,6 +218,37 @@ def test_steps_that_are_taken_again_are_repeated_and_the_time_between_attempts_i
     assert ledger.elapsed(12.0) == ledger.elapsed(9.0) == 9.0
 
 
+def test_an_attempt_that_came_to_no_step_does_not_hide_that_steps_were_taken_again() -> None:
+    told = {worker: steps(1, 6, 2.0) for worker in (0, 1)}
+    first = log([started(2.0, 0), started(2.0, 1)], told, ended=9.0, state="lost", exit_code=None)
+    nothing = log([], {}, attempt=2, began=10.0, ended=11.0, state="failed", exit_code=76)
+    again = {worker: steps(5, 8, 14.0) for worker in (0, 1)}
+    records = [started(13.0, worker, startup_s=1.0, resumed_from_step=4) for worker in (0, 1)]
+    ledger = goodput_ledger([first, nothing, log(records, again, attempt=3, began=12.0, ended=18.0)])
+    assert_whole(ledger, places=36.0)
+    assert ledger.worker_s["repeated"] == pytest.approx(2 * 2.0)
+    assert ledger.worker_s["compute"] == pytest.approx(2 * 0.6 * 8)  # each step once
+    ended, hindered = ledger.incidents
+    assert (ended.step, ended.steps_lost, hindered.steps_lost) == (4, 2, 0)
+    assert "after step 6: " in incident_text(ended)
+    assert "attempt 3 went on from step 4, steps lost 2" in incident_text(ended)
+
+
+@pytest.mark.parametrize(("state", "num_useful"), [("failed", 4), ("lost", 4), ("stopped", 4), ("running", 6)])
+def test_steps_that_no_checkpoint_has_are_not_useful_where_the_run_ended_early(state: str, num_useful: int) -> None:
+    told = {worker: steps(1, 6, 2.0) for worker in (0, 1)}
+    saved = CheckpointSaved(step=4, path="", num_bytes=1, stall_s=0.0, write_s=0.0)
+    ledger = goodput_ledger(
+        [log([started(2.0, 0), started(2.0, 1), record(6.5, saved, 0)], told, ended=9.0, state=state)]
+    )
+    assert_whole(ledger, places=18.0)
+    assert ledger.worker_s["compute"] == pytest.approx(2 * 0.6 * num_useful)
+    assert ledger.worker_s["undone"] == pytest.approx(2.0 * (6 - num_useful))
+    if state != "running":
+        (incident,) = ledger.incidents
+        assert "after step 6: " in incident_text(incident) and "steps in no checkpoint 2" in incident_text(incident)
+
+
 def test_what_it_takes_until_all_have_begun_again_is_recovery_and_their_snapshots_are_no_useful_time() -> None:
     lost = Restarted(
         causes=["worker 1 (pid 7) killed by signal 9"],
@@ -405,7 +437,8 @@ def test_where_all_are_lost_the_incident_is_after_the_last_step_that_anybody_too
     records = [started(2.0, 0), started(2.0, 1)]
     records += [record(8.5, WorkerLost(rank=worker, host="a", step=4, reason="killed")) for worker in (0, 1)]
     ledger = goodput_ledger([log(records, told, ended=9.0, state="stopped", exit_code=76)])
-    assert [(incident.kind, incident.step) for incident in ledger.incidents] == [("loss", 6), ("end", 6)]
+    ends = [(incident.kind, incident.step + incident.steps_lost) for incident in ledger.incidents]
+    assert ends == [("loss", 6), ("end", 6)]
 
 
 @pytest.mark.parametrize(
@@ -470,6 +503,14 @@ def test_workers_of_other_hosts_are_named_and_not_counted_and_their_losses_are_r
     about: dict[str, Any] = {"causes": [reason], "members": [0, 1], "step": 1, "detected_s": 0.1, "regrouped_s": 0.2}
     head.emit(Regrouped(**about, steps_lost=0, holds=False))
     head.close()
+    other = tmp_path / "of_the_other_host"
+    for worker in (2, 3):
+        place = other / "attempt_1" / f"worker_{worker}"
+        place.mkdir(parents=True)
+        with contextlib.closing(EventLog(place / "events.jsonl", worker=worker)) as own:
+            own.emit(started(0, worker, startup_s=0.0).event)
+    (whole,) = read_attempts(RunRecord.load(tmp_path), others=[other])
+    assert list(goodput_ledger([whole]).workers) == [0, 1, 2, 3] and not whole.elsewhere
     (one,) = read_attempts(RunRecord.load(tmp_path))
     assert [step.skipped for step in one.steps(0)] == [True]
     ledger = goodput_ledger([one])

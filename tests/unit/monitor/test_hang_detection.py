@@ -308,6 +308,10 @@ def test_the_cause_names_the_place_and_how_long_everybody_stood_still() -> None:
         "worker 2 (a, pid 4702) was hanging at train.py:88 in load_image and was ended: the others had stood still "
         "for 25.3 s (timeout_s is 25)"
     )
+    stopped = {**activities, 2: dataclasses.replace(activities[2], state="stopped")}
+    assert "was silent, as it was stopped (SIGSTOP, or a debugger), and was ended" in cause_text(
+        finding, stopped, {}, 25.0
+    )
 
 
 def test_a_stopped_worker_is_called_stopped() -> None:

@@ -137,9 +137,7 @@ class ElasticController:
             cause = cause_of(ended)
             others = [one.worker for one in exits if cause_of(one) == cause]
             reason = causes[self._replica(ended.worker)] = self._with_replicas(cause, others)
-            self._note_lost(ended.worker, reason, ended.host, since_s=silent_s)
-            if self._incident is not None and ended.worker in self._members:
-                self._incident.lost.append(ended.worker)
+            self._note_lost(ended.worker, reason, ended.host, since_s=silent_s, by_itself=True)
         reason = next(iter(causes.values()), "")
         self._do(self._membership.lost(workers, time.monotonic(), reason=reason, room=room), causes)
 
@@ -201,8 +199,9 @@ class ElasticController:
                     if worker in self._members and decision.is_loss:
                         host = self._worker_actions.host_of(worker)
                         own = self._with_replicas(decision.reason, [worker])
+                        is_first = self._replica(worker) not in reasons
                         reason = reasons.setdefault(self._replica(worker), own)
-                        self._note_lost(worker, reason, host, since_s=decision.silent_s)
+                        self._note_lost(worker, reason, host, since_s=decision.silent_s, by_itself=is_first)
                     self._worker_actions.kill(worker)
                 case Finish():
                     for worker in self._membership.workers:
@@ -224,7 +223,8 @@ class ElasticController:
         for worker in {*form.members, *self._membership.left_out}:
             self._worker_actions.send(worker, message)
 
-    def _note_lost(self, worker: int, reason: str, host: str, *, since_s: float = 0.0) -> None:
+    def _note_lost(self, worker: int, reason: str, host: str, *, since_s: float, by_itself: bool) -> None:
+        """`by_itself`: not ended with another worker of its replica, which explains it."""
         now = time.time() - since_s
         self._lost_at[worker] = now
         self._emit(WorkerLost(rank=worker, host=host, step=self._step, reason=reason, silent_s=round(since_s, 3)))
@@ -234,6 +234,8 @@ class ElasticController:
             self._incident = LossIncident(causes=[reason], lost=[], began=now, at_step=self._step)
         elif reason not in self._incident.causes:
             self._incident.causes.append(reason)
+        if by_itself:
+            self._incident.lost.append(worker)
 
     def _note_formed(self, worker: int, notice: Mapping[str, Any]) -> None:
         incident = self._incident

@@ -189,8 +189,11 @@ def cause_text(
         for worker in finding.named[:3]
         if places.get(worker)
     )
+    are_stopped = all(worker in activities and activities[worker].state == "stopped" for worker in finding.named)
+    silent = f"silent, as {'it was' if is_one else 'they were'} stopped (SIGSTOP, or a debugger),"
+    how = silent if are_stopped else f"hanging{at}"
     return (
-        f"{named} {'was' if is_one else 'were'} hanging{at} and {'was' if is_one else 'were'} ended: the others had "
+        f"{named} {'was' if is_one else 'were'} {how} and {'was' if is_one else 'were'} ended: the others had "
         f"stood still for {duration_text(finding.waited_s)} (timeout_s is {limit_s:g})"
     )
 

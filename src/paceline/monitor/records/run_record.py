@@ -71,6 +71,7 @@ class RunRecord:
             raise ValueError(
                 f"{str(run_dir)!r} {what}: it is not the directory of a run. Name the one that `paceline run` printed "
                 "(runs/... unless --run-dir said otherwise)."
+                + (" The record of a run on several hosts is on the host of --head." if _has_attempts(run_dir) else "")
             ) from None
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
@@ -159,3 +160,7 @@ class RunRecord:
     def state_now(self) -> str:
         """Return the state; "lost" if the supervisor was killed and wrote no end (known only on its own host)."""
         return "lost" if self.state == RUNNING and self.is_here() and not self.is_alive() else self.state
+
+
+def _has_attempts(run_dir: Path) -> bool:
+    return any(run_dir.glob("attempt_*"))

@@ -51,14 +51,16 @@ class AttemptLog:
     steps: Callable[[int], Iterable[StepTime]]  # of a worker, by time
 
 
-def read_attempts(record: RunRecord) -> list[AttemptLog]:
-    """Return the attempts of a run that left files, by their numbers."""
+def read_attempts(record: RunRecord, *, others: Sequence[Path] = ()) -> list[AttemptLog]:
+    """Return the attempts of a run that left files, by their numbers; `others` are directories of its other hosts."""
     logs: list[AttemptLog] = []
     for attempt in record.attempts:
         directory = attempt_dir(record.run_dir, attempt.attempt)
         if not directory.is_dir():
             continue
-        paths = {worker: path / "events.jsonl" for path in directory.iterdir() if (worker := _worker(path)) is not None}
+        places = [attempt_dir(run_dir, attempt.attempt) for run_dir in (*others, record.run_dir)]
+        found_in = [path for place in places if place.is_dir() for path in place.iterdir()]
+        paths = {worker: path / "events.jsonl" for path in found_in if (worker := _worker(path)) is not None}
         records = sorted(
             (found for path in (directory / "events.jsonl", *paths.values()) for found in _rare(path)),
             key=operator.attrgetter("time"),

@@ -19,10 +19,13 @@ from paceline.units import printable
 __all__ = ["main_report", "report_facts"]
 
 
-def main_report(run_dir: Path | str, *, json: bool = False, page: Path | None = None) -> int:
-    """Print a run's report and write its page, where one is asked for; returns 0, or 2 where there is no run."""
+def main_report(run_dir: Path | str, *others: Path | str, json: bool = False, page: Path | None = None) -> int:
+    """Print a run's report and write its page, where one is asked for; returns 0, or 2 where there is no run.
+
+    `others`: copies of the run's directories on other hosts.
+    """
     try:
-        report = read_report(run_dir)
+        report = read_report(run_dir, *others)
     except ValueError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return 2

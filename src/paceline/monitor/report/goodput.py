@@ -10,8 +10,9 @@ costs:
  - the survivors' disturbed step counts like the undisturbed one before it, and the excess is recovery; so is the excess
    of the step at which a successor was taken in;
  - where all workers restarted at once after a loss (`Restarted`), the time until their first step is recovery;
- - steps that were taken again from an older state are repeated; steps that a rollback undid, and steps that were left
-   out because of a loss spike or of gradients that are not finite, are undone.
+ - steps that were taken again from an older state are repeated; steps that a rollback undid, steps that were left
+   out because of a loss spike or of gradients that are not finite, and steps after the newest checkpoint of a run that
+   ended early and has not gone on, are undone.
 
 Workers of other hosts whose files are not here are not in the ledger.
 
@@ -39,7 +40,7 @@ from paceline.events import (
     WorkerStarted,
 )
 from paceline.monitor.report.attempt_log import AttemptLog
-from paceline.monitor.report.incidents import Incident, Rewinds, incidents_of, restart_of
+from paceline.monitor.report.incidents import Incident, Rewinds, incidents_of, restart_of, resumed_from_step
 from paceline.monitor.report.worker_time import ACCOUNTS, USEFUL, WorkerTime
 
 __all__ = ["ACCOUNTS", "NUM_STRETCHES", "USEFUL", "AttemptTime", "GoodputLedger", "TimeShares", "goodput_ledger"]
@@ -119,7 +120,7 @@ def goodput_ledger(attempts: Sequence[AttemptLog]) -> GoodputLedger:
         raise ValueError("there is nothing to book: no attempt of the run has left any file")
     attempts = _in_turn(attempts)
     began, ended = attempts[0].began, attempts[-1].ended
-    found = [incidents_of(log, later) for log, later in itertools.zip_longest(attempts, attempts[1:])]
+    found = [incidents_of(log, _gone_on_with(attempts[place + 1 :])) for place, log in enumerate(attempts)]
     incidents = list(itertools.chain.from_iterable(found))
     rewinds, stretches = Rewinds(incidents), _TimeStretches(sum(log.ended - log.began for log in attempts))
     workers: dict[int, dict[str, float]] = {}
@@ -158,6 +159,11 @@ def goodput_ledger(attempts: Sequence[AttemptLog]) -> GoodputLedger:
         timeline=stretches.taken(),
         elsewhere=tuple(sorted(frozenset().union(*(log.elsewhere for log in attempts)) - workers.keys())),
     )
+
+
+def _gone_on_with(later: Sequence[AttemptLog]) -> AttemptLog | None:
+    """The first attempt whose workers started: others, which an accident ended before, went on from no step."""
+    return next((log for log in later if resumed_from_step(log) is not None), None)
 
 
 def _in_turn(attempts: Sequence[AttemptLog]) -> list[AttemptLog]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from paceline.events import (
+    CheckpointSaved,
     Regrouped,
     Restarted,
     ServerReplaced,
@@ -26,7 +28,7 @@ from paceline.events import (
 from paceline.monitor.console.event_lines import EXIT_CAUSES, spike_cause
 from paceline.monitor.report.attempt_log import AttemptLog
 
-__all__ = ["Incident", "Replacement", "Rewinds", "incidents_of", "restart_of"]
+__all__ = ["Incident", "Replacement", "Rewinds", "incidents_of", "restart_of", "resumed_from_step"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,11 +61,12 @@ class Incident:
     regrouped_s: float | None = None
     members: tuple[int, ...] = ()  # that were left
     holds: bool = False  # they were too few, and waited for others
-    steps_lost: int = 0  # that had been committed, and were taken again
+    steps_lost: int = 0  # that had been committed, and were taken again, or are in no checkpoint
     at_step: int | None = None  # of a spike and of differing weights: the step in hand
     steps_undone: int = 0  # by a rollback; their samples are not used again
     joined: list[Replacement] = dataclasses.field(default_factory=list[Replacement])
     source: str | None = None  # of an end after which all began again at once: where the state was (`Restarted`)
+    went_on_as: int | None = None  # of an end: the attempt that went on
     costs: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
 
     @property
@@ -76,7 +79,8 @@ class Incident:
 
 
 def incidents_of(log: AttemptLog, later: AttemptLog | None) -> list[Incident]:
-    """Return the incidents of one attempt, by their times; the `later` attempt says which steps were taken again."""
+    """Return the incidents of one attempt, by their times. The `later` attempt is the next one whose workers started:
+    it says which steps were taken again."""
     found: list[Incident] = []
     open_loss: Incident | None = None
     seen: set[tuple[str, int]] = set()  # all workers say alike what they see
@@ -132,13 +136,16 @@ def restart_of(log: AttemptLog) -> Restarted | None:
 
 
 class Rewinds:
-    """The moments at which a run went back to an older step: later steps that were recorded before do not count."""
+    """The moments at which a run went back to an older step: later steps that were recorded before do not count.
+
+    A run that ended early, and has not gone on, will go back to its newest checkpoint.
+    """
 
     def __init__(self, incidents: Sequence[Incident]) -> None:
         moments = sorted(
-            (incident.went_on, incident.step, place)
+            (math.inf if incident.went_on is None else incident.went_on, incident.step, place)
             for place, incident in enumerate(incidents)
-            if incident.went_on is not None and incident.steps_lost + incident.steps_undone > 0
+            if incident.steps_lost + incident.steps_undone > 0
         )
         self._incidents = incidents
         self._times = [moment for moment, _, _ in moments]
@@ -237,8 +244,16 @@ def _end(log: AttemptLog, later: AttemptLog | None, resumed_from: int | None) ->
     restarted = None if later is None else restart_of(later)
     if restarted is not None:
         incident.source, incident.causes, incident.workers = restarted.source, [*restarted.causes], [*restarted.lost]
-    if later is not None:
-        incident.went_on = later.began
-        if resumed_from is not None:
-            incident.step, incident.steps_lost = resumed_from, max(0, log.last_step - resumed_from)
+    if later is not None and resumed_from is not None:
+        incident.went_on, incident.went_on_as = later.began, later.attempt
+        incident.step, incident.steps_lost = resumed_from, max(0, log.last_step - resumed_from)
+    elif log.state != "running" and 0 not in log.elsewhere:  # what worker 0 saved is known
+        incident.step = min(log.last_step, _saved_step(log))
+        incident.steps_lost = log.last_step - incident.step
     return incident
+
+
+def _saved_step(log: AttemptLog) -> int:
+    """The step from which a next attempt would go on."""
+    saved = [record.event.step for record in log.records if isinstance(record.event, CheckpointSaved)]
+    return max([*saved, resumed_from_step(log) or 0])

@@ -66,10 +66,23 @@ class SnapshotCost:
     travel_s: float = 0.0  # that a copy took to the next host at most; 0: none went there
 
 
-def read_report(run_dir: Path | str) -> RunReport:
-    """Read a run's files; raises ValueError where `run_dir` is not the directory of a run, or nothing is in it yet."""
-    record = RunRecord.load(run_dir)
-    logs = read_attempts(record)
+def read_report(run_dir: Path | str, *others: Path | str) -> RunReport:
+    """Read a run's files; raises ValueError where `run_dir` is not the directory of a run, or nothing is in it yet.
+
+    `others`: copies of its directories on other hosts. One of all these has the run's record.
+    """
+    places = [Path(run_dir), *map(Path, others)]
+    for place in places:
+        if not place.is_dir():
+            raise ValueError(f"{str(place)!r} is not a directory: name the directories of one run's hosts.")
+    heads = [place for place in places if (place / "run.json").exists()]
+    if len(heads) > 1:
+        raise ValueError(
+            f"{local_path(heads[0])} and {local_path(heads[1])} are two runs, as each has a run.json. Name one run, "
+            "and the directories that it has on other hosts."
+        )
+    record = RunRecord.load(heads[0] if heads else places[0])
+    logs = read_attempts(record, others=[place for place in places if place != record.run_dir])
     ledger = goodput_ledger(logs)
     plans = [each.event.plan for log in logs for each in log.records if isinstance(each.event, WorkerStarted)]
     steps = [step for book in ledger.attempts for step in (book.first_step, book.last_step) if step is not None]
@@ -99,7 +112,7 @@ def report_text(report: RunReport) -> str:
         [
             title,
             f"goodput {ledger.goodput:.1%}: the share of that time in useful steps",
-            *([elsewhere_text(ledger)] if ledger.elsewhere else []),
+            *(_wrapped(elsewhere_text(ledger), WIDTH) if ledger.elsewhere else []),
             "",
             *_accounts_lines(ledger),
             *_workers_lines(ledger),
@@ -136,8 +149,10 @@ def _snapshot_cost(logs: Sequence[AttemptLog], ledger: GoodputLedger) -> Snapsho
 
 def elsewhere_text(ledger: GoodputLedger) -> str:
     """Say whose files are not here."""
-    subject = workers_text(ledger.elsewhere)
-    return f"{subject} ran on other hosts, whose files are not here: their time is not counted here"
+    return (
+        f"{workers_text(ledger.elsewhere)} ran on other hosts, whose files are not here: their time is not counted "
+        "here (copy their run directories, and name them after this one)"
+    )
 
 
 def incident_text(incident: Incident) -> str:
@@ -146,8 +161,8 @@ def incident_text(incident: Incident) -> str:
     if incident.kind == "end":
         after = f"attempt {incident.attempt} ended after step {incident.step + incident.steps_lost}: {causes}"
         if incident.went_on is None:
-            return after
-        went_on = f"attempt {incident.attempt + 1} went on from step {incident.step}"
+            return after + (f"; steps in no checkpoint {incident.steps_lost}" if incident.steps_lost else "")
+        went_on = f"attempt {incident.went_on_as} went on from step {incident.step}"
         if incident.source is not None:
             went_on += f" ({SOURCES[incident.source]})"
         return f"{after}; {went_on}, steps lost {incident.steps_lost}"
@@ -225,10 +240,10 @@ def _incidents_lines(ledger: GoodputLedger) -> Iterator[str]:
         yield f"{'':>9}  and {len(ledger.incidents) - MOST_LISTED} earlier ones: see the page, or --json"
 
 
-def _wrapped(text: str) -> Sequence[str]:
+def _wrapped(text: str, width: int = WIDTH - 11) -> Sequence[str]:
     import textwrap
 
-    return textwrap.wrap(text, WIDTH - 11, break_long_words=False)
+    return textwrap.wrap(text, width, break_long_words=False)
 
 
 def _brief(seconds: float) -> str:

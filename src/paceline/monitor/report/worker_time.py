@@ -31,7 +31,7 @@ ACCOUNTS: dict[str, str] = {
     "start_up": "from the command to the first step",
     "recovery": "dropped work, regrouping, successors' start",
     "repeated": "steps that had to be taken again",
-    "undone": "steps left out, or undone by a rollback",
+    "undone": "steps left out, undone by a rollback, or not saved",
     "vacant": "the empty place of a worker that was lost or has left",
     "idle": "no step left to take",
     "down": "between attempts",
@@ -156,7 +156,8 @@ class WorkerTime:
         rewound_by = self._rewinds.of(step_time.step, step_time.time)
         if rewound_by is not None:
             owner = rewound_by
-            parts = _wasted(parts, "undone" if rewound_by.kind == "spike" else "repeated")
+            is_undone = rewound_by.kind == "spike" or rewound_by.went_on is None
+            parts = _wasted(parts, "undone" if is_undone else "repeated")
         elif step_time.skipped:
             parts, owner = _wasted(parts, "undone"), self._left_out.get(step_time.step)
         self._evaluation_s, self._stall_s = 0.0, self._stalls.get(step_time.step, 0.0)
