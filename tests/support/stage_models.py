@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 __all__ = ["HUGGING_FACE", "PLAIN", "Case", "make"]
 
@@ -141,6 +143,42 @@ class ResNet(nn.Module):
         return self.classifier(torch.flatten(F.adaptive_avg_pool2d(x, 1), 1))
 
 
+class Mixer(nn.Module):
+    """A block of a few layers."""
+
+    def __init__(self, drop: float) -> None:
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(8, 8), nn.LayerNorm(8), nn.Dropout(drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.drop(torch.tanh(self.linear(x))))
+
+
+class Pictures(nn.Module):
+    """A Vision Transformer's root: views of parameters, one of them without gradients, and the user's checkpoints."""
+
+    def __init__(self, *, reentrant: bool | None) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        drop = DROPOUT if reentrant is None else 0.0  # the oracle's own numbers would be others when it runs again
+        self.patch, self.head = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.token, self.places = nn.Parameter(torch.randn(1, 1, 8)), nn.Parameter(torch.randn(1, 9, 8))
+        self.query = nn.Parameter(torch.randn(3, 8))
+        self.blocks = nn.ModuleList(Mixer(drop) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = self.query[:1].expand(len(x), -1).unsqueeze(1)
+        x = torch.cat([self.token.expand(len(x), -1, -1), self.patch(x)], dim=1) * scale
+        x = x + self.places[:, : x.shape[1]]
+        for block in self.blocks:
+            if self.reentrant is None:
+                x = block(x)
+            else:
+                x = checkpoint(lambda x, block=block: x + 2 * block(x), x, use_reentrant=self.reentrant)
+        return self.head(x[:, 0] + self.query.expand(len(x), -1, -1).mean(dim=1))
+
+
 def tied(sizes: list[int]) -> Case:
     model = Tied()
 
@@ -212,7 +250,20 @@ def vit(sizes: list[int]) -> Case:
     return Case(model=model, forward=lambda m: model(**m).loss, micros=micros)
 
 
-PLAIN: dict[str, Callable[[list[int]], Case]] = {"tied": tied, "skip": skip, "resnet": resnet}
+def _pictures(sizes: list[int], *, reentrant: bool | None = None) -> Case:
+    model = Pictures(reentrant=reentrant)
+    micros = [(torch.randn(size, 7, 6).double(), torch.randint(0, 5, (size,))) for size in sizes]
+    return Case(model=model, forward=lambda m: F.cross_entropy(model(m[0]), m[1]), micros=micros)
+
+
+PLAIN: dict[str, Callable[[list[int]], Case]] = {
+    "tied": tied,
+    "skip": skip,
+    "resnet": resnet,
+    "views": _pictures,
+    "checkpoints": functools.partial(_pictures, reentrant=False),
+    "reentrant_checkpoints": functools.partial(_pictures, reentrant=True),
+}
 HUGGING_FACE: dict[str, Callable[[list[int]], Case]] = {
     "gpt2": gpt2,
     "llama": llama,

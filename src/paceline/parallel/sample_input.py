@@ -20,6 +20,7 @@ from paceline.errors import PlanError, Reason
 __all__ = ["SampleInput", "as_sample", "guess_sample", "undisturbed"]
 
 BATCH = 2
+USER_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError)
 LEAST_TOKENS = (12, 4)  # tried in this order: tables of positions may be short
 
 
@@ -59,20 +60,16 @@ def guess_sample(model: nn.Module, *, size: int) -> SampleInput:
     for sample in (sample for length in lengths for sample in _candidates(model, length)):
         try:
             sample.run(model)
-        except (
-            RuntimeError,
-            TypeError,
-            ValueError,
-            IndexError,
-            KeyError,
-            AttributeError,
-            NotImplementedError,
-        ) as error:
+        except USER_ERRORS as error:
             first = str(error).strip().splitlines()
             tried.append(f"  {sample}: {type(error).__name__}: {first[0] if first else ''}")
         else:
             return sample
-    name, remedy = type(model).__name__, "Give a batch of two: sample=(x,) or sample={'name': x}."
+    name = type(model).__name__
+    remedy = (
+        "Give a batch of two: sample=(x,) or sample={'name': x}, as in worker.prepare(model, "
+        "sample=(torch.zeros(2, 3, 224, 224),))."
+    )
     what = f"Cutting the layers of {name} needs one forward of it on a small input, and none of these guesses is one:"
     listed = "\n".join([what, *tried])
     raise PlanError(f"{listed}\n{remedy}", reasons=[Reason(module=name, what=listed, remedy=remedy)])
@@ -105,6 +102,7 @@ def _candidates(model: nn.Module, num_tokens: int) -> Iterator[SampleInput]:
     name = getattr(model, "main_input_name", None)
     if config is not None and isinstance(name, str):
         yield from _transformers(config, name, num_tokens, device, dtype)
+        yield from _by_names(model, config, num_tokens, device, dtype)
     embedding = next((one for one in model.modules() if isinstance(one, nn.Embedding)), None)
     vocabulary = max((one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)), default=0)
     num_inputs = _num_inputs(model)
@@ -117,6 +115,53 @@ def _candidates(model: nn.Module, num_tokens: int) -> Iterator[SampleInput]:
                 for one in shape:
                     yield SampleInput(args=(_noise(one, device, dtype),) * parts)
                 break
+    yield from _told_by_library(model, device, dtype)
+
+
+def _told_by_library(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[SampleInput]:
+    """The input that the model's own library says it takes: the picture's size of timm, dummy inputs of transformers
+    and diffusers."""
+    settings = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
+    size = settings.get("input_size") if isinstance(settings, Mapping) else None
+    if isinstance(size, (tuple, list)):
+        yield SampleInput(args=(_noise((BATCH, *size), device, dtype),))
+    try:
+        dummy: Any = getattr(model, "dummy_inputs", None)
+    except USER_ERRORS:  # a property
+        return
+    if isinstance(dummy, Mapping) and dummy:
+        rows = {
+            str(key): one[:BATCH].to(device) if isinstance(one, Tensor) and one.dim() else one
+            for key, one in dummy.items()
+        }
+        yield SampleInput(kwargs=rows)
+
+
+def _by_names(
+    model: nn.Module, config: Any, num_tokens: int, device: torch.device, dtype: torch.dtype
+) -> Iterator[SampleInput]:
+    """All inputs of a model of the transformers package that its forward names: text, pictures, and sound."""
+    text, vision = getattr(config, "text_config", config), getattr(config, "vision_config", config)
+    vocabulary, size = getattr(text, "vocab_size", None), getattr(vision, "image_size", None)
+    bins, positions = getattr(config, "num_mel_bins", None), getattr(config, "max_source_positions", None)
+    tokens = _tokens(vocabulary, num_tokens, device) if isinstance(vocabulary, int) else None
+    known: dict[str, Tensor | None] = {
+        "input_ids": tokens,
+        "decoder_input_ids": tokens,
+        "pixel_values": None,
+        "input_features": None,
+        "input_values": _noise((BATCH, 4000), device, dtype),
+    }
+    if isinstance(size, int):
+        known["pixel_values"] = _noise((BATCH, getattr(vision, "num_channels", 3), size, size), device, dtype)
+    if isinstance(bins, int) and isinstance(positions, int):  # a first layer of stride two makes the positions
+        known["input_features"] = _noise((BATCH, bins, 2 * positions), device, dtype)
+    taken = inspect.signature(model.forward).parameters
+    found = {name: one.clone() for name, one in known.items() if one is not None and name in taken}
+    if "decoder_input_ids" in found and not getattr(config, "is_encoder_decoder", False):
+        del found["decoder_input_ids"]
+    if found:
+        yield SampleInput(kwargs=found)
 
 
 def _transformers(

@@ -78,3 +78,27 @@ def test_stages_have_the_loss_gradients_and_buffers_of_one_process(name: str) ->
             torch.testing.assert_close(staged_gradients[key], gradient, rtol=1e-12, atol=1e-14, msg=key)
         for key, buffer in buffers.items():
             assert torch.equal(staged_buffers[key], buffer), key
+
+
+def test_views_of_parameters_are_recorded_without_gradients_too() -> None:
+    case = stage_models.make("views")
+    case.model.eval()
+    with torch.no_grad():
+        tape = record(case.model, case.forward, case.micros[0], units=find_units(case.model), device=CPU)
+    assert not any(value.has_gradient for value in tape.values)
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "reentrant_checkpoints"])
+def test_units_that_the_user_checkpoints_run_again_in_backward(name: str) -> None:
+    case = stage_models.make(name)
+    units = find_units(case.model)
+    tape = record(case.model, case.forward, case.micros[0], units=units, device=CPU)
+    cut = partition_units(case.model, tape, units=units, num_stages=1)
+    calls: list[Any] = []
+    for block in case.model.get_submodule("blocks").children():
+        block.get_submodule("linear").register_forward_hook(lambda *_: calls.append(None))
+    replayer = StageReplayer(units, device=CPU)
+    out = replayer.replay(case.forward, case.micros[0], tape=tape, route=route(tape, cut), stage=0, received={})
+    assert len(calls) == 4
+    out.result.backward()
+    assert len(calls) == 8

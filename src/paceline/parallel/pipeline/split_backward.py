@@ -109,7 +109,10 @@ class _Graph:
         beside = {child for child, _ in self._leaving}
         below = (child for node in beside for child, _ in node.next_functions if child is not None)
         # An edge that leaves at one place and rejoins another: parts of its gradient would be counted twice.
-        self.is_tangled = not beside.isdisjoint(self._after(below))
+        self.is_tangled = not beside.isdisjoint(self._after(below)) or any(
+            type(node).__name__ == "CheckpointFunctionBackward"  # torch's reentrant one runs in a whole backward only
+            for node in self._leads
+        )
 
     def edges_to_matrices(self) -> dict[Node, list[GradientEdge]]:
         """Return the edges to defer, by the node that they leave. An edge that leaves two nodes is not deferred,

@@ -26,6 +26,7 @@ from paceline.parallel.model_units import ModelUnit, UnitRandomness, replaced_fo
 from paceline.parallel.pipeline.forward_hooks import call_hooks, silenced_hooks
 from paceline.parallel.pipeline.stage_partition import ValueRoute
 from paceline.parallel.pipeline.tape import NewValue, PassedArgument, Tape, TapeCall
+from paceline.parallel.pipeline.user_checkpoints import UserCheckpoints
 
 __all__ = ["StageOutput", "StageReplayer"]
 
@@ -65,7 +66,7 @@ class StageReplayer:
         """
         draws = None if seed is None else UnitRandomness(*seed, between=tape.draws_between)
         mode = _Replay(self, tape, route, stage, received, draws)
-        with replaced_forward(self.units, mode.wrap), mode:
+        with replaced_forward(self.units, mode.wrap), mode.checkpoints.watched(), mode:
             result = forward(micro)
         mode.expect_end()
         last = stage == len(route.crossing)
@@ -116,6 +117,7 @@ class _Replay(TorchFunctionMode):
         }
         self._next = 0
         self._inside = False
+        self.checkpoints = UserCheckpoints(lambda: self._inside)
 
     # ------------------------------------------------------------------------------------------------------ operations
 
@@ -207,11 +209,12 @@ class _Replay(TorchFunctionMode):
                 return forward(*args, **kwargs)
             self.__exit__(None, None, None)
             try:
-                return forward(*args, **kwargs)
+                return self.checkpoints.recomputed(forward)(*args, **kwargs)
             finally:
                 self.__enter__()
         finally:
             self._inside = False
+        self.checkpoints = UserCheckpoints(lambda: self._inside)
 
     # -------------------------------------------------------------------------------------------------------- the tape
 

@@ -216,7 +216,9 @@ class TapeBuilder:
     def _number(self, tensor: Tensor, owner: int, says: str) -> int:
         placeholder = self.stand_in(tensor)
         with on_parts():
-            edge = get_gradient_edge(placeholder) if placeholder.requires_grad else None
+            # A view of a parameter that was made without gradients says that it requires one, and has no edge.
+            has_edge = placeholder.requires_grad and (placeholder.grad_fn is not None or torch.is_grad_enabled())
+            edge = get_gradient_edge(placeholder) if has_edge else None
         self._values.append((owner, TensorSpec.of(placeholder), edge, says))
         self._numbers[tensor] = len(self._values) - 1
         self._inner.pop(tensor, None)

@@ -37,6 +37,7 @@ from paceline.parallel.pipeline.operation_trial import RecordingRefused, first_l
 from paceline.parallel.pipeline.random_draws import GeneratorState, draws, may_draw
 from paceline.parallel.pipeline.tape import RandomDraw, Tape
 from paceline.parallel.pipeline.tape_builder import EVERY_STAGE, TapeBuilder, where
+from paceline.parallel.pipeline.user_checkpoints import UserCheckpoints
 
 __all__ = ["record"]
 
@@ -95,7 +96,11 @@ def _recorded(
             notes = TapeBuilder(model, units, root)
             recorder = _TapeRecorder(model, notes, device, meter, hooked_modules)
             try:
-                with replaced_forward(units, recorder.wrap), recorder.watching_modules():
+                with (
+                    replaced_forward(units, recorder.wrap),
+                    recorder.watching_modules(),
+                    recorder.checkpoints.watched(),
+                ):
                     with recorder:
                         result = forward(micro)
                     notes.may_draw |= generators.has_moved()  # what units draw is undone
@@ -156,6 +161,7 @@ class _TapeRecorder(TorchFunctionMode):
         self._is_open = False
         # on the real device nothing is recorded; split tensors, a subclass, must still show their shape
         self._ignores_calls = False
+        self.checkpoints = UserCheckpoints(lambda: self._inside is not None)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

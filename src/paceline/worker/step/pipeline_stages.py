@@ -158,7 +158,8 @@ class PipelineModel:
             raise RuntimeError(
                 f"{class_name(self.model)} was called outside of step(batch) and worker.evaluate(...), but under "
                 f"Layout(stages={self._layout.stages}) this worker has only a part of it. Train by step = "
-                "worker.stepper(model, optim, loss), measure by worker.evaluate(model, dataset, measures)"
+                "worker.stepper(model, optim, loss), measure by worker.evaluate(model, dataset, measures). For "
+                "model.generate(...) give whole weights to a model of your own: weights = worker.state_dict(model)"
             )
 
     def _headline(self) -> str:
