@@ -23,8 +23,10 @@ __all__ = [
     "child_environment",
     "default_threads",
     "detect",
+    "engine_restart",
     "enter",
     "fault_programme",
+    "has_token",
     "leave",
     "notice_signals",
     "quiet",
@@ -37,6 +39,7 @@ __all__ = [
 OWN_ASSIGNMENT, OWN_PID, TOKEN = "PACELINE_ASSIGNMENT", "PACELINE_PID", "PACELINE_TOKEN"
 RUN_DIR = "PACELINE_RUN_DIR"  # the directory of the run that a script goes on with, whatever the script says
 FAULTS = "PACELINE_FAULTS"  # the programme of a run that is drilled (paceline.testing): a file
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 SHORTEST_TOKEN = 16  # bytes; what people type by heart is shorter
 CGROUP = Path("/sys/fs/cgroup")
 MORE_NAMES = (
@@ -46,6 +49,7 @@ MORE_NAMES = (
     RUN_DIR,
     FAULTS,
     "OMP_NUM_THREADS",
+    RESTARTS,
     "GLOO_SOCKET_IFNAME",
     "TORCH_CPP_LOG_LEVEL",
 )
@@ -113,6 +117,16 @@ def token(job: Job) -> bytes:
             f"The token in {where} has {len(secret)} bytes; it needs at least {SHORTEST_TOKEN}. Make one with `{make}`."
         )
     return secret
+
+
+def has_token(job: Job) -> bool:
+    """Return whether the job was given a token, good or not."""
+    return job.token_file is not None or bool(os.environ.get(TOKEN, "").strip())
+
+
+def engine_restart() -> str:
+    """Return how often torchrun has restarted its workers; "" under other engines."""
+    return os.environ.get(RESTARTS, "")
 
 
 def run_dir() -> str | None:

@@ -165,7 +165,8 @@ def can_start(words: Sequence[str], environment: Mapping[str, str]) -> bool:
 
 
 def _read_early(names: Iterable[str]) -> list[str]:
-    return [name for name in names if name.startswith(READ_EARLY) and name != SEARCHED]
+    early = [name for name in names if name.startswith(READ_EARLY) and name != SEARCHED]
+    return [name for name in early if not name.startswith("TORCHELASTIC_")]  # read when a worker meets the others
 
 
 def start(

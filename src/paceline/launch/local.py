@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from paceline.launch.snapshots.snapshot_store import SnapshotStore
 from paceline.launch.supervisor import GuardedObserver, Observer, Supervisor
 from paceline.plan.command_plan import CommandPlan
 from paceline.plan.job import Job
-from paceline.private_files import make_run_directory
+from paceline.private_files import make_run_directory, read_private, replace_private
 
 __all__ = ["launch", "prestart"]
 
@@ -181,6 +180,6 @@ def _copy_program(program: Path | None, place: Path) -> None:
     try:
         make_run_directory(place.parent.parent)
         place.parent.mkdir(exist_ok=True)
-        shutil.copyfile(program, place)
+        replace_private(place, read_private(program))
     except OSError as error:
         raise LaunchError(f"Cannot copy the program {program} to {place}: {error.strerror}.") from error

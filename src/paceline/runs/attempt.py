@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,11 +28,10 @@ from paceline.launch.local import launch
 from paceline.monitor.attempt_end import AttemptEnd
 from paceline.monitor.hang.hang_monitor import HangMonitor
 from paceline.monitor.records.failure import Failure, explain, root_cause
-from paceline.monitor.records.processes import this_host
 from paceline.monitor.records.run_record import RUNNING, RunRecord
 from paceline.monitor.watch import Watch
 from paceline.plan import CommandPlan, Job, Plan
-from paceline.private_files import make_run_directory, write_private
+from paceline.private_files import make_run_directory, read_private, replace_private
 from paceline.runs.unpicklable import pickled_function
 from paceline.units import printable
 
@@ -195,7 +193,7 @@ class Attempt:
         for ended in there:
             result = self.directory / f"worker_{ended.worker}" / "result.pkl"
             if result.exists():
-                return cloudpickle.loads(result.read_bytes())
+                return cloudpickle.loads(read_private(result))
         hosts = ", ".join(dict.fromkeys(ended.host for ended in there))
         raise LaunchError(
             f"The run has finished, but no worker was left on this host at its end, so what the function returned is "
@@ -306,10 +304,7 @@ class Attempt:
         return run_started(self.job, self.run_dir, self.number, program=program, launcher=self.job.launcher)
 
     def _write_function(self, function: Callable[[Any], Any], fields: Mapping[str, Any]) -> None:
-        program = self.directory / "program.pkl"
-        temporary = program.with_name(f".{program.name}.{this_host()}.{os.getpid()}")  # hosts may share the directory
-        write_private(temporary, pickled_function(function, dict(fields)))
-        temporary.replace(program)
+        replace_private(self.directory / "program.pkl", pickled_function(function, dict(fields)))
 
 
 def next_attempt(run_dir: Path) -> int:

@@ -1,13 +1,16 @@
 """Become a worker of a world that another launcher started: torchrun, srun or mpirun.
 
 There is no supervisor then. The engine starts, ends and restarts processes; worker 0 picks the run directory and tells
-the others.
+the others. They meet at a store of worker 0's, which admits this user's processes on one host, and between hosts those
+that prove the job's token. torchrun's own store admits any process: between hosts it only says at which port to meet.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import hashlib
 import itertools
 import json
 import os
@@ -132,20 +135,31 @@ def _assignment(
 
 @contextlib.contextmanager
 def _store(world: World, job: Job, call: int, log: Callable[[str], None]) -> Iterator[dist.Store]:
-    if world.source == "torchrun" and world.job_id:
-        # torchrun has a store of its own running at this address, or leaves it to worker 0: torch knows which.
-        limit = timedelta(seconds=job.timeout_s)
-        store, _, _ = next(iter(dist.rendezvous("env://", world.worker_rank, world.workers, timeout=limit)))
-        yield store
-        return
     one_host = world.local_workers == world.workers
+    is_open = job.private_network and not environment.has_token(job) and _has_torch_store(world)
+    token = None if one_host or is_open else environment.token(job)
+    torchs = _torch_store(world, job) if not one_host and _has_torch_store(world) else None
+    if torchs is not None and is_open:
+        yield torchs
+        return
+    publish: Callable[[int], None] | None = None
+    address: str | tuple[str, int]
+    if one_host:
+        address = _name(world, call)
+    elif torchs is None:
+        address = _rendezvous_host(world, call)
+    else:  # torchrun listens at MASTER_PORT itself
+        key = f"paceline_port_{call}"
+        publish = functools.partial(_publish, torchs, key)
+        address = _rendezvous_host(world)[0], 0 if world.worker_rank == 0 else _port(torchs, key, job)
     with contextlib.ExitStack() as stack:
         channel, server = join_external_launch(
             worker_rank=world.worker_rank,
-            address=_name(world, call) if one_host else _rendezvous_host(world, call),
-            token=None if one_host else environment.token(job),
+            address=address,
+            token=token,
             timeout_s=job.timeout_s,
             log=log,
+            publish=publish,
         )
         if server is not None:
             stack.callback(server.close)
@@ -153,11 +167,39 @@ def _store(world: World, job: Job, call: int, log: Callable[[str], None]) -> Ite
         yield SupervisorStore(channel, timeout_s=job.timeout_s)
 
 
+def _has_torch_store(world: World) -> bool:
+    """Whether torchrun itself has started this world; one made by hand has no store."""
+    return world.source == "torchrun" and bool(world.job_id)
+
+
+def _torch_store(world: World, job: Job) -> dist.Store:
+    """torchrun's own store, which runs already or is left to worker 0: torch knows which."""
+    limit = timedelta(seconds=job.timeout_s)
+    store, _, _ = next(iter(dist.rendezvous("env://", world.worker_rank, world.workers, timeout=limit)))
+    return store
+
+
+def _publish(store: dist.Store, key: str, port: int) -> None:
+    store.set(key, str(port))
+
+
+def _port(store: dist.Store, key: str, job: Job) -> int:
+    """Read worker 0's port in a store to which any process may write: who listens there has to prove the token."""
+    store.wait([key], timedelta(seconds=job.timeout_s))
+    text = store.get(key)
+    if not (text.isdigit() and len(text) <= 5 and 0 < int(text) < 1 << 16):
+        raise LaunchError(
+            f"torchrun's store says that the workers meet at port {text[:40]!r}: another program writes to that store"
+        )
+    return int(text)
+
+
 def _name(world: World, call: int) -> str:
     """A Unix socket's name without a file, the same for all workers of this world and for no other one."""
     # A job without an id (MPICH): what its workers on this host have in common is the process that started them.
     job_id = world.job_id or (world.head_port if world.source == "torchrun" else os.getppid())
-    return f"\0paceline-{os.getuid()}-{world.source}-{job_id}-{call}"
+    told = f"{job_id} {world.head_port} {environment.engine_restart()}"
+    return f"\0paceline-{os.getuid()}-{world.source}-{hashlib.sha256(told.encode()).hexdigest()[:16]}-{call}"
 
 
 def _rendezvous_host(world: World, call: int = 0) -> tuple[str, int]:

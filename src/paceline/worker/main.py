@@ -14,7 +14,7 @@ import cloudpickle
 from paceline import environment
 from paceline.errors import PlanError, writing
 from paceline.plan.job import Assignment
-from paceline.private_files import write_private
+from paceline.private_files import read_private, write_private
 from paceline.worker.membership.consensus import CleanExit
 from paceline.worker.record.error_report import write_error
 from paceline.worker.record.flight_recording import dump_stacks_on_signal
@@ -77,7 +77,7 @@ def _run_script(assignment: Assignment) -> None:
 def _run_function(assignment: Assignment) -> None:
     """Run the function that paceline.run(fn) was called with; its value goes back to the caller through a file."""
     program = Path(assignment.run_dir) / f"attempt_{assignment.attempt}" / "program.pkl"
-    function, fields = cloudpickle.loads(program.read_bytes())  # written by the caller's own process, on this host
+    function, fields = cloudpickle.loads(read_private(program))  # written by the caller's own process, on this host
     value: Any = None
     try:
         value = run_worker(function, assignment, fields=fields)

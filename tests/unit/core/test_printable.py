@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from paceline.errors import LaunchError
 from paceline.events import Reported
 from paceline.monitor.console.event_lines import event_line
 from paceline.monitor.console.plain import PlainConsole
-from paceline.private_files import make_run_directory, write_private
+from paceline.private_files import make_run_directory, read_private, write_private
 from paceline.units import printable
 
 
@@ -56,3 +57,17 @@ def test_a_runs_directory_is_private_unless_the_user_made_it(tmp_path: Path) -> 
             assert stat.S_IMODE((tmp_path / "program.pkl").stat().st_mode) == 0o600
     finally:
         os.umask(before)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: gives a file to another user")
+def test_a_pickle_that_another_user_put_in_a_runs_directory_is_not_read(tmp_path: Path) -> None:
+    place = tmp_path / "program.pkl"
+    write_private(place, b"own")
+    assert read_private(place) == b"own"
+    os.chown(place, 65534, 65534)
+    with pytest.raises(LaunchError, match="belongs to user 65534"):
+        read_private(place)
+    place.rename(tmp_path / "aside")
+    place.symlink_to(tmp_path / "aside")
+    with pytest.raises(OSError, match="symbolic link"):
+        read_private(place)

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import json
+import os
 import selectors
 import socket
 import ssl
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.comm.messages.json_channel import MAX_DEPTH, LineBuffer, decode
 from paceline.comm.messages.secure_socket import prove_and_encrypt
 from paceline.comm.messages.token_handshake import TokenRefused
+from paceline.comm.rendezvous.external_launch import join_external_launch
 from paceline.comm.rendezvous.kv_store import KeyValueStore
+from paceline.errors import LaunchError
 from paceline.launch.coordinator.remote_hosts import RemoteHost, RemoteHosts
 from paceline.launch.io.event_loop import EventLoop, MessageStream
-
-TOKEN = b"a token of sufficient length"
+from paceline.plan import Job
+from paceline.worker import external_launch
+from paceline.worker.external_launch import _store
+from paceline.world_detection import World
+from strangers import TOKEN, turn_until
 
 NUMBERS = st.one_of(st.integers(), st.integers(min_value=10**399, max_value=10**400), st.floats(allow_nan=True))
 LEAVES = st.one_of(st.none(), st.booleans(), NUMBERS, st.text(max_size=20))
@@ -43,13 +49,6 @@ MESSAGES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=6).flatmap(
 def loop() -> Iterator[EventLoop]:
     with closing(EventLoop()) as made:
         yield made
-
-
-def turn_until(loop: EventLoop, done: Callable[[], bool], *, limit_s: float = 20.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not done():
-        assert time.monotonic() < deadline, "nothing more happens"
-        loop.turn(0.02)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -123,6 +122,40 @@ def test_a_reader_that_stumbles_over_a_message_ends_that_connection_alone(loop: 
         theirs.sendall(b'{"a": 1}\n{"b": 2}\n')
         turn_until(loop, lambda: bool(ends))
         assert [type(end) for end in ends] == [ValueError] and type(error).__name__ in str(ends[0])
+
+
+def test_torchruns_workers_on_several_hosts_need_a_token_or_a_private_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PACELINE_TOKEN", raising=False)
+    world = World(source="torchrun", worker_rank=0, workers=2, local_rank=0, local_workers=1, job_id="one", head="n1")
+    with pytest.raises(LaunchError, match="The job has no token"), _store(world, Job(), 0, lambda _: None):
+        pass
+    own = dist.HashStore()
+    monkeypatch.setattr(external_launch, "_torch_store", lambda *_: own)
+    with _store(world, Job(private_network=True), 0, lambda _: None) as store:
+        assert store is own
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: a process takes another user's id")
+def test_names_that_another_user_has_taken_are_passed_over() -> None:
+    """That user listens, listens and accepts nothing, or only holds the name."""
+    name = f"\0paceline-test-{os.getpid()}"
+    taken = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(3)]
+    try:
+        os.seteuid(65534)  # the kernel notes whose socket listens
+        for sock, suffix, backlog in zip(taken, ("", ".1", ".2"), (5, 0, None), strict=True):
+            sock.bind(name + suffix)
+            if backlog is not None:
+                sock.listen(backlog)
+    finally:
+        os.seteuid(0)
+    join = {"address": name, "token": None, "timeout_s": 20.0, "log": lambda _: None}
+    channel, server = join_external_launch(worker_rank=0, **join)
+    other, _ = join_external_launch(worker_rank=1, **join)
+    assert channel.call("set", key="a", value="YQ==") is None and other.call("get", key="a") == "YQ=="
+    assert server is not None
+    server.close()
+    for each in (channel, other, *taken):
+        each.close()
 
 
 def test_a_relay_that_passes_the_tokens_proof_on_learns_nothing_and_is_found() -> None:

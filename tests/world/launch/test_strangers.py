@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import socket
 import stat
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from paceline.launch.io.authentication import AuthenticatedConnection, AuthenticatedListener
 from paceline.launch.io.event_loop import EventLoop
-from programs import PACELINE, command, the_run, write_program
+from programs import PACELINE, command, losses, reference_losses, the_run, write_program
+from strangers import TOKEN, turn_until
 from supervised_launch import marked
 
-TOKEN = b"a token of sufficient length"
 FLOOD = 20_000
 PLANS = ("replicas=2-2+batch(size=8)", "replicas=2+parameterserver(staleness=1)+batch(size=8)")
 
@@ -27,13 +31,6 @@ PLANS = ("replicas=2-2+batch(size=8)", "replicas=2+parameterserver(staleness=1)+
 def loop() -> Iterator[EventLoop]:
     with closing(EventLoop()) as made:
         yield made
-
-
-def turn_until(loop: EventLoop, done: Callable[[], bool], *, limit_s: float = 20.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not done():
-        assert time.monotonic() < deadline, "nothing more happens"
-        loop.turn(0.02)
 
 
 def network_sockets(mark: str) -> set[str]:
@@ -106,3 +103,29 @@ def test_a_token_gets_in_within_a_second_while_twenty_thousand_strangers_knock(l
         for sock in proved:
             sock.close()
     assert len(said) < 20, "strangers fill the console"
+
+
+def test_what_a_stranger_writes_into_torchruns_store_is_not_used_between_hosts(tmp_path: Path) -> None:
+    """This process serves the store, as torchrun does, and writes what the workers would exchange there."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    reader = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+    evil = {"run_dir": str(tmp_path / "evil"), "attempt": 7, "hosts": ["a", "b"]}
+    forged = {"paceline_0/run": json.dumps(evil), "paceline/object_key": "00" * 32, "secret": "00" * 32}
+    forged |= {f"peer_{index}": json.dumps(str(tmp_path / "evil")) for index in range(2)}
+    for prefix in ("", "/worker/attempt_0/", "/worker/attempt_0/default_pg/0//"):
+        for key, value in forged.items():
+            store.set(prefix + key, value)
+    before, train = reader.num_keys(), write_program(tmp_path)
+    world = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "one"}
+    world |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1"}
+    world |= {"MASTER_PORT": str(store.port), "PACELINE_TOKEN": TOKEN.decode()}
+    with contextlib.ExitStack() as stack:
+        workers = [
+            stack.enter_context(command(sys.executable, train, cwd=tmp_path, environment=world | {"RANK": str(rank)}))
+            for rank in range(2)
+        ]
+        ends = [worker.end() for worker in workers]
+    assert [code for code, _ in ends] == [0, 0], ends
+    assert losses(the_run(tmp_path)) == pytest.approx(list(reference_losses()), rel=1e-5)
+    assert reader.num_keys() == before + 2, "torch's count of clients, and the port at which the workers meet"
+    assert not (tmp_path / "evil").exists()

@@ -22,6 +22,7 @@ import ssl
 import struct
 import tempfile
 import time
+from collections.abc import Callable
 
 from paceline.comm.messages.token_handshake import HANDSHAKE_TIMEOUT_S, TokenHandshake, TokenRefused
 
@@ -81,7 +82,7 @@ def prove_token(sock: socket.socket, secret: bytes, *, is_head: bool) -> None:
         sock.settimeout(max(0.01, deadline - time.monotonic()))
         data = sock.recv(handshake.wanted)
         if not data:
-            raise TokenRefused("it closed the connection")
+            raise ConnectionResetError("it closed the connection")
         try:
             sock.sendall(handshake.feed(data))
         except TokenRefused as refused:
@@ -90,14 +91,18 @@ def prove_token(sock: socket.socket, secret: bytes, *, is_head: bool) -> None:
             raise
 
 
-def prove_and_encrypt(sock: socket.socket, secret: bytes, *, is_head: bool) -> ssl.SSLSocket:
+def prove_and_encrypt(
+    sock: socket.socket, secret: bytes, *, is_head: bool, on_proved: Callable[[], None] = lambda: None
+) -> ssl.SSLSocket:
     """Return the connection, encrypted, once both sides have proved the secret; blocks, with a time limit for all.
 
-    `sock` must not be used any more. Raises TokenRefused where the other side does not hold the secret or a relay sits
+    `sock` must not be used any more. `on_proved()` is called when the other side has proved the secret, before TLS
+    begins. Raises TokenRefused where the other side does not hold the secret or a relay sits
     between, OSError where the connection fails. The socket is closed then.
     """
     try:
         prove_token(sock, secret, is_head=is_head)
+        on_proved()
         sock.settimeout(HANDSHAKE_TIMEOUT_S)
         sock = tls_context(is_head=is_head).wrap_socket(sock, server_side=is_head)
         sock.sendall(channel_proof(secret, sock, is_head=is_head))
@@ -105,7 +110,7 @@ def prove_and_encrypt(sock: socket.socket, secret: bytes, *, is_head: bool) -> s
         while len(received) < PROOF_BYTES:
             data = sock.recv(PROOF_BYTES - len(received))
             if not data:
-                raise TokenRefused("it closed the connection")
+                raise ConnectionResetError("it closed the connection")
             received += data
         if not hmac.compare_digest(received, channel_proof(secret, sock, is_head=not is_head)):
             raise TokenRefused("another program relays the connection")

@@ -3,7 +3,8 @@
 On one host each member listens at a Unix socket in a directory of its own (mode 0700), so other users cannot even
 connect; the kernel also tells whose process the other side is. Between hosts it listens at a TCP port until all have
 come. There every connection proves the group's secret and is encrypted (`comm/messages/secure_socket.py`). The secret
-travels through the key-value store, as the addresses do. What a stranger sends is compared, and never parsed.
+travels through the key-value store, as the addresses do. What a stranger sends is compared, and never parsed. A
+connection that a flood has driven out is made again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import queue
 import secrets
 import shutil
 import socket
+import ssl
 import tempfile
 import threading
 import time
@@ -26,13 +28,14 @@ import torch.distributed as dist
 from paceline.comm.group import Disrupted
 from paceline.comm.messages.secure_socket import prove_and_encrypt, user_of
 from paceline.comm.messages.token_handshake import HANDSHAKE_TIMEOUT_S, TokenRefused
+from paceline.comm.messages.unproved_connections import UnprovedConnections
 from paceline.errors import SyncError
 
 __all__ = ["connect_members", "file_namespace"]
 
 POLL_S = 0.002
 BACKLOG = 4096
-MAX_UNPROVED = 512  # connections that are being examined at once
+RETRY_S = 0.02  # after a connection that ended before it was proved
 INDEX_BYTES = 4
 ACCEPT_S = 0.05  # between two looks whether all have come
 
@@ -60,7 +63,10 @@ def connect_members(
             for other in range(index):
                 while not store.check([f"peer_{other}"]):
                     _go_on(deadline, check, [other])
-                connected[other] = _connect(json.loads(store.get(f"peer_{other}")), listener.secret, index=index)
+                place = json.loads(store.get(f"peer_{other}"))
+                while (sock := _connect(place, listener.secret, index=index)) is None:
+                    _go_on(deadline, check, [other], pause_s=RETRY_S)
+                connected[other] = sock
             while missing := [one for one in range(size) if one != index and one not in connected]:
                 try:
                     other, sock = listener.proved.get(timeout=POLL_S)
@@ -86,8 +92,7 @@ class _Listener:
         self.secret = b""
         self._directory: Path | None = None
         self._is_closed = False
-        self._unproved = threading.BoundedSemaphore(MAX_UNPROVED)
-        self._examined: set[socket.socket] = set()
+        self._unproved = UnprovedConnections()
         if address is None:
             self._directory = Path(tempfile.mkdtemp(prefix="paceline-"))  # mode 0700
             self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -110,16 +115,14 @@ class _Listener:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
-        for sock in list(self._examined):  # nobody is waited for any more
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+        self._unproved.close()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def _accept(self) -> None:
         while not self._is_closed:
             try:
-                sock, _ = self._sock.accept()
+                sock, peer = self._sock.accept()
             except TimeoutError:
                 continue
             except OSError:
@@ -127,28 +130,22 @@ class _Listener:
                     time.sleep(ACCEPT_S)
                 continue
             if self._directory is not None:
-                self._examine(sock)
+                self._examine(sock, self._unproved.add(sock, ""))
             else:  # a stranger may be slow, and must not delay the others
-                self._unproved.acquire()
+                number = self._unproved.add(sock, str(peer[0]))
                 try:
-                    threading.Thread(target=self._examine_and_release, args=(sock,), daemon=True).start()
+                    threading.Thread(target=self._examine, args=(sock, number), daemon=True).start()
                 except RuntimeError:  # no more threads
-                    self._unproved.release()
+                    self._unproved.remove(number)
                     sock.close()
 
-    def _examine_and_release(self, sock: socket.socket) -> None:
-        try:
-            self._examine(sock)
-        finally:
-            self._unproved.release()
-
-    def _examine(self, sock: socket.socket) -> None:
-        accepted = sock
-        self._examined.add(accepted)
+    def _examine(self, sock: socket.socket, number: int) -> None:
         try:
             if self._directory is None:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                sock = prove_and_encrypt(sock, self.secret, is_head=True)
+                sock = prove_and_encrypt(
+                    sock, self.secret, is_head=True, on_proved=lambda: self._unproved.remove(number)
+                )
             elif user_of(sock) != os.getuid():
                 raise TokenRefused("it belongs to another user")
             sock.settimeout(HANDSHAKE_TIMEOUT_S)
@@ -163,12 +160,13 @@ class _Listener:
             sock.close()
             return
         finally:
-            self._examined.discard(accepted)
+            self._unproved.remove(number)
         self.proved.put((int.from_bytes(said, "big"), sock))
 
 
-def _connect(place: str | Sequence[str | int], secret: bytes, *, index: int) -> socket.socket:
-    """Connect to a member that listens already, and tell which one this is."""
+def _connect(place: str | Sequence[str | int], secret: bytes, *, index: int) -> socket.socket | None:
+    """Connect to a member that listens already, and tell which one this is. None: the connection was lost before it was
+    proved, as in a flood, and may be made again."""
     try:
         if isinstance(place, str):
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -187,12 +185,15 @@ def _connect(place: str | Sequence[str | int], secret: bytes, *, index: int) -> 
         sock.sendall(index.to_bytes(INDEX_BYTES, "big"))
         return sock
     except (TokenRefused, OSError) as error:
+        is_lost = isinstance(error, TimeoutError | ConnectionResetError | BrokenPipeError | ssl.SSLEOFError)
+        if is_lost and not isinstance(place, str):
+            return None
         raise Disrupted(f"the workers could not all meet: {error}") from error
 
 
-def _go_on(deadline: float, check: Callable[[], None], missing: Sequence[int]) -> None:
+def _go_on(deadline: float, check: Callable[[], None], missing: Sequence[int], *, pause_s: float = POLL_S) -> None:
     check()
     if time.monotonic() > deadline:
         named = ", ".join(map(str, missing))
         raise Disrupted(f"the workers could not all meet: member {named} of the group did not come in time (timed out)")
-    time.sleep(POLL_S)
+    time.sleep(pause_s)

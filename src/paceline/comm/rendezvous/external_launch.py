@@ -1,16 +1,19 @@
 """Rendezvous of workers that another launcher started (srun, mpirun): worker 0 serves the key-value store from a
 thread.
 
-On one host the rendezvous is a Unix socket without a name in the file system, which only this user's processes on this
-host can reach. On several hosts worker 0 listens on the first host's address, and every worker first proves the job's
+On one host the rendezvous is a Unix socket without a name in the file system. The kernel says whose process is at the
+other end, and both sides refuse another user's. Where another user has taken the name, the next of `NAMES` is used. On
+several hosts worker 0 listens on the first host's address, and every worker first proves the job's
 token.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +24,7 @@ import psutil
 from paceline.comm.messages.json_channel import Channel, ChannelClosed
 from paceline.comm.messages.secure_socket import prove_and_encrypt, user_of
 from paceline.comm.messages.token_handshake import HANDSHAKE_TIMEOUT_S, TokenRefused
+from paceline.comm.messages.unproved_connections import UnprovedConnections
 from paceline.comm.rendezvous.kv_store import KeyValueStore
 from paceline.errors import LaunchError
 
@@ -28,7 +32,7 @@ __all__ = ["KeyValueServer", "join_external_launch", "own_address", "rendezvous_
 
 RETRY_S = 0.02
 PAUSE_S = 1.0  # after an accept that failed
-MAX_UNPROVED = 512  # connections that are being examined at once
+NAMES = 32  # of the Unix socket, of which other users may take some
 MAX_REPORTED = 10  # refusals that are reported one by one
 PROBE_ADDRESS = ("192.0.2.1", 9)  # an address that no host has: the way to it is the way out of this host
 Address = str | tuple[str, int]
@@ -43,33 +47,45 @@ def rendezvous_port(job_id: str) -> int:
 
 
 def join_external_launch(
-    *, worker_rank: int, address: Address, token: bytes | None, timeout_s: float, log: Callable[[str], None]
+    *,
+    worker_rank: int,
+    address: Address,
+    token: bytes | None,
+    timeout_s: float,
+    log: Callable[[str], None],
+    publish: Callable[[int], None] | None = None,
 ) -> tuple[Channel, KeyValueServer | None]:
     """Return this worker's channel to the key-value store; worker 0 also gets the thread that serves it, and must close
     it.
 
-    `address` is (host, port), or the name of a Unix socket. Raise LaunchError if worker 0 does not appear in time, or
-    refuses.
+    `address` is (host, port), or the name of a Unix socket. Worker 0 passes the port at which it listens, which may be
+    any (0), to `publish`. Raise LaunchError if worker 0 does not appear in time, or refuses.
     """
-    server = KeyValueServer(address, token, log) if worker_rank == 0 else None
+    server: KeyValueServer | None = None
+    if worker_rank == 0:
+        server = KeyValueServer(address, token, log)
+        if publish is not None and not isinstance(address, str):
+            address = address[0], server.port
+            publish(server.port)
     deadline = time.monotonic() + timeout_s
     while True:
         try:
             sock = _connect(address)
+            if token is not None:
+                sock = prove_and_encrypt(sock, token, is_head=False)
             break
-        except OSError as error:
+        except (TokenRefused, OSError) as error:
+            if isinstance(error, TokenRefused | ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+                raise LaunchError(
+                    f"worker 0 at {_address_text(address)} refused worker {worker_rank}: {error}"
+                ) from error
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"worker {worker_rank} could not reach worker 0 at {_address_text(address)} within "
-                    f"{timeout_s:.0f} s ({error.strerror}). Is worker 0 running, and is that address reachable from "
-                    "here?"
+                    f"{timeout_s:.0f} s ({error.strerror or error}). Is worker 0 running, and is that address "
+                    "reachable from here?"
                 ) from error
             time.sleep(RETRY_S)
-    if token is not None:
-        try:
-            sock = prove_and_encrypt(sock, token, is_head=False)
-        except (TokenRefused, OSError) as error:
-            raise LaunchError(f"worker 0 at {_address_text(address)} refused worker {worker_rank}: {error}") from error
     sock.settimeout(None)
     return Channel(sock), server
 
@@ -103,21 +119,10 @@ class KeyValueServer:
     def __init__(self, address: Address, token: bytes | None, log: Callable[[str], None]) -> None:
         self._token, self._log = token, log
         self._store, self._lock = KeyValueStore(), threading.Lock()
-        family, place = _listen_address(address, log)
-        self._listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            if family != socket.AF_UNIX:
-                self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._listener.bind(place)
-        except OSError as error:
-            self._listener.close()
-            raise LaunchError(
-                f"worker 0 cannot listen at {_address_text(address)} ({error.strerror}). Set MASTER_ADDR and "
-                "MASTER_PORT to an address of its host and a free port, for all workers"
-            ) from error
-        self._listener.listen(4096)
+        self._listener = _listener(address, log)
+        self.port = 0 if isinstance(address, str) else int(self._listener.getsockname()[1])
         self._closed = threading.Event()
-        self._unproved, self._num_refused = threading.BoundedSemaphore(MAX_UNPROVED), 0
+        self._unproved, self._num_refused = UnprovedConnections(), 0
         threading.Thread(target=self._accept, name="paceline-kv-store", daemon=True).start()
 
     def close(self) -> None:
@@ -132,11 +137,11 @@ class KeyValueServer:
         while not self._closed.is_set():
             try:
                 sock, peer = self._listener.accept()
-                self._unproved.acquire()
+                number = self._unproved.add(sock, str(peer[0]) if peer else "")
                 try:
-                    threading.Thread(target=self._serve, args=(sock, peer), daemon=True).start()
+                    threading.Thread(target=self._serve, args=(sock, peer, number), daemon=True).start()
                 except RuntimeError:
-                    self._unproved.release()
+                    self._unproved.remove(number)
                     sock.close()
                     raise
             except ConnectionError:
@@ -147,10 +152,12 @@ class KeyValueServer:
                     self._log(f"worker 0 cannot accept a connection, and tries again: {error}")
                 self._closed.wait(PAUSE_S)
 
-    def _serve(self, sock: socket.socket, peer: object) -> None:
+    def _serve(self, sock: socket.socket, peer: object, number: int) -> None:
         try:
             if self._token is not None:
-                sock = prove_and_encrypt(sock, self._token, is_head=True)
+                sock = prove_and_encrypt(
+                    sock, self._token, is_head=True, on_proved=lambda: self._unproved.remove(number)
+                )
             elif (user := user_of(sock)) != os.getuid():
                 raise TokenRefused(f"it runs as user {user}")
         except (TokenRefused, OSError) as error:
@@ -160,7 +167,7 @@ class KeyValueServer:
             sock.close()
             return
         finally:
-            self._unproved.release()
+            self._unproved.remove(number)
         sock.settimeout(None)
         channel = Channel(sock)
         with contextlib.suppress(ChannelClosed):
@@ -171,10 +178,57 @@ class KeyValueServer:
                 channel.send(reply)
 
 
-def _listen_address(address: Address, log: Callable[[str], None]) -> tuple[int, Any]:
+def _listener(address: Address, log: Callable[[str], None]) -> socket.socket:
+    """Return worker 0's listening socket. Raises LaunchError."""
+    listener: socket.socket | None = None
+    try:
+        if isinstance(address, str):
+            listener = _unix_listener(address)
+        else:
+            family, place = _listen_address(address, log)
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(place)
+        listener.listen(4096)
+        return listener
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        raise LaunchError(
+            f"worker 0 cannot listen at {_address_text(address)} ({error.strerror}). Set MASTER_ADDR and "
+            "MASTER_PORT to an address of its host and a free port, for all workers"
+        ) from error
+
+
+def _unix_listener(name: str) -> socket.socket:
+    """Return a socket at the first name that no other user has taken. Raises OSError."""
+    for one in _names(name):
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(one)
+            return listener
+        except OSError as error:
+            listener.close()
+            if error.errno != errno.EADDRINUSE or _is_own(one):
+                raise
+    raise OSError(errno.EADDRINUSE, "other users have taken all of its names")
+
+
+def _is_own(name: str) -> bool:
+    """Whether a process of this user listens at a Unix socket."""
+    try:
+        _connect_unix(name).close()
+        return True
+    except (OSError, _AnotherUser):
+        return False
+
+
+def _names(name: str) -> list[str]:
+    return [name, *(f"{name}.{number}" for number in range(1, NAMES))]
+
+
+def _listen_address(address: tuple[str, int], log: Callable[[str], None]) -> tuple[int, Any]:
     """Where worker 0 listens: address family and address."""
-    if isinstance(address, str):
-        return socket.AF_UNIX, address
     family, _, _, _, place = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
     if str(place[0]).startswith("127.") and address[0] not in ("localhost", place[0]):
         log(
@@ -186,18 +240,36 @@ def _listen_address(address: Address, log: Callable[[str], None]) -> tuple[int, 
 
 
 def _connect(address: Address) -> socket.socket:
-    if isinstance(address, str):
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    if not isinstance(address, str):
+        return socket.create_connection(address, timeout=HANDSHAKE_TIMEOUT_S)
+    failure: OSError = ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+    for name in _names(address):
         try:
-            sock.connect(address)
-        except OSError:
-            sock.close()
-            raise
+            return _connect_unix(name)
+        except _AnotherUser as error:
+            failure = ConnectionRefusedError(str(error))
+        except OSError:  # nobody listens there, or somebody who does not answer
+            continue
+    raise failure
+
+
+class _AnotherUser(Exception):
+    """The process at the other end belongs to another user."""
+
+
+def _connect_unix(name: str) -> socket.socket:
+    """Connect without waiting: a listener that accepts nothing, with a full queue, holds nobody up."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        sock.connect(name)
         if (user := user_of(sock)) != os.getuid():
-            sock.close()
-            raise LaunchError(f"the socket at which this job's workers meet belongs to user {user}, not to you")
+            raise _AnotherUser(f"it belongs to user {user}")
+        sock.setblocking(True)
         return sock
-    return socket.create_connection(address, timeout=HANDSHAKE_TIMEOUT_S)
+    except BaseException:
+        sock.close()
+        raise
 
 
 def _address_text(address: Address) -> str:

@@ -27,11 +27,11 @@ from typing import Any
 
 from paceline.comm.messages.secure_socket import PROOF_BYTES, channel_proof, tls_context
 from paceline.comm.messages.token_handshake import HANDSHAKE_TIMEOUT_S, TokenHandshake, TokenRefused
+from paceline.comm.messages.unproved_connections import MAX_UNPROVED, to_drive_out
 from paceline.launch.io.event_loop import NOT_NOW, READ, WRITE, EventLoop
 
 __all__ = ["AuthenticatedConnection", "AuthenticatedListener", "TokenExchange"]
 
-MAX_UNPROVED = 512  # open connections that have not proved the token yet
 ACCEPTS_AT_ONCE = 64  # before other sockets have their turn
 BACKLOG = 4096  # connections that the system keeps until they are accepted
 MAX_REPORTED = 3  # refusals of one address that are reported one by one
@@ -265,14 +265,14 @@ class AuthenticatedListener:
 
     def _drive_out(self) -> None:
         """Close the oldest connection of the address that has most of them; those that only encrypt yet stay."""
-        candidates = [(number, address) for number, (address, one) in self._unproved.items() if not one.has_proved]
-        if not candidates:
+        number = to_drive_out(
+            (number, address) for number, (address, one) in self._unproved.items() if not one.has_proved
+        )
+        if number is None:
             return
-        most = Counter(address for _, address in candidates).most_common(1)[0][0]
-        number = next(number for number, address in candidates if address == most)
-        _, exchange = self._unproved.pop(number)
+        address, exchange = self._unproved.pop(number)
         exchange.close()
-        self._refuse(most, f"{MAX_UNPROVED} other connections have not proved the job's token yet")
+        self._refuse(address, f"{MAX_UNPROVED} other connections have not proved the job's token yet")
 
     def _refuse(self, address: str, reason: str) -> None:
         if address not in self._num_refused and len(self._num_refused) >= MAX_ADDRESSES:
