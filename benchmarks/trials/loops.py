@@ -173,7 +173,7 @@ class Queue(nn.Module):
         self.inner = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
         self.keys: Tensor
         self.place: Tensor
-        self.register_buffer("keys", F.normalize(torch.randn(12, 8, generator=generator(5)), dim=1))
+        self.register_buffer("keys", F.normalize(torch.randn(20, 8, generator=generator(5)), dim=1))
         self.register_buffer("place", torch.zeros((), dtype=torch.long))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ class Queue(nn.Module):
         return F.cross_entropy(logits, torch.zeros(len(x), dtype=torch.long))
 
 
-@program("MoCo: a queue of keys, and its pointer, in buffers")
+@program("MoCo: a queue of keys, and its pointer, in buffers", sees_whole_batches=True)
 def moco(worker: Any) -> Outcome:
     torch.manual_seed(0)
     model = worker.prepare(Queue())

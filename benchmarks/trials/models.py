@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from trials.registry import Outcome, Rows, fit, program
 
 SAMPLES, CLASSES, WORDS, LENGTH = 20, 5, 48, 8
+BF16_LIMIT = 2e-3  # of losses of a model in bf16, half of its rounding: split products are added in another order
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -192,7 +193,7 @@ def lora(worker: Any) -> Outcome:
     return _lora(worker, torch.float32)
 
 
-@program("peft: LoRA in fp32 on a frozen GPT-2 in bf16", limit=2e-2, needs="peft")
+@program("peft: LoRA in fp32 on a frozen GPT-2 in bf16", limit=BF16_LIMIT, needs="peft")
 def lora_on_bf16(worker: Any) -> Outcome:
     return _lora(worker, torch.bfloat16)
 
@@ -210,7 +211,7 @@ def _lora(worker: Any, base: torch.dtype) -> Outcome:
         if "lora_" in name:
             parameter.data = parameter.data.float()
     model = worker.prepare(adapted)
-    return fit(worker, model, adamw(worker, model, 1e-2), sentences(), next_word)
+    return fit(worker, model, adamw(worker, model, 3e-2), sentences(), next_word)
 
 
 @program("diffusers: a U-Net learns noise that comes with the samples", needs="diffusers")

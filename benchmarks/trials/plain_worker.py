@@ -48,14 +48,17 @@ class PlainWorker:
 
     rank, workers, is_first, device, step = 0, 1, True, torch.device("cpu"), 0
 
-    def __init__(self, batch: Batch) -> None:
-        self._sizes = batch
+    def __init__(self, batch: Batch, *, is_still: bool = False) -> None:
+        """`is_still`: gradients are 0, and prepared optimizers take no steps, which shows what steps change."""
+        self._sizes, self._is_still = batch, is_still
         self._models: list[nn.Module] = []
         self._batch: PlainBatch | None = None
 
     def prepare(self, prepared: Any, **_: Any) -> Any:
         if isinstance(prepared, nn.Module):
             self._models.append(prepared)
+        if self._is_still and isinstance(prepared, torch.optim.Optimizer):
+            prepared.step = _no_step  # pyright: ignore[reportAttributeAccessIssue]  # it may be given a closure
         return prepared
 
     def batches(
@@ -80,7 +83,7 @@ class PlainWorker:
             raise RuntimeError("backward outside of a loop over a batch")
         batch = self._batch
         total, weight = loss if isinstance(loss, tuple) else (loss * (batch.size / sum(batch.sizes)), None)
-        total.backward()
+        (total * 0.0 if self._is_still else total).backward()
         batch.total += float(total)
         batch.weight += 0.0 if weight is None else float(weight)
 
@@ -139,3 +142,8 @@ class PlainWorker:
     def _parameters(self) -> list[Tensor]:
         found = {id(p): p for model in self._models for p in model.parameters() if p.requires_grad}
         return list(found.values())
+
+
+def _no_step(closure: Callable[[], Any] | None = None) -> Any:
+    """What an optimizer does in place of a step; a closure is called once, for its loss."""
+    return closure() if closure is not None else None

@@ -1,22 +1,24 @@
 """Finds the rules of buffers by trial, in the first step that changes them, and agrees on them with all workers.
 
 The trial runs two micro-batches of this worker, or the halves of its only one, without gradients: A, B, and A and then
-B, each from the step's buffers. Weights that a forward writes are put back, and random state is left as it was. The
-workers of a replica make as many forwards each, so all make a trial or none does. `buffer_rules` and `buffer_queue`
+B, each from the step's buffers. Weights that a forward writes are put back, and random state is left as it was. Where
+no whole forward can be run, the module that has the buffer is called alone, as it was in the step.
+The workers of a replica make as many forwards each, so all make a trial or none does. `buffer_rules` and `buffer_queue`
 judge it. What is found is exchanged once, and a buffer of which nothing is found ends the run before its first step is
 taken.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.group import WorkerGroup
 from paceline.comm.sharded_tensors import local_part
@@ -27,13 +29,14 @@ from paceline.worker.data import random_state
 from paceline.worker.data.step_batch import StepBatch, to_device
 from paceline.worker.step.buffer_queue import QueueForm, find_queue, merged_queue, written_rows
 from paceline.worker.step.buffer_rules import BufferRule, TriedBuffer, found_rule, unknown_rule_text
+from paceline.worker.step.heard_calls import HeardCall, HeardCalls
 from paceline.worker.step.model_buffers import BufferAverager
 from paceline.worker.step.tracked_buffer import BufferKey, TrackedBuffer
 
 __all__ = ["BufferTrials", "halves"]
 
 Forward = Callable[[], Any]
-HEARD = 4  # passes in which the calls of a loop's models are listened to
+HEARD = 4  # passes in which calls are listened to
 LEAST = 4  # samples of a micro-batch whose halves are run: batch norm needs two
 
 
@@ -46,7 +49,6 @@ class Finding:
     is_tried: bool = False  # it ran a trial, and the buffer has changed; else it may know nothing
     is_cache: bool = False
     is_empty: bool = False  # it was None at the step's beginning
-    is_float: bool = False
     is_known: bool = False  # by an earlier exchange, by its type, or because the user said so
 
 
@@ -54,17 +56,14 @@ class BufferTrials:
     """The trials of one worker."""
 
     def __init__(self, plan: Plan, buffers: BufferAverager, shards: ShardedModels, device: torch.device) -> None:
-        self.is_under_way = False
         self._plan, self._buffers, self._shards, self._device = plan, buffers, shards, device
         self._versions: list[tuple[nn.Parameter, int]] = []  # of all weights, at the step's beginning
         self._forward: Callable[[Any], Any] | None = None  # of a micro-batch; None: the script's own loop
-        self._calls: list[list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]] = []  # there: by micro-batches
-        self._hooks: list[RemovableHandle] = []
+        self._heard = HeardCalls()
         self._num_passes = 0
 
     def begin(self, forward: Callable[[Any], Any] | None) -> None:
-        """A pass begins. `forward` runs a micro-batch; None: calls of the models are listened to, in the first
-        passes."""
+        """A pass begins. `forward` runs a micro-batch; None: calls are listened to, in the first passes."""
         self._forward = forward
         if self._buffers.is_settled:
             return
@@ -72,18 +71,16 @@ class BufferTrials:
         self._versions = [(p, p._version) for model in models for p in model.parameters()]
         self._num_passes += 1
         if forward is None and self._num_passes <= HEARD and not self._plan.compute.compile:
-            self._hooks = [model.register_forward_pre_hook(self._called, with_kwargs=True) for model in models]
+            self._heard.listen(models, self._buffers.unsettled_modules())
 
     def open_micro(self) -> None:
         """The next micro-batch of a pass begins."""
-        if self._hooks:
-            self._calls.append([])
+        self._heard.open_micro()
 
     def end(self) -> None:
         """A pass has ended."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self._calls, self._versions, self._forward = [], [], [], None
+        self._heard.end()
+        self._versions, self._forward = [], None
 
     def settle(self, batch: StepBatch, marks: Sequence[float], *, num_micros: int, group: WorkerGroup) -> None:
         """Find the rules of the buffers that have changed and that some worker knows none of.
@@ -117,8 +114,6 @@ class BufferTrials:
                 self._buffers.rules.rules[buffer.key] = known.pop()
                 continue
             agreed = {one.rule for one in found if one.rule is not None}
-            if not any(one.is_tried or one.rule for one in found) and any(one.is_float for one in found):
-                agreed.add("mean")  # nothing speaks against a running mean
             if buffer.rule is None and len(agreed) == 1:
                 self._buffers.rules.rules[buffer.key] = agreed.pop()
             else:
@@ -168,7 +163,6 @@ class BufferTrials:
                 is_tried=one is not None and bool(buffer.each),
                 is_cache=buffer.is_cache and not buffer.is_on_other_stage,
                 is_empty=buffer.saved is None and not buffer.is_on_other_stage,
-                is_float=buffer.saved is not None and buffer.saved.is_floating_point(),
             )
         return found
 
@@ -198,16 +192,29 @@ class BufferTrials:
 
     def _tried(self, batch: StepBatch, buffers: Sequence[TrackedBuffer]) -> dict[BufferKey, TriedBuffer]:
         forwards = self._forwards(batch)
-        if forwards is None:
-            return {}
-        first, second, is_one_batch = forwards
+        found: dict[BufferKey, TriedBuffer] = {}
+        if forwards is not None:
+            first, second, is_one_batch = forwards
+            found = self._trial(batch, buffers, first, second, is_one_batch=is_one_batch)
+        else:
+            for owner in dict.fromkeys(one.module for one in buffers):
+                if calls := self._heard.owners.get(owner):
+                    own = [one for one in buffers if one.module is owner]
+                    runs = [functools.partial(_repeat, [calls[place]]) for place in (0, -1)]
+                    with contextlib.suppress(Exception):  # a part of a model may need what is around it
+                        found |= self._trial(batch, own, *runs, is_one_batch=len(calls) == 1)
+        return {one.key: found[one.key] for one in buffers if one.key in found and _is_seen(one, found[one.key])}
+
+    def _trial(
+        self, batch: StepBatch, buffers: Sequence[TrackedBuffer], first: Forward, second: Forward, *, is_one_batch: bool
+    ) -> dict[BufferKey, TriedBuffer]:
+        """What A, B, and A and then B leave in the buffers, which are put back."""
         written = [(p, local_part(p.detach()).clone()) for p, version in self._versions if p._version != version]
         self._buffers.undo()
         self._shards.close()  # what was gathered before is out of date
-        self.is_under_way = True
         values: list[dict[BufferKey, Tensor]] = []
         try:
-            with torch.no_grad(), random_state.PreservedRandomState():
+            with self._heard.closed(), torch.no_grad(), random_state.PreservedRandomState():
                 for runs in ((first,), (second,), (first, second)):
                     for run in runs:
                         number = 0 if run is first else 1
@@ -219,7 +226,6 @@ class BufferTrials:
                     )
                     self._buffers.undo()
         finally:
-            self.is_under_way = False
             self._shards.close()
             with torch.no_grad():
                 for parameter, value in written:
@@ -245,15 +251,11 @@ class BufferTrials:
             data = [to_device(batch.read(number), self._device, dtype) for number in numbers]
             parts = data if len(data) == 2 else _two_of(data[0])
             return lambda: forward(parts[0]), lambda: forward(parts[-1]), len(parts) == 1
-        calls = [some for some in self._calls if some][:2]
+        calls = [some for some in self._heard.micros if some][:2]
         if not calls:
             return None
         both = calls if len(calls) == 2 else [calls[0], calls[0]]
         return lambda: _repeat(both[0]), lambda: _repeat(both[1]), len(calls) == 1
-
-    def _called(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self.is_under_way and len(self._calls) <= 2 and self._calls:
-            self._calls[-1].append((model, args, kwargs))
 
 
 def halves(data: Any) -> tuple[Any, Any] | None:
@@ -276,9 +278,15 @@ def _two_of(data: Any) -> list[Any]:
     return [data] if found is None else [*found]
 
 
-def _repeat(calls: Sequence[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]) -> None:
+def _repeat(calls: Sequence[HeardCall]) -> None:
     for model, args, kwargs in calls:
         model(*args, **kwargs)
+
+
+def _is_seen(buffer: TrackedBuffer, tried: TriedBuffer) -> bool:
+    """Whether a trial changed a buffer that the step has changed: else something outside of its calls writes it."""
+    is_left = all(torch.equal(value, tried.start) for value in (tried.first, tried.second, tried.both))
+    return not (is_left and any(not torch.equal(value, tried.start) for _, _, value in buffer.each))
 
 
 def _rates(form: QueueForm, num: int, num_samples: int) -> list[QueueForm]:

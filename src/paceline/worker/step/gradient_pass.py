@@ -204,6 +204,7 @@ class StepExecutor:
         All workers must call it, as `run`.
         """
         with self._opened_pass(batch, gradients):
+            self.trials.begin(pipelined.try_forward)
             with self._preserved_random_state:
                 dtype = input_dtype(self._precision)
                 runs = list(batch.runs())

@@ -109,6 +109,10 @@ class BufferAverager:
         """Whether it is known of all buffers how they are combined."""
         return all(buffer.is_settled for buffer in self._buffers)
 
+    def unsettled_modules(self) -> list[nn.Module]:
+        """The modules that have buffers of which it is not known how they are combined, once each."""
+        return [*dict.fromkeys(buffer.module for buffer in self._buffers if not buffer.is_settled)]
+
     def marks(self) -> list[float]:
         """For each buffer a number to be summed over the workers: whether it has changed here, and knows no rule."""
         return [

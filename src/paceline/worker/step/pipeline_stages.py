@@ -349,6 +349,14 @@ class PipelinePass:
         outcome = self._worker.evaluate(self._output, micros)
         return [outcome.results[m] for m in sorted(outcome.results)]
 
+    def try_forward(self, micro: Any) -> None:
+        """Run the forward of a micro-batch once more, without gradients; all workers of the stages must call it."""
+        self._worker.pipeline = self.staged.pipeline(1)
+        self._learn(self._loss, [micro])
+        self._worker.around = lambda _: contextlib.nullcontext()
+        self._worker.before = self._worker.after = lambda _: None
+        self._worker.evaluate(self._loss, [micro])
+
     def _learn(self, forward: Callable[[Any], Any], micros: Sequence[Any]) -> None:
         """Record forwards of shapes that are new. Raises PlanError for those that use parameters of another stage."""
         trained = [parameter.requires_grad for parameter in self._parameters]
