@@ -76,7 +76,7 @@ def scaling_hook(worker: Any) -> Outcome:
     return fit(worker, model, sgd(worker, model), vectors(), F.cross_entropy)
 
 
-@program("a hook, registered after prepare, that clamps a gradient")
+@program("a hook, registered after prepare, that clamps a gradient: that of the whole batch", sees_whole_batches=True)
 def clamping_hook(worker: Any) -> Outcome:
     model: Any = worker.prepare(net())
     model[0].weight.register_hook(lambda grad: grad.clamp(-0.001, 0.001))

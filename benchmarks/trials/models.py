@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trials.registry import Outcome, Rows, fit, program
 
 SAMPLES, CLASSES, WORDS, LENGTH = 20, 5, 48, 8
-BF16_LIMIT = 2e-3  # of losses of a model in bf16, half of its rounding: split products are added in another order
+BF16_LIMIT = 1e-3  # of losses of a model in bf16, a quarter of its rounding: split products are added in another order
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -38,7 +38,7 @@ def vectors(width: int = 8) -> Rows:
 
 def next_word(output: Any, target: Tensor) -> Tensor:
     logits = output if isinstance(output, Tensor) else output.logits
-    return F.cross_entropy(logits.flatten(0, -2), target.flatten())
+    return F.cross_entropy(logits.flatten(0, -2).float(), target.flatten())
 
 
 def sgd(worker: Any, model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
@@ -205,7 +205,7 @@ def _lora(worker: Any, base: torch.dtype) -> Outcome:
     drop: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     config = GPT2Config(vocab_size=WORDS, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=4, **drop)
     inner: Any = tokens_first(config, GPT2LMHeadModel).to(base)
-    adapters = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.0)
+    adapters = peft.LoraConfig(r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True, lora_dropout=0.0)
     adapted: Any = peft.get_peft_model(inner, adapters)
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:

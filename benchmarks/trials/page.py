@@ -41,9 +41,7 @@ def kept_rows(path: Path | None) -> dict[str, Row]:
         return {}
     values = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return {
-        one["program"]: Row(
-            program=one["program"], cells={plan: Cell(**cell) for plan, cell in one["cells"].items()}
-        )
+        one["program"]: Row(program=one["program"], cells={plan: Cell(**cell) for plan, cell in one["cells"].items()})
         for one in values
     }
 

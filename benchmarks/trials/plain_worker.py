@@ -5,6 +5,7 @@ Only the order of samples is Paceline's (a pure function), so that both see the 
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -58,7 +59,7 @@ class PlainWorker:
         if isinstance(prepared, nn.Module):
             self._models.append(prepared)
         if self._is_still and isinstance(prepared, torch.optim.Optimizer):
-            prepared.step = _no_step  # pyright: ignore[reportAttributeAccessIssue]  # it may be given a closure
+            prepared.step = types.MethodType(_no_step, prepared)  # schedulers ask for a method
         return prepared
 
     def batches(
@@ -144,6 +145,6 @@ class PlainWorker:
         return list(found.values())
 
 
-def _no_step(closure: Callable[[], Any] | None = None) -> Any:
+def _no_step(_: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
     """What an optimizer does in place of a step; a closure is called once, for its loss."""
     return closure() if closure is not None else None

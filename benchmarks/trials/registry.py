@@ -38,7 +38,9 @@ class Program:
     train: Train
     limit: float  # the largest relative difference that rounding makes
     needs: str  # the package that its model is from; "": torch alone
-    sees_whole_batches: bool  # in plain torch: all micro-batches of a step begin with the step's buffers
+    sees_whole_batches: (
+        bool  # in plain torch: buffers, and hooks on gradients, are those of a step and of no micro-batch
+    )
 
 
 PROGRAMS: dict[str, Program] = {}

@@ -53,7 +53,7 @@ class Raised:
         """Whether it is a sentence of ours that names a remedy."""
         is_meant = self.kind.startswith(OWN) and self.kind not in FOLLOWS
         first, _, rest = self.text.partition(". ")
-        tells = REMEDY.search(rest) or re.search(r"[;:,] ", first) and REMEDY.search(first)
+        tells = REMEDY.search(rest) or (re.search(r"[;:,] ", first) and REMEDY.search(first))
         return self.is_ours and is_meant and bool(tells)
 
     @property

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from forked import World
-from paceline.plan import Batch, Compute, Layout, ParameterServer, Plan
+from paceline.plan import Batch, Compute, Layout, Plan
 
 PLAN = Plan(batch=Batch(size=8, micro=2), compute=Compute(precision="fp64"))
 UNKNOWN = r"buffer \S+ of shape \[\d\] changed .* is not known: (in a trial|no trial)"
@@ -86,7 +86,9 @@ def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def test_rules_are_found_under_stages_and_where_a_models_own_forward_is_not_called(world: World) -> None:
     expected = world.one_process(staged(), PLAN)
     assert float(expected["3.total"].abs().max()) > 1.0
-    halves = world(staged(), 2, Plan(layout=Layout(stages=2), batch=PLAN.batch, compute=PLAN.compute), save_at_end=False)
+    halves = world(
+        staged(), 2, Plan(layout=Layout(stages=2), batch=PLAN.batch, compute=PLAN.compute), save_at_end=False
+    )
     assert sorted(name for one in halves for name in one) == sorted(expected)
     for one in halves:
         assert_alike(one, expected)

@@ -62,6 +62,11 @@ class BufferTrials:
         self._heard = HeardCalls()
         self._num_passes = 0
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a forward runs that counts for nothing."""
+        return not self._heard.is_open
+
     def begin(self, forward: Callable[[Any], Any] | None) -> None:
         """A pass begins. `forward` runs a micro-batch; None: calls are listened to, in the first passes."""
         self._forward = forward

@@ -25,7 +25,7 @@ class HeardCalls:
     def __init__(self) -> None:
         self.micros: list[list[HeardCall]] = []  # calls of models, by micro-batches
         self.owners: Mapping[nn.Module, list[HeardCall]] = {}  # of modules that have buffers
-        self._is_open = True
+        self.is_open = True
         self._handles: list[RemovableHandle] = []
 
     def listen(self, models: Iterable[nn.Module], owners: Iterable[nn.Module]) -> None:
@@ -42,11 +42,11 @@ class HeardCalls:
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
         """Meanwhile calls do not count: those of a trial."""
-        self._is_open = False
+        self.is_open = False
         try:
             yield
         finally:
-            self._is_open = True
+            self.is_open = True
 
     def end(self) -> None:
         """Forget what was heard."""
@@ -55,10 +55,10 @@ class HeardCalls:
         self._handles, self.micros, self.owners = [], [], {}
 
     def _of_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._is_open and 0 < len(self.micros) <= EACH:
+        if self.is_open and 0 < len(self.micros) <= EACH:
             self.micros[-1].append((model, args, kwargs))
 
     def _of_owner(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls = self.owners.get(owner)
-        if self._is_open and calls is not None and len(calls) < EACH:
+        if self.is_open and calls is not None and len(calls) < EACH:
             calls.append((owner, args, kwargs))
