@@ -16,6 +16,7 @@ from paceline.world_detection import NAMES, World, find_world
 from paceline.world_detection import notice_signals as find_notice_signals
 
 __all__ = [
+    "FAMILY",
     "FAULTS",
     "RUN_DIR",
     "World",
@@ -25,6 +26,7 @@ __all__ = [
     "detect",
     "engine_restart",
     "enter",
+    "family",
     "fault_programme",
     "has_token",
     "leave",
@@ -40,6 +42,7 @@ OWN_ASSIGNMENT, OWN_PID, TOKEN = "PACELINE_ASSIGNMENT", "PACELINE_PID", "PACELIN
 RUN_DIR = "PACELINE_RUN_DIR"  # the directory of the run that a script goes on with, whatever the script says
 FAULTS = "PACELINE_FAULTS"  # the programme of a run that is drilled (paceline.testing): a file
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+FAMILY = "PACELINE_FAMILY"  # marks a warm parent and all its descendants
 SHORTEST_TOKEN = 16  # bytes; what people type by heart is shorter
 CGROUP = Path("/sys/fs/cgroup")
 MORE_NAMES = (
@@ -226,3 +229,8 @@ def _quota_cores(cgroup: Path) -> int | None:
         if quota.isdecimal() and period.isdecimal() and int(period):
             return -(-int(quota) // int(period))
     return None
+
+
+def family() -> str | None:
+    """Return the mark of the warm parent that this process is, or descends from."""
+    return os.environ.get(FAMILY)

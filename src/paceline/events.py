@@ -10,10 +10,11 @@ import dataclasses
 import json
 import math
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
+
+from paceline import clock
 
 __all__ = [
     "AllReduceChosen",
@@ -356,7 +357,7 @@ class EventLog:
         self._file = open_log(path)
 
     def emit(self, event: Event) -> None:
-        fields = {"event": type(event).__name__, "time": round(time.time(), 6), "worker": self.worker}
+        fields = {"event": type(event).__name__, "time": round(clock.now(), 6), "worker": self.worker}
         fields.update(vars(event))
         line = json.dumps(_plain(fields), allow_nan=False) + "\n"
         with self._lock:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline import clock
 from paceline.checkpoint.checkpoint_dir import (
     COMMIT_MARKER,
     CommitMarker,
@@ -35,7 +36,7 @@ from paceline.checkpoint.checkpoint_dir import (
 )
 from paceline.checkpoint.dcp_shards import TensorRegion
 from paceline.checkpoint.reader import STATE
-from paceline.checkpoint.retention import prune, tidy
+from paceline.checkpoint.retention import Leftovers, prune, tidy
 from paceline.checkpoint.sharded_writer import WriterGroup, is_over, lower_priority
 from paceline.checkpoint.staging import NoRoom, Staged, Staging, bytes_of
 from paceline.checkpoint.state_tree import encode_state, freeze
@@ -74,24 +75,26 @@ class AsyncWriter:
         parts: WriterGroup | None = None,
         tidies: bool = True,
         staging: Path | None = None,
+        newer_start: Callable[[], str | None] = lambda: None,
     ) -> None:
         """Nothing is touched before the first save.
 
         directory: of all checkpoints of the run. keep: how many complete ones stay. on_event: is called from the
         writing thread. parts: the writers of a sharded replica, of which this one is the first. tidies: whether to
         delete what earlier writers left unfinished before the first save; not where one of them may still be writing.
-        staging: a directory on a disk for the staged copies; None: they are in memory.
+        staging: a directory on a disk for the staged copies; None: they are in memory. newer_start: says which later
+        start of the run has taken over the directory; then nothing is committed any more.
         """
         if keep < 1:
             raise ValueError(f"keep is {keep}; it must be at least 1: the newest checkpoint always stays.")
         self._directory, self._keep, self._on_event = directory, keep, on_event
-        self._parts, self._number = parts, 0
+        self._parts, self._number, self._newer_start = parts, 0, newer_start
         self._staging = Staging(staging)
         self._thread = concurrent.futures.ThreadPoolExecutor(
             1, thread_name_prefix="checkpoint", initializer=lower_priority
         )
         self._pending: concurrent.futures.Future[None] | None = None
-        self._is_tidy = not tidies
+        self._is_tidy, self._leftovers = not tidies, Leftovers()
         self._newest: Path | None = None
         self._failure: str | None = None  # of the last save
         self._known_good: dict[Path, _Fingerprint] = {}  # checkpoints as they were when they were written, or verified
@@ -189,11 +192,12 @@ class AsyncWriter:
         began, has_begun = time.perf_counter(), False
         partial = partial_path(self._directory, save.step)
         try:
+            self._fence()
             self._prepare(partial, save.staged.num_bytes)
             if self._parts is not None:
                 self._parts.begin(save.number, partial)
                 has_begun = True
-            num_bytes = _fill(partial, save, self._parts)
+            num_bytes = _fill(partial, save, self._parts, self._fence)
         except (OSError, RuntimeError, CheckpointError) as error:  # RuntimeError: see _below
             if self._parts is not None and has_begun:
                 self._parts.give_up(save.number, str(error))
@@ -206,7 +210,13 @@ class AsyncWriter:
         try:
             self._newest = publish(partial)
             self._known_good[self._newest] = _fingerprint_of(self._newest)
-            prune(self._directory, keep=self._keep, newest=self._newest, is_good=self._is_good)
+            prune(
+                self._directory,
+                keep=self._keep,
+                newest=self._newest,
+                is_good=self._is_good,
+                leftovers=self._leftovers,
+            )
         except OSError as error:
             self._on_event(Warned(text=f"an older checkpoint in {self._directory} could not be deleted: {error}"))
         self._on_event(
@@ -214,6 +224,11 @@ class AsyncWriter:
                 step=save.step, path=str(self._newest), num_bytes=num_bytes, stall_s=save.stall_s, write_s=write_s
             )
         )
+
+    def _fence(self) -> None:
+        """Raise CheckpointError where a later start of the run writes in the directory."""
+        if (who := self._newer_start()) is not None:
+            raise CheckpointError(f"a later start of the run has taken over ({who}): this one saves nothing any more")
 
     def _refuse(self, step: int, number: int, reason: str) -> None:
         """Report a save for which nothing could be copied; runs in the thread."""
@@ -254,7 +269,7 @@ class AsyncWriter:
         partial.mkdir()
 
 
-def _fill(partial: Path, save: _PendingSave, parts: WriterGroup | None) -> int:
+def _fill(partial: Path, save: _PendingSave, parts: WriterGroup | None, fence: Callable[[], None]) -> int:
     """Write all files, the marker last; returns their bytes."""
     tensor_crc32 = _write_tensors(partial, save, parts)
     state = encode_state(save.state)
@@ -271,6 +286,7 @@ def _fill(partial: Path, save: _PendingSave, parts: WriterGroup | None) -> int:
         file_crc32={path.name: checksum(path) for path in written},  # read back from the system's page cache, mostly
         tensor_crc32=tensor_crc32,
     )
+    fence()
     write_commit_marker(partial, mark)
     return sum(files.values()) + (partial / COMMIT_MARKER).stat().st_size
 
@@ -331,7 +347,7 @@ def _below(error: BaseException) -> BaseException:
 
 
 def _json_copy(about: Mapping[str, Any]) -> dict[str, Any]:
-    noted = {"torch": torch.__version__, "saved_at": time.time(), **about}
+    noted = {"torch": torch.__version__, "saved_at": clock.now(), **about}
     try:
         return json.loads(json.dumps(noted, allow_nan=False))
     except (TypeError, ValueError) as error:

@@ -18,17 +18,41 @@ from paceline.checkpoint.checkpoint_dir import (
 )
 from paceline.errors import CheckpointError
 
-__all__ = ["discard", "prune", "tidy"]
+__all__ = ["Leftovers", "discard", "prune", "tidy"]
 
 IDLE_S = 10.0  # a writer that lives changes its files more often
 
 
-def prune(directory: Path, *, keep: int, newest: Path, is_good: Callable[[Path], bool]) -> None:
+class Leftovers:
+    """Tells saves that their writers have left unfinished from those that are being written.
+
+    What two looks find the same, `IDLE_S` apart by a clock that nobody sets, is nobody's any more. The times of files
+    say less: they jump with the clock of a host, and hosts differ.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[Path, tuple[object, float]] = {}  # what it was, and since when
+
+    def is_idle(self, path: Path) -> bool:
+        """Look at a directory: whether nothing in it has changed for a while; False where that cannot be seen."""
+        try:
+            found = [(one.name, one.stat()) for one in sorted(path.iterdir())]
+        except OSError:
+            return False
+        look = path.stat().st_mtime_ns, tuple((name, about.st_size, about.st_mtime_ns) for name, about in found)
+        before, since = self._seen.get(path, (None, 0.0))
+        if before != look:
+            self._seen[path] = look, time.monotonic()
+            return False
+        return time.monotonic() - since >= IDLE_S
+
+
+def prune(directory: Path, *, keep: int, newest: Path, is_good: Callable[[Path], bool], leftovers: Leftovers) -> None:
     """Delete checkpoints beyond the `keep` newest good ones; never `newest`, which was just committed.
 
     Damaged ones, by their sizes or because not `is_good`, do not count. They stay for inspection until `keep` good ones
-    are newer. Those of a newer Paceline stay. Saves up to this step that nobody has written to for `IDLE_S` are
-    deleted: their writers were lost. Raises OSError if one cannot be deleted, after deleting all others.
+    are newer. Those of a newer Paceline stay. Saves up to this step that are `leftovers` by now are deleted. Raises
+    OSError if one cannot be deleted, after deleting all others.
     """
     others = [path for path in candidates(directory) if path != newest]
     others.sort(key=lambda path: (step_of(path), path.name), reverse=True)
@@ -38,7 +62,7 @@ def prune(directory: Path, *, keep: int, newest: Path, is_good: Callable[[Path],
         if not complete and is_newer_format(path):
             continue
         if not complete and path.suffix:  # being written or deleted, or left so by a process that was lost
-            if step_of(path) <= step_of(newest) and _is_idle(path):
+            if step_of(path) <= step_of(newest) and leftovers.is_idle(path):
                 surplus.append(path)
             continue
         if num_good >= keep:
@@ -75,15 +99,6 @@ def discard(directory: Path, *, after_step: int, keeping: Collection[int] = ()) 
     steps = {path: step_of(path) for path in candidates(directory) if ".removed-" not in path.name}
     beyond = [path for path, step in steps.items() if step > after_step and step not in keeping]
     _remove_all(path for path in beyond if not is_newer_format(path))
-
-
-def _is_idle(path: Path) -> bool:
-    """Return whether nothing in a directory has changed for a while; False where that cannot be seen."""
-    try:
-        changed = max(one.stat().st_mtime for one in (path, *path.iterdir()))
-    except OSError:
-        return False
-    return time.time() - changed > IDLE_S
 
 
 def _remove_all(paths: Iterable[Path]) -> None:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from collections.abc import Sequence
 
+from paceline import clock
 from paceline.cli import existing_runs, export, plan, run
 from paceline.cli.arguments import Commands, Parser, split_script
 from paceline.cli.drill import command as drill
@@ -45,7 +45,7 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with these arguments (default: those of the process) and return its exit status."""
-    command_started = time.time()
+    command_started = clock.now()
     words = list(sys.argv[1:] if argv is None else argv)
     as_given = tuple(words)
     parser, commands = _parser()

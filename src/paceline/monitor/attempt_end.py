@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from paceline import clock
 from paceline.errors import RunFileError, writing
 from paceline.events import Event, EventLog, RunFinished, WorkerFailed
 from paceline.monitor.records.failure import Failure, headline, is_consequence
@@ -51,7 +51,7 @@ class AttemptEnd:
             if self._watch is not None:
                 exit_code = self._watch.finish(state, exit_code, failures, goes_on=goes_on)["exit_code"]
             exit_code = self._report_unwritten(exit_code)
-            duration_s = round(time.time() - self._since, 3)
+            duration_s = round(clock.now() - self._since, 3)
             self._emit(RunFinished(state=state, exit_code=exit_code, duration_s=duration_s))
             self._close_log()
         finally:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint.retention import tidy
 from paceline.elastic.membership_messages import TOO_FEW
 from paceline.errors import LaunchError, PlanError, WorkerError, writing
 from paceline.events import Event, EventLog, RunStarted, Warned
@@ -211,7 +212,9 @@ class Attempt:
             self._let_orphans_end()
         workers = self.job.workers or 1
         if self.is_head:
-            self._record = begin_record(self.run_dir, self.job, workers=workers, plan=self._plan.whole)
+            self._record = begin_record(
+                self.run_dir, self.job, workers=workers, plan=self._plan.whole, first=self.number
+            )
             if self._record.attempt != self.number:
                 raise PlanError(f"{str(self.run_dir)!r} was used by another run meanwhile: start the job again.")
         with writing(self.directory):
@@ -292,6 +295,9 @@ class Attempt:
         )
         if self._hang_monitor is not None:
             failures = self._hang_monitor.explained(failures)
+        if self._record is not None and outcome.state == "finished":  # so nobody writes any more, on any host
+            with contextlib.suppress(OSError):  # left for the next start, which says so
+                tidy(self.run_dir / "checkpoints")
         exit_code = end.close(outcome.state, outcome.exit_code, failures, goes_on=self.next is not None)
         if self._watch is not None:
             self.failures = self._watch.failures
@@ -335,11 +341,11 @@ def wait_for_orphans(job: Job, *, say: Callable[[str], None], limit_s: float | N
     wait_until_workers_ended(run_dir, limit_s=limit_s, say=say, on_this_host=is_elsewhere)
 
 
-def begin_record(run_dir: Path, job: Job, *, workers: int, plan: Plan | None) -> RunRecord:
+def begin_record(run_dir: Path, job: Job, *, workers: int, plan: Plan | None, first: int = 1) -> RunRecord:
     """Record in the run directory that this process starts its next attempt; PlanError if the directory is in use."""
     try:
         return RunRecord.begin_attempt(
-            run_dir, job=dataclasses.asdict(job), workers=workers, plan=None if plan is None else str(plan)
+            run_dir, job=dataclasses.asdict(job), workers=workers, plan=None if plan is None else str(plan), first=first
         )
     except ValueError as error:
         raise PlanError(str(error)) from error

@@ -11,10 +11,10 @@ step, the run fails as it would have the first time.
 from __future__ import annotations
 
 import contextlib
-import time
+from collections.abc import Mapping
 from pathlib import Path
 
-from paceline.checkpoint.checkpoint_dir import find
+from paceline.checkpoint.checkpoint_dir import COMMIT_MARKER, find
 from paceline.events import Restarted
 from paceline.launch.coordinator.rendezvous import RetainedHostState
 from paceline.launch.fork.warm_parent_client import WarmParent
@@ -32,7 +32,6 @@ from paceline.runs.attempt import Attempt
 __all__ = ["RestartBudget", "newest_state_source", "restart_decision", "run_with_restarts"]
 
 MAX_RESTARTS_WITHOUT_PROGRESS = 3  # in a row
-WRITTEN_S = 2.0  # how far file timestamps may lag behind the clock
 
 
 def run_with_restarts(attempt: Attempt, warm: WarmParent) -> tuple[Attempt, JobOutcome]:
@@ -40,7 +39,7 @@ def run_with_restarts(attempt: Attempt, warm: WarmParent) -> tuple[Attempt, JobO
 
     Raise what `Attempt.run` raises. The caller closes `warm`.
     """
-    began, budget, most = time.time() - WRITTEN_S, RestartBudget(), attempt.job.workers or 1
+    before, budget, most = _marks(Path(attempt.run_dir)), RestartBudget(), attempt.job.workers or 1
     with contextlib.ExitStack() as stack:
         signals = StopSignals()
         if attempt.job.launcher != "inline":
@@ -57,7 +56,7 @@ def run_with_restarts(attempt: Attempt, warm: WarmParent) -> tuple[Attempt, JobO
                     f"beyond step {at_step}: the run ends"
                 )
                 return None
-            on_disk = _on_disk(attempt, since=began)
+            on_disk = _on_disk(attempt, before=before)
             return restart_decision(outcome.recoverable_loss, most=most, on_disk=on_disk, at_step=at_step)
 
         while True:
@@ -126,12 +125,23 @@ def restart_decision(recoverable_loss: RecoverableLoss, *, most: int, on_disk: i
     )
 
 
-def _on_disk(attempt: Attempt, *, since: float) -> int | None:
-    """Return the step of the newest checkpoint from which the run would go on; with `fresh`, earlier ones do
-    not count.
+def _marks(run_dir: Path) -> dict[Path, tuple[int, int]]:
+    """Return the commit marks of a run's checkpoints, each with what distinguishes it from a later one."""
+    found = dict[Path, tuple[int, int]]()
+    for path in (run_dir / "checkpoints").glob(f"*/{COMMIT_MARKER}"):
+        with contextlib.suppress(OSError):  # it is being deleted
+            found[path] = (about := path.stat()).st_ino, about.st_mtime_ns
+    return found
+
+
+def _on_disk(attempt: Attempt, *, before: Mapping[Path, tuple[int, int]]) -> int | None:
+    """Return the step of the newest checkpoint from which the run would go on; with `fresh`, those that were there
+    `before` do not count.
     """
-    found = find(Path(attempt.run_dir) / "checkpoints")
+    run_dir = Path(attempt.run_dir)
+    found = find(run_dir / "checkpoints")
     if found.newest is None:
         return None
-    is_own = (found.newest / "checkpoint.json").stat().st_mtime >= since
+    mark = found.newest / COMMIT_MARKER
+    is_own = mark not in before or before[mark] != _marks(run_dir).get(mark)
     return found.step if is_own or not attempt.job.fresh else None

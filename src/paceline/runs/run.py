@@ -16,10 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from paceline import config, environment
+from paceline import clock, config, environment
+from paceline.checkpoint.checkpoint_dir import find
 from paceline.elastic.membership_messages import PREEMPTED, TOO_FEW
 from paceline.errors import LaunchError, PlanError, WorkerError, WorkersLostError
 from paceline.launch.local import prestart
+from paceline.monitor.records.processes import this_host
 from paceline.plan import CommandPlan, Job, Plan, read_plan
 from paceline.plan.script_scan import workers_of_script
 from paceline.runs.attempt import Attempt, begin_record, error_from_failures, qualified_name, wait_for_orphans
@@ -189,6 +191,7 @@ def start(
     if words and outcome.state != "finished" and outcome.exit_code != 2:
         script = Path(job.program)
         command = command_of_words(words, attempt.run_dir, script=script, names_dir=job.run_dir is not None)
+        _tell_of_new_coordinator(attempt, outcome.exit_code)
         _tell_go_on(command, outcome.exit_code, is_there=attempt.run_dir.exists())
     return outcome.exit_code
 
@@ -197,7 +200,7 @@ def _run_function(
     function: Callable[[Worker], T], job: Job, plan: Plan | None, fields: Mapping[str, Any], *, is_first: bool
 ) -> T:
     """Be the supervisor of workers that run a function of this process."""
-    started = time.time()
+    started = clock.now()
     with prestart() as warm:
         own_plan = CommandPlan(whole=plan)
         settled = _settled(job, own_plan, script=_own_script())
@@ -216,6 +219,7 @@ def _run_function(
             if job.launcher == "inline":
                 environment.leave()  # this process was worker 0, and is no longer
     if outcome.state != "finished" and outcome.exit_code != 2:
+        _tell_of_new_coordinator(attempt, outcome.exit_code)
         _tell_go_on(
             _script_command(attempt.run_dir, names_dir=job.run_dir is not None, is_first=is_first),
             outcome.exit_code,
@@ -361,6 +365,20 @@ def _tell_go_on(command: str, exit_code: object, *, is_there: bool) -> None:
     if is_there:
         with contextlib.suppress(OSError):  # the terminal may have been closed
             _tell(f"{'once the error is mended, ' if exit_code == 1 else ''}go on with: {command}")
+
+
+def _tell_of_new_coordinator(attempt: Attempt, exit_code: int) -> None:
+    """Say how this host goes on where the coordinator's machine is gone for good, and from which step."""
+    head = attempt.job.head
+    if attempt.is_head or head is None or exit_code not in (PREEMPTED, TOO_FEW):
+        return
+    step = find(attempt.run_dir / "checkpoints").step
+    saved = f"from step {step}, the newest saved here" if step else "from the beginning: nothing is saved here"
+    with contextlib.suppress(OSError):
+        _tell(
+            f"if the coordinator's machine ({head}) is gone for good, this one goes on {saved}, by the same command "
+            f"with --hosts 1 --head {this_host()}:{head.rpartition(':')[2]} --run-dir {attempt.run_dir}"
+        )
 
 
 def _is_for_each_host(world: World, job: Job) -> bool:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from paceline import clock
 from paceline.testing.faults import Programme
 
 __all__ = ["Came", "DrillFolder"]
@@ -56,7 +57,7 @@ class DrillFolder:
 
     def came(self, number: int, *, step: int, place: str) -> bool:
         """Note that a fault comes now; False where it came before."""
-        told = Came(step=step, place=place, time=time.time(), pid=os.getpid())
+        told = Came(step=step, place=place, time=clock.now(), pid=os.getpid())
         try:
             with open(self._file(number, "json"), "x", encoding="utf-8") as file:
                 file.write(json.dumps(dataclasses.asdict(told)))

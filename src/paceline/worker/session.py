@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import importlib
 import os
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -14,7 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from paceline import environment
+from paceline import clock, environment
 from paceline.comm.flight_recorder import FlightRecorder
 from paceline.comm.messages.json_channel import ChannelClosed
 from paceline.errors import PlanError, SyncError
@@ -252,7 +251,7 @@ def _started(assignment: Assignment, plan: Plan, worker: Worker | BareWorker) ->
         host=assignment.host,
         pid=os.getpid(),
         device=str(worker.device),
-        startup_s=round(time.time() - assignment.command_started, 3),
+        startup_s=round(clock.now() - assignment.command_started, 3),
         plan=str(plan),
         resumed_from_step=worker.step,
     )

@@ -430,3 +430,18 @@ def test_one_that_cannot_be_deleted_keeps_no_other_one(tmp_path: Path, monkeypat
     with pytest.raises(OSError, match="busy"):
         retention.discard(tmp_path, after_step=0)
     assert steps_in(tmp_path) == ["0002"]
+
+
+def test_nothing_is_committed_once_a_later_start_has_taken_over_the_directory(tmp_path: Path) -> None:
+    events, later = list[Event](), list[str]()
+    writer = AsyncWriter(tmp_path, keep=3, on_event=events.append, newer_start=lambda: later[0] if later else None)
+    writer.save(1, tensors_of(1), {}, {})
+    writer.wait()
+    later.append("attempt 2, process 7 on host b")
+    (tmp_path / "step_00000002.partial-7").mkdir()  # of the later one
+    writer.save(2, tensors_of(2), {}, {})
+    with pytest.raises(
+        CheckpointError, match=r"a later start of the run has taken over \(attempt 2, process 7 on host b"
+    ):
+        writer.close()
+    assert steps_in(tmp_path) == ["0001", "0002.partial-7"]

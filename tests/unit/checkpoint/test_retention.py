@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from paceline.checkpoint import retention
 from paceline.checkpoint.async_writer import AsyncWriter
 from paceline.checkpoint.checkpoint_dir import COMMIT_MARKER, NewerFormatError, find, read_commit_marker
 from paceline.checkpoint.reader import open_checkpoint
@@ -28,11 +28,6 @@ def saved(directory: Path, *steps: int, keep: int = 2) -> list[Event]:
 
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
-
-
-def make_old(path: Path) -> None:
-    long_ago = time.time() - 2 * IDLE_S
-    os.utime(path, (long_ago, long_ago))
 
 
 def of_newer_format(path: Path) -> None:
@@ -71,20 +66,31 @@ def test_links_are_followed_and_only_the_link_is_deleted(tmp_path: Path) -> None
     assert open_checkpoint(elsewhere / "step_00000002").step == 2
 
 
-def test_what_lost_writers_have_left_is_cleared_by_the_next_save(tmp_path: Path) -> None:
-    events: list[Event] = []
-    writer = AsyncWriter(tmp_path, keep=3, on_event=events.append, tidies=False)  # it has taken over from a lost one
+def test_what_lost_writers_have_left_is_cleared_by_later_saves_whatever_the_time_of_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, events = [0.0], list[Event]()
+    monkeypatch.setattr(retention.time, "monotonic", lambda: now[0])
+    writer = AsyncWriter(tmp_path, keep=9, on_event=events.append, tidies=False)  # it has taken over from a lost one
+
+    def save(step: int) -> list[str]:
+        writer.save(step, {"w": torch.zeros(1)}, {}, {})
+        writer.wait()
+        return [name for name in names(tmp_path) if "." in name]
+
     for name in ("step_00000004.partial-17", "step_00000003.removed-17", "step_00000009.partial-18"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "__0_0.distcp").write_bytes(b"half")
-        for path in (tmp_path / name / "__0_0.distcp", tmp_path / name):
-            make_old(path)
-    (tmp_path / "step_00000002.partial-19").mkdir()
-    writer.save(5, {"w": torch.zeros(1)}, {}, {})
-    writer.wait()
-    late = "step_00000002.partial-19"
-    assert names(tmp_path) == [late, "step_00000005", "step_00000009.partial-18"], "these may still be written"
-    make_old(tmp_path / late)
-    writer.save(10, {"w": torch.zeros(1)}, {}, {})
+        os.utime(tmp_path / name / "__0_0.distcp", (0, 0))  # the clock may have been set since: that proves nothing
+        os.utime(tmp_path / name, (0, 0))
+    written, later = "step_00000004.partial-17", "step_00000009.partial-18"
+    assert save(5) == ["step_00000003.removed-17", written, later], "they may still be written"
+    now[0] += IDLE_S
+    (tmp_path / written / "__0_1.distcp").write_bytes(b"more")
+    assert save(6) == [written, later], "one has changed, and one may be of a later save"
+    now[0] += IDLE_S
+    assert save(7) == [later]
+    assert save(10) == [later], "it was not looked at before"
+    now[0] += IDLE_S
+    assert save(11) == []
     writer.close()
-    assert names(tmp_path) == ["step_00000005", "step_00000010"]

@@ -13,7 +13,7 @@ import pytest
 
 from fake_hosts import HeadAndMember, ended, heard
 from paceline.elastic.membership_messages import PREEMPTED
-from paceline.events import WorkerJoined, WorkerLost
+from paceline.events import Regrouped, WorkerJoined, WorkerLost
 from paceline.launch.coordinator import elastic_controller
 from paceline.launch.coordinator.job_end import STOP_S
 from paceline.launch.coordinator.remote_hosts import RemoteHost
@@ -383,3 +383,14 @@ def test_a_replacement_that_cannot_be_started_is_lost_before_it_had_joined_and_t
     assert both.state() == "going on"
     assert [event.reason for event in both.events if isinstance(event, WorkerLost)][1:] == [why]
     assert both.local_workers.told.count(("add", 1, 3)) == 2
+
+
+@pytest.mark.parametrize("jump_s", [-86_400.0, 3600.0])
+def test_a_host_whose_clock_is_wrong_does_not_make_a_recovery_take_as_long(both: HeadAndMember, jump_s: float) -> None:
+    both.begin(least=1, most=4)
+    both.member.close()
+    both.loop.turn(1.0)
+    for worker in (0, 1):
+        both.notice(worker, "formed", generation=1, noticed=time.time() + jump_s, since_s=0.25)
+    (regrouped,) = [event for event in both.events if isinstance(event, Regrouped)]
+    assert 0.0 <= regrouped.detected_s < 600 and 0.0 <= regrouped.regrouped_s < 600

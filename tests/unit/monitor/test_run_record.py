@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import io
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -16,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from paceline import run_lock
 from paceline.events import (
     EventLog,
     Regrouped,
@@ -423,3 +426,26 @@ class _Told(io.StringIO):
 
     def lines(self) -> list[str]:
         return self.getvalue().splitlines()
+
+
+def test_a_directory_whose_supervisor_is_on_another_host_is_not_begun_in_while_its_lock_is_held(tmp_path: Path) -> None:
+    first = RunRecord.begin_attempt(tmp_path, job={}, workers=2)
+    dataclasses.replace(first, host="elsewhere", pid=4711).save()  # by the record alone it could be lost
+    run_lock.release(tmp_path)
+    with open(tmp_path / ".lock", "wb") as other:  # another open file is another process to the kernel
+        fcntl.fcntl(other, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 0, 0, 0))
+        with pytest.raises(ValueError, match="in use: process 4711 on host elsewhere runs attempt 1 there"):
+            RunRecord.begin_attempt(tmp_path, job={}, workers=2)
+    again = RunRecord.begin_attempt(tmp_path, job={}, workers=2)
+    assert again.attempt == 2
+    again.end_attempt("finished", 0)
+
+
+def test_the_record_of_a_later_start_outlives_what_an_earlier_one_still_notes(tmp_path: Path) -> None:
+    first = RunRecord.begin_attempt(tmp_path, job={}, workers=2)
+    dataclasses.replace(first, host="elsewhere").save()  # it was cut off, and its lock is gone
+    later = RunRecord.begin_attempt(tmp_path, job={}, workers=2)
+    first.end_attempt("failed", 1)
+    assert RunRecord.load(tmp_path) == later
+    assert "attempt 2, process" in (run_lock.newer_start(tmp_path, first.attempt) or "")
+    assert run_lock.newer_start(tmp_path, later.attempt) is None

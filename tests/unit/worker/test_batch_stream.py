@@ -5,6 +5,7 @@ on.
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -61,10 +62,13 @@ def stream_of(
     micro: int = 2,
     data: Any = None,
     replicas: Callable[[], Sequence[int]] | None = None,
+    loaders: int = 0,
 ) -> BatchStream:
     """Batches of 10, of this worker of replicas of `each`, all of which run different micro-batches."""
     return BatchStream(
-        StreamSource(dataset=data or Numbers(), epochs=1, collate=Data, loaders=0, prefetch=2, pin=False, name="train"),
+        StreamSource(
+            dataset=data or Numbers(), epochs=1, collate=Data, loaders=loaders, prefetch=2, pin=False, name="train"
+        ),
         Batch(size=10, micro=micro, shuffle=False),
         cursor=StreamPosition(),
         group=group,
@@ -209,3 +213,13 @@ def test_a_batch_that_is_kept_as_rounds_do_does_not_keep_its_data(data: Any) -> 
         kept.append(batch)
         seen += [weakref.ref(batch.read(number)) for number in range(len(batch))]
     assert len(kept) == NUM // 10
+
+
+@pytest.mark.parametrize("data", [Numbers(), Lines()], ids=["map", "iterable"])
+def test_loaders_end_with_the_loop_and_not_with_the_process_which_would_kill_them(data: Any) -> None:
+    stream = stream_of(Place(0, 1), data=data, loaders=1)
+    batches = stream.steps(lambda: 1)
+    run(next(batches))
+    assert len(multiprocessing.active_children()) == 1
+    cast("Any", batches).close()  # the user's loop has ended before the stream
+    assert multiprocessing.active_children() == []

@@ -15,12 +15,11 @@ import itertools
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline import environment, settings
+from paceline import clock, environment, settings
 from paceline.cli.parity.compare import CaptureReader, compare
 from paceline.cli.parity.metrics import reported_metrics
 from paceline.cli.parity.report import (
@@ -227,7 +226,7 @@ def _run(trial: ParityTrial, request: ParityRequest, directory: Path, warm: Warm
         job,
         plan=CommandPlan.of(trial.plan, trial.overrides(float64=request.float64)),
         given=tuple(fields),
-        command_started=time.time(),
+        command_started=clock.now(),
     )
     with contextlib.redirect_stdout(io.StringIO()):
         outcome = attempt.run(warm)

@@ -17,7 +17,6 @@ import hmac
 import json
 import math
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ import zmq.utils.monitor
 from torch import Tensor
 
 from paceline.comm.messages.json_channel import decode
+from paceline.comm.messages.socket_directory import make_socket_directory
 from paceline.comm.messages.token_handshake import HANDSHAKE_TIMEOUT_S, TokenHandshake, TokenRefused
 from paceline.errors import SyncError
 
@@ -87,7 +87,7 @@ class TensorServer:
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._directory: Path | None = None
         if is_loopback(address):
-            self._directory = Path(tempfile.mkdtemp(prefix="paceline-"))  # mode 0700
+            self._directory = make_socket_directory()
             self.endpoint = f"ipc://{self._directory / 's'}"
             self._socket.bind(self.endpoint)
         else:

@@ -17,7 +17,6 @@ import secrets
 import shutil
 import socket
 import ssl
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ import torch.distributed as dist
 
 from paceline.comm.group import Disrupted
 from paceline.comm.messages.secure_socket import prove_and_encrypt, user_of
+from paceline.comm.messages.socket_directory import make_socket_directory
 from paceline.comm.messages.token_handshake import HANDSHAKE_TIMEOUT_S, TokenRefused
 from paceline.comm.messages.unproved_connections import UnprovedConnections
 from paceline.errors import SyncError
@@ -94,7 +94,7 @@ class _Listener:
         self._is_closed = False
         self._unproved = UnprovedConnections()
         if address is None:
-            self._directory = Path(tempfile.mkdtemp(prefix="paceline-"))  # mode 0700
+            self._directory = make_socket_directory()
             self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self.place: str | tuple[str, int] = str(self._directory / "s")
             self._sock.bind(self.place)

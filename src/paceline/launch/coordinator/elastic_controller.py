@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+from paceline import clock
 from paceline.elastic.membership import Decision, EndWorker, GiveUp, Limits, Membership, StartReplica
 from paceline.elastic.membership_messages import Finish, MembershipView
 from paceline.events import Event, Regrouped, WorkerJoined, WorkerLeft, WorkerLost
@@ -225,7 +226,7 @@ class ElasticController:
 
     def _note_lost(self, worker: int, reason: str, host: str, *, since_s: float, by_itself: bool) -> None:
         """`by_itself`: not ended with another worker of its replica, which explains it."""
-        now = time.time() - since_s
+        now = clock.now() - since_s
         self._lost_at[worker] = now
         self._emit(WorkerLost(rank=worker, host=host, step=self._step, reason=reason, silent_s=round(since_s, 3)))
         if worker not in self._members:
@@ -243,8 +244,10 @@ class ElasticController:
             return
         # Members that take async batches are at different steps, and none of these steps is lost.
         step = incident.at_step if notice.get("is_apart") else int(notice["step"])
-        incident.noticed = max(incident.noticed, float(notice["noticed"]))
-        incident.formed = max(incident.formed, time.time())
+        # By the clock of this host: that of another one may be an hour off.
+        told = clock.now() - float(notice["since_s"]) if "since_s" in notice else float(notice["noticed"])
+        incident.noticed = max(incident.noticed, told)
+        incident.formed = max(incident.formed, clock.now())
         incident.goes_on_at = step if incident.goes_on_at is None else min(step, incident.goes_on_at)
         if not self._membership.would_form(worker, int(notice["generation"])):
             return
@@ -301,7 +304,7 @@ class ElasticController:
             return
         self._coming.discard(worker)
         lost_at = self._lost_at.pop(worker, None)
-        after_s = None if lost_at is None else round(time.time() - lost_at, 3)
+        after_s = None if lost_at is None else round(clock.now() - lost_at, 3)
         self._emit(WorkerJoined(rank=worker, step=step, after_s=after_s, pid=pid))
 
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
+from paceline import clock
 from paceline.checkpoint.checkpoint_dir import find
 from paceline.launch.job.outcome import STUCK, JobOutcome, WorkerExit, verdict
 from paceline.launch.job.restart_plan import RemainingHost, RestartPlan, workers_that_fit
@@ -70,7 +71,7 @@ class RestartDecision:
         self._needs, self._given_up, self._judge, self._say = needs, given_up, judge, say
         self._patience_s = patience_s
         self.gone_by = time.monotonic() + GONE_S
-        self._lost_at = time.time()
+        self._lost_at = clock.now()
         self._wait_until: float | None = None
         self._has_said_early = False
         self._left: dict[int, RemainingHost] = {}

@@ -16,12 +16,12 @@ import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from paceline import clock
 from paceline.launch.fork import process_lifetime
 from paceline.launch.fork.worker_locks import lock_worker_log
 from paceline.plan.job import Assignment, assignment_from_json
@@ -111,7 +111,7 @@ def _write_error(request: Mapping[str, Any], error: BaseException) -> None:
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "step": 0,
-        "time": time.time(),
+        "time": clock.now(),
         "usage": False,
         "echo": False,
     }

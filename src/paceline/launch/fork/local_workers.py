@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from paceline import clock
 from paceline.comm.flight_recorder import STACK_SIGNAL
 from paceline.errors import LaunchError
 from paceline.launch.fork.warm_parent_client import WarmParent
@@ -141,7 +142,7 @@ class LocalWorkers:
             local_rank=next(number for number in itertools.count() if number not in taken),
             local_workers=max(self._template.local_workers, len(taken) + 1),
             worker_dir=str(worker_dir(Path(self._template.run_dir), self._template.attempt, worker)),
-            command_started=time.time(),
+            command_started=clock.now(),
             joins=True,
             begins_at=None,  # it gets the newest state from the other workers
             incarnation=incarnation,

@@ -38,7 +38,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline import environment
 from paceline.comm.messages.json_channel import LineBuffer, encode
+from paceline.comm.messages.socket_directory import remove_socket_directories
 from paceline.launch.fork import process_lifetime
 from paceline.launch.fork.forked_worker import run_forked_worker
 
@@ -86,6 +88,7 @@ def main(start: Mapping[str, Any]) -> None:
             server.wait_for_orphans()
         finally:
             server.end_all()
+            remove_socket_directories(environment.family() or "")  # the supervisor may be lost
     os._exit(0)  # the interpreter's own shutdown is slow once torch is loaded, and not needed
 
 

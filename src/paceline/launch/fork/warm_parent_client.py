@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import IO, Any
 
+from paceline.comm.messages.socket_directory import remove_socket_directories
+from paceline.environment import FAMILY as FAMILY_VARIABLE
 from paceline.environment import child_environment
 from paceline.errors import LaunchError
 from paceline.launch.fork import process_lifetime
@@ -29,7 +31,6 @@ MODULES = ("torch", "torch.distributed", "numpy", "paceline.worker.main")
 END_S = 4.0  # longer than the warm parent takes to end what the workers left behind
 KILL_S = 2.0  # limit on killing leftover processes
 
-FAMILY_VARIABLE = "PACELINE_FAMILY"  # environment variable that marks the warm parent and all its descendants
 
 # Set the search path first: Paceline itself may only be found through a path that the user's program added.
 BOOTSTRAP_CODE = """
@@ -210,6 +211,7 @@ class WarmParent:
             self._process.kill()
             self._process.wait()
         if self._process.returncode == 0 or not self._has_forked:
+            remove_socket_directories(self._family)
             return
         # The kernel killed its workers with it. Their children are found by the environment variable they inherited.
         deadline = time.monotonic() + KILL_S
@@ -220,6 +222,7 @@ class WarmParent:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.005)  # the end of a process that is not a child cannot be waited for, so poll
+        remove_socket_directories(self._family)
 
     def _attached(self) -> MessageStream:
         if self._link is None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline import clock
 from paceline.elastic.membership_messages import PREEMPTED, TOO_FEW, Finish
 from paceline.launch.job.restart_plan import RemainingHost, RestartPlan
 
@@ -227,7 +227,7 @@ def lost_worker(
         "host": host,
         "pid": pid,
         "step": None,
-        "time": time.time(),
+        "time": clock.now(),
         "usage": False,
         "echo": echo,
         "says_all": names_workers,

@@ -6,12 +6,12 @@ import dataclasses
 import json
 import math
 import statistics
-import time
 from array import array
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline import clock
 from paceline.errors import writing
 from paceline.events import (
     CheckpointFailed,
@@ -53,7 +53,7 @@ class Summary:
         self.num_steps = self.num_samples = self.num_dropped = self.num_skipped = self.num_bytes_sent = 0
         self.num_wire_bytes = self.num_raw_bytes = 0
         self._batch_size = 0  # the largest of a step
-        self._opened = time.time()
+        self._opened = clock.now()
         self._commanded: float | None = None  # when the user's command began, from the workers' start-up times
         self._started: RunStarted | None = None
         self._devices: dict[str, None] = {}
@@ -139,7 +139,7 @@ class Summary:
 
     def facts(self, state: str, exit_code: int) -> dict[str, Any]:
         """Return what `summary.json` holds, were the attempt to end now in this state."""
-        first, last, now = self.first, self.last, time.time()
+        first, last, now = self.first, self.last, clock.now()
         begun = self._commanded or self._opened
         most = max(self._peaks, key=self._peaks.__getitem__, default=0)  # the worker with most
         first_began = None if first is None else first.time - first.seconds.get("total", 0.0)

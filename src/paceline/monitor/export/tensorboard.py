@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline import clock
 from paceline.errors import writing
 from paceline.events import Evaluated, Record, Reported, WorkerStarted
 from paceline.monitor.records.steps import IdleShares, Step, parts_of
@@ -99,10 +100,10 @@ class TensorBoardFile:
         seconds, nanoseconds = divmod(time.time_ns(), 1_000_000_000)
         path = self.directory / f"events.out.tfevents.{seconds:010d}.{nanoseconds:09d}.{socket.gethostname()}"
         writer = RecordWriter(open(path, "wb"))  # noqa: SIM115  # the writer closes it
-        writer.write(self._event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+        writer.write(self._event(wall_time=clock.now(), file_version="brain.Event:2").SerializeToString())
         if self._resumed_from_step:  # points of later steps in earlier files are void: they are taken again
             start = messages.SessionLog(status=messages.SessionLog.START)
-            mark = self._event(wall_time=time.time(), step=self._resumed_from_step + 1, session_log=start)
+            mark = self._event(wall_time=clock.now(), step=self._resumed_from_step + 1, session_log=start)
             writer.write(mark.SerializeToString())
         return writer
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from paceline import clock
 from paceline.monitor.hang.hang_detection import (
     HangDetector,
     HangFinding,
@@ -279,7 +280,7 @@ def _error(text: str, worker: int, host: str, pid: int, step: int) -> dict[str, 
         "host": host,
         "pid": pid,
         "step": step,
-        "time": time.time(),
+        "time": clock.now(),
         "usage": False,
         "echo": False,
         "says_all": True,

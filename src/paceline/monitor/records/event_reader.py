@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import operator
 import os
-import time
 from pathlib import Path
 
+from paceline import clock
 from paceline.events import Record, Warned, decode
 from paceline.monitor.records.run_files import GrowingFile, local_path, worker_number
 
@@ -61,7 +61,7 @@ class EventTail:
         text = (
             f"{where} is not an event and was left out (more such lines of this file are not reported): {line[:60]!r}"
         )
-        return [Record(time.time(), None, Warned(text=text))]
+        return [Record(clock.now(), None, Warned(text=text))]
 
 
 def attempt_dir(run_dir: Path, attempt: int) -> Path:

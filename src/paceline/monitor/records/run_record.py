@@ -6,15 +6,16 @@ whole file at once.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.monitor.records.processes import is_same_process, process_started_s, this_host
+from paceline import clock, run_lock
+from paceline.monitor.records.processes import is_same_process, process_started_s, process_state, this_host
 from paceline.monitor.records.run_files import replace_text
 from paceline.private_files import make_run_directory
 
@@ -80,18 +81,25 @@ class RunRecord:
 
     @classmethod
     def begin_attempt(
-        cls, run_dir: Path | str, *, job: Mapping[str, Any], workers: int, plan: str | None = None
+        cls, run_dir: Path | str, *, job: Mapping[str, Any], workers: int, plan: str | None = None, first: int = 1
     ) -> RunRecord:
         """Note that the calling process starts the next attempt in `run_dir` (made if needed), and return the record.
 
-        The attempt's number is `record.attempt`. Raises ValueError where another supervisor works in the directory.
+        The attempt's number is `record.attempt`; without a record so far it is `first`. Raises ValueError where another
+        supervisor works in the directory, on this host or on another one that shares it.
         """
         run_dir = Path(run_dir)
         make_run_directory(run_dir)
-        before = cls._idle(run_dir)
+        if not run_lock.hold(run_dir):
+            raise ValueError(_in_use(run_dir))
+        try:
+            before = cls._idle(run_dir)
+        except ValueError:
+            run_lock.release(run_dir)
+            raise
         attempts = before.attempts if before else ()
-        number = 1 + max([attempt.attempt for attempt in attempts], default=0)
-        started = time.time()
+        number = 1 + max([attempt.attempt for attempt in attempts], default=first - 1)
+        started = clock.now()
         # Its workers were lost, and begin again.
         if before and attempts and before.state == RUNNING and before.pid == os.getpid():
             lost = dataclasses.replace(attempts[-1], state="failed", ended=started, exit_code=1)
@@ -110,19 +118,31 @@ class RunRecord:
 
     @classmethod
     def next_attempt(cls, run_dir: Path | str) -> int:
-        """Return the number of the attempt that `begin_attempt` would begin; raises ValueError as it does."""
+        """Return the number of the attempt that `begin_attempt` would begin; raises ValueError as it does.
+
+        A host that was not the coordinator's has the files of earlier attempts, and no record of them.
+        """
         before = cls._idle(Path(run_dir))
-        return 1 + (before.attempt if before else 0)
+        names = [path.name.removeprefix("attempt_") for path in Path(run_dir).glob("attempt_*")]
+        here = max((int(name) for name in names if name.isdecimal()), default=0)
+        return 1 + (before.attempt if before else here)
 
     def end_attempt(self, state: str, exit_code: int) -> RunRecord:
         """Note how the attempt ended ("finished", "failed" or "stopped"); keeps what others have noted meanwhile."""
-        now = time.time()
+        now = clock.now()
         last = dataclasses.replace(self.attempts[-1], state=state, ended=now, exit_code=exit_code)
-        return self.changed(state=state, exit_code=exit_code, ended=now, attempts=(*self.attempts[:-1], last))
+        try:
+            return self.changed(state=state, exit_code=exit_code, ended=now, attempts=(*self.attempts[:-1], last))
+        finally:
+            run_lock.release(self.run_dir)
 
     def changed(self, **fields: Any) -> RunRecord:
-        """Write the record with other values in some fields; the other fields are taken as the file has them now."""
-        return dataclasses.replace(RunRecord.load(self.run_dir), **fields).save()
+        """Write the record with other values in some fields; the other fields are taken as the file has them now.
+
+        A later start's record stays as it is.
+        """
+        now = RunRecord.load(self.run_dir)
+        return now if now.attempt > self.attempt else dataclasses.replace(now, **fields).save()
 
     def save(self) -> RunRecord:
         """Write `run.json` and return the record."""
@@ -138,10 +158,7 @@ class RunRecord:
             return None
         before = cls.load(run_dir)
         if before.is_alive() and before.pid != os.getpid():
-            raise ValueError(
-                f"{str(run_dir)!r} is in use: process {before.pid} runs attempt {before.attempt} there. "
-                f"Stop it first (paceline stop {run_dir}), or use another --run-dir."
-            )
+            raise ValueError(_in_use(run_dir, before))
         return before
 
     @property
@@ -164,3 +181,19 @@ class RunRecord:
 
 def _has_attempts(run_dir: Path) -> bool:
     return any(run_dir.glob("attempt_*"))
+
+
+def _in_use(run_dir: Path, found: RunRecord | None = None) -> str:
+    """Say which process works in a run's directory, and what to do."""
+    with contextlib.suppress(ValueError):
+        found = found or RunRecord.load(run_dir)
+    if found is None or found.state != RUNNING:
+        return f"{str(run_dir)!r} is in use: another start of the run has just begun there. Use another --run-dir."
+    where = "" if found.is_here() else f" on host {found.host}"
+    still = (
+        " (it is stopped: kill -CONT or kill -KILL it)" if process_state(found.pid) == "stopped" and not where else ""
+    )
+    return (
+        f"{str(run_dir)!r} is in use: process {found.pid}{where} runs attempt {found.attempt} there{still}. "
+        f"Stop it first (paceline stop {run_dir}{', on that host' if where else ''}), or use another --run-dir."
+    )

@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import operator
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from paceline import clock
 from paceline.events import Record, RunFinished, RunStarted, WorkerJoined, WorkerLost, WorkerStarted
 from paceline.monitor.records.event_reader import attempt_dir, decode_event
 from paceline.monitor.records.failure import is_echo
@@ -73,7 +73,7 @@ def read_attempts(record: RunRecord, *, others: Sequence[Path] = ()) -> list[Att
         ended = attempt.ended or max(ends, default=0.0)
         if not ended:
             known = [found.time for found in records] + [when for when, _ in last_told.values()]
-            ended = time.time() if state == RUNNING else max(known, default=attempt.started)
+            ended = clock.now() if state == RUNNING else max(known, default=attempt.started)
         logs.append(
             AttemptLog(
                 attempt=attempt.attempt,

@@ -9,11 +9,11 @@ import dataclasses
 import itertools
 import json
 import statistics
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline import clock
 from paceline.events import Record, StreamOpened, Warned, WorkerFailed
 from paceline.monitor.console.progress import number_text, rate_text
 from paceline.monitor.records.event_reader import attempt_dir, decode_event
@@ -58,7 +58,7 @@ class Progress:
             loss=row.get("loss"),
             samples_per_s=_median(each.get("samples_per_s") for each in rows),
             step_s=_median(each.get("seconds", {}).get("total") for each in rows),
-            since_step_s=time.time() - when if when > record.started else None,
+            since_step_s=clock.now() - when if when > record.started else None,
         )
 
     @property
@@ -102,7 +102,7 @@ class RunTrouble:
         warned = next((each for each in reversed(said) if isinstance(each.event, Warned)), None)
         if warned is None or not isinstance(warned.event, Warned):
             return cls(error=error, warning=None, warned_s=None)
-        age_s = time.time() - warned.time
+        age_s = clock.now() - warned.time
         if progress.since_step_s is not None and age_s > progress.since_step_s:
             return cls(error=error, warning=None, warned_s=None)
         return cls(error=error, warning=warned.event.text, warned_s=age_s)

@@ -6,11 +6,11 @@ import dataclasses
 import itertools
 import json as json_text
 import sys
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline import clock
 from paceline.events import (
     Record,
     Regrouped,
@@ -142,7 +142,7 @@ def _text(run: RunStatus) -> str:
         EXPLAINED["elsewhere"] if run.state == "running" and not run.is_checked else EXPLAINED.get(run.state, run.state)
     )
     code = "" if run.exit_code is None else f" with exit code {run.exit_code}"
-    since = duration_text((run.ended or time.time()) - run.started)
+    since = duration_text((run.ended or clock.now()) - run.started)
     lines = [
         f"{local_path(run.run_dir)}: {state}{code}",
         f"  attempt {run.attempt}, {'took' if run.ended else 'for'} {since}; supervisor {run.pid} on {run.host}",
@@ -273,7 +273,7 @@ def _worker(
         event = decode_event(line)
         if event is None:
             continue
-        age_s = time.time() - event.time if age_s is None else age_s
+        age_s = clock.now() - event.time if age_s is None else age_s
         step = step or getattr(event.event, "step", 0)
         if is_own:
             state = "finished" if isinstance(event.event, WorkerFinished) else state

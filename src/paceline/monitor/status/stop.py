@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from paceline import clock
 from paceline.monitor.records.processes import is_same_process
 from paceline.monitor.records.run_files import local_path
 from paceline.monitor.records.run_record import RunRecord
@@ -42,7 +43,7 @@ def main_stop(run_dir: Path | str) -> int:
     print(f"stopping {name} (process {record.pid})", flush=True)
     grace_s = float(record.job.get("grace_s", 0.0))
     patience_s = PATIENCE_S + grace_s
-    began = time.time()
+    began = clock.now()
 
     def explain() -> None:
         print(_still_there(record, grace_s), flush=True)
@@ -94,7 +95,7 @@ def _how_it_ended(record: RunRecord, began: float) -> Iterator[str]:
         )
     yield f"{name} is {state} at step {step}{saved}"
     warning, warned_s = (trouble := status(record.run_dir).trouble).warning, trouble.warned_s
-    if warning and warned_s is not None and time.time() - warned_s >= began:
+    if warning and warned_s is not None and clock.now() - warned_s >= began:
         yield f"  {warning}"
 
 

@@ -124,7 +124,10 @@ class BatchStream:
 
     def steps(self, next_step: Callable[[], int]) -> Iterator[StepBatch]:
         """Yield the remaining steps; `next_step()` gives the number of the next step."""
-        yield from self._map_steps(next_step) if self.num_samples else self._iterable_steps(next_step)
+        try:
+            yield from self._map_steps(next_step) if self.num_samples else self._iterable_steps(next_step)
+        finally:
+            self._items = iter(())  # the loaders end now: at the process's exit they would be killed, and leave files
 
     def mine(self, start: int, stop: int) -> tuple[MicroBatch, ...]:
         """The micro-batches that this worker reads of the step that has positions [start, stop)."""

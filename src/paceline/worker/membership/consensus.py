@@ -27,6 +27,7 @@ from typing import NoReturn, Protocol, TypeVar
 
 import torch
 
+from paceline import clock
 from paceline.comm.elastic.generation_group import ElasticGroup
 from paceline.comm.elastic.lockstep_group import Lockstep
 from paceline.comm.group import Disrupted
@@ -125,7 +126,7 @@ class Consensus:
         except Disrupted:
             self._members.generation, has_formed = 0, False
         if elastic.has_formed(0, has_formed):
-            coordinator.tell("formed", generation=0, noticed=time.time())
+            coordinator.tell("formed", generation=0, noticed=clock.now(), since_s=0.0)
         else:
             self._regroup(coordinator, elastic, holds_result=False)
 
@@ -253,7 +254,7 @@ class Consensus:
         holds_result: bool,
         is_between_steps: bool = False,
     ) -> bool:
-        members, noticed = self._members, time.time()
+        members, noticed = self._members, clock.now()
         if not is_between_steps:
             self._report_stuck(coordinator)
         while True:
@@ -300,7 +301,7 @@ class Consensus:
         self.holds = view.holds
         self.is_behind = any(one.step > self._step for one in progress)
         self._reports_commit = True
-        coordinator.tell("formed", generation=view.generation, noticed=noticed)
+        coordinator.tell("formed", generation=view.generation, noticed=noticed, since_s=clock.now() - noticed)
         if self._holder is not None:
             self._holder.regrouped()
         return is_done

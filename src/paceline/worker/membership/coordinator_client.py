@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from paceline import environment
+from paceline import clock, environment
 from paceline.comm.group import Disrupted
 from paceline.comm.messages.json_channel import Channel, ChannelClosed
 from paceline.elastic.heartbeats import heartbeat_interval_s
@@ -260,7 +260,7 @@ class CoordinatorClient:
     def _acknowledge(self, view: MembershipView) -> None:
         if self.worker in view.members:
             self._is_joining, self.has_acknowledged = False, True
-            self.tell("formed", generation=view.generation, noticed=time.time(), is_apart=True)
+            self.tell("formed", generation=view.generation, noticed=clock.now(), since_s=0.0, is_apart=True)
         elif self._is_joining:
             self.tell("ready", generation=view.generation)
 

@@ -7,13 +7,13 @@ import json
 import os
 import re
 import sys
-import time
 import traceback
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from paceline import clock
 from paceline.comm.messages.json_channel import ChannelClosed
 from paceline.errors import PacelineError, PlanError, SyncError
 from paceline.plan.job import ERROR_SPARE, Assignment
@@ -41,7 +41,7 @@ def write_error(error: BaseException, assignment: Assignment, *, step: int) -> N
         "host": assignment.host,
         "pid": os.getpid(),
         "step": step,
-        "time": time.time(),
+        "time": clock.now(),
         "usage": isinstance(error, PlanError),
         "echo": is_peer_failure(error),
         "says_all": isinstance(error, PacelineError) and not isinstance(error, SyncError),

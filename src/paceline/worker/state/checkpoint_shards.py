@@ -11,6 +11,7 @@ then.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,6 +27,7 @@ from paceline.comm.messages.json_channel import ChannelClosed
 from paceline.comm.sharded_tensors import TensorSlice, boxes, local_part
 from paceline.errors import CheckpointError
 from paceline.events import Event
+from paceline.run_lock import newer_start
 from paceline.worker.topology.parallel_groups import ParallelGroups, StateOwner
 
 __all__ = ["CheckpointShardWriter", "WriterMessages"]
@@ -50,7 +52,7 @@ class CheckpointShardWriter:
     ) -> None:
         self._staging = staging
         self._directory, self._keep, self._on_event, self._index = directory, keep, on_event, index
-        self._tidies = tidies
+        self._tidies, self._attempt = tidies, attempt
         self._axes = axes
         self._parts: WriterGroup | None = None
         if axes.writers > 1 or axes.rows is not None:
@@ -114,6 +116,7 @@ class CheckpointShardWriter:
                     parts=self._parts,
                     tidies=self._tidies,
                     staging=self._staging,
+                    newer_start=functools.partial(newer_start, self._directory.parent, self._attempt),
                 )
         return self._writer
 

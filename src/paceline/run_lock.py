@@ -1,0 +1,61 @@
+"""Only one supervisor works in a run's directory: a lock that the kernel frees with its holder, and a fence behind it.
+
+The lock is an "open file description" lock on `RUN/.lock`. It holds while its process is stopped, and on a shared disk
+for other hosts, too. A file server may take it from a host that it cannot reach, and some file systems have no locks.
+So what a run leaves for its next start (`run.json`, the marks of checkpoints) is written only while no other start has
+entered itself in `run.json`: `newer_start`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import struct
+import sys
+from pathlib import Path
+
+__all__ = ["hold", "newer_start", "release"]
+
+NAME = ".lock"
+FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid (0: the open file owns the lock)
+_held: dict[str, int] = {}  # by directory: the open file
+
+
+def hold(run_dir: Path) -> bool:
+    """Take the lock until `release` or this process's end, also again; False where another process has it.
+
+    Where the file system has no locks: True. Raises OSError if the file cannot be made.
+    """
+    place = os.path.realpath(run_dir)
+    if place in _held:
+        return True
+    file = os.open(run_dir / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    if sys.platform == "linux":
+        try:
+            fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                os.close(file)
+                return False
+    _held[place] = file
+    return True
+
+
+def release(run_dir: Path) -> None:
+    """Give the lock back, if this process has it."""
+    file = _held.pop(os.path.realpath(run_dir), None)
+    if file is not None:
+        os.close(file)
+
+
+def newer_start(run_dir: Path, attempt: int) -> str | None:
+    """Return who has begun a later attempt in a run's directory ("attempt 3, process 4711 on host b"); None: nobody."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # damaged: reported elsewhere
+        fields = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
+        newest = max((int(each["attempt"]) for each in fields["attempts"]), default=0)
+        if newest > attempt:
+            return f"attempt {newest}, process {fields['pid']} on host {fields['host']}"
+    return None

@@ -1,0 +1,24 @@
+"""Directories of sockets are private, and those of a family that has ended are removed."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from paceline.comm.messages.socket_directory import make_socket_directory, remove_socket_directories
+
+
+def test_what_a_family_has_left_is_removed_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    made = list[Path]()
+    for family in ("0123", "4567", ""):
+        monkeypatch.setenv("PACELINE_FAMILY", family)
+        made.append(make_socket_directory())
+        (made[-1] / "s").touch()
+        assert made[-1].stat().st_mode & 0o777 == 0o700
+    remove_socket_directories("0123")
+    assert sorted(tmp_path.iterdir()) == sorted(made[1:])
+    remove_socket_directories("")  # not known: nobody's
+    assert sorted(tmp_path.iterdir()) == sorted(made[1:])
