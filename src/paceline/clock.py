@@ -1,4 +1,4 @@
-"""The time of day for records, which no change of the system's clock moves: `now()` in place of `time.time()`.
+"""The time of day for records, which no change of the system's clock moves.
 
 The system's clock is read once, when this is imported. From then on time passes as the kernel counts it. So two times
 of one process, or of a process and its forks, differ by the time that has passed between them. Nothing waits by this

@@ -1,7 +1,7 @@
 """What happens in a run, as typed records: one JSON line each, the only way out of a worker.
 
 Workers and the supervisor append; the console, TensorBoard, Prometheus, `paceline status` and the summary only read.
-Times are seconds since the epoch (`time.time()`), durations are seconds.
+Times are seconds since the epoch (`clock.now()`), durations are seconds.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class Restarted(Event):
     at_step: int  # the newest that any of them had committed
     step: int  # after which they go on
     source: str  # of the state: "memory", "disk", or "nothing": they begin at step 1
-    lost_at: float  # time.time()
+    lost_at: float  # clock.now()
     hosts: int = 1  # that are left
     lent: Sequence[int] = ()  # workers whose state comes from a neighbor host's memory
 

@@ -33,7 +33,7 @@ class AttemptEnd:
         record: RunRecord | None,
         since: float,
     ) -> None:
-        """`directory` is the attempt's; what was not opened is None; `since`, time.time(): the user's command began."""
+        """`directory` is the attempt's; what was not opened is None; `since`, clock.now(): the user's command began."""
         self._log_path = directory / "events.jsonl"
         self._log, self._watch, self._record, self._since = log, watch, record, since
         self._unreported: list[RunFileError] = []

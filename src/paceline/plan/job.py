@@ -154,7 +154,7 @@ class Assignment:
     attempt: int
     worker_dir: str  # RUN/attempt_n/worker_k
     channel_fd: int  # inherited socket to the supervisor's key-value store; -1 where there is none
-    command_started: float  # time.time() when the user's command began
+    command_started: float  # clock.now() when the user's command began
     job: Job
     plan: CommandPlan = dataclasses.field(default_factory=CommandPlan)  # of --plan, job file and --set
     given: tuple[str, ...] = ()  # Job fields that the command or job file set: they win over the script's

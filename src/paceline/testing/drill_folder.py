@@ -29,7 +29,7 @@ class Came:
 
     step: int  # that was in hand
     place: str
-    time: float  # time.time()
+    time: float  # clock.now()
     pid: int
 
 

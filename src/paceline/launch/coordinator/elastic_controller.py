@@ -62,7 +62,7 @@ class LossIncident:
 
     causes: list[str]
     lost: list[int]  # workers lost by themselves, without those ended with them
-    began: float  # time.time() when the first of them was lost, as far as can be known
+    began: float  # clock.now() when the first of them was lost, as far as can be known
     generation: int = 0
     noticed: float = 0.0  # when the last of the remaining workers noticed
     formed: float = 0.0

@@ -99,7 +99,7 @@ class RecoverableLoss:
     least: int = 1  # fewest elastic replicas
     workers: int = 0  # number of workers that restart
     hosts: tuple[RemainingHost, ...] = ()  # where they restart, with the snapshots in memory there
-    lost_at: float = dataclasses.field(default=0.0, compare=False)  # time.time()
+    lost_at: float = dataclasses.field(default=0.0, compare=False)  # clock.now()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

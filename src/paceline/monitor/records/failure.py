@@ -44,7 +44,7 @@ class Failure:
     signal: int | None = None
     error: Mapping[str, Any] | None = None  # its error.json
     step: int = 0  # last step it had committed; error.json knows better, where there is one
-    time: float | None = None  # when its end was seen, time.time()
+    time: float | None = None  # when its end was seen, clock.now()
     peak_memory_bytes: int | None = None
     memory_limit_bytes: int | None = None
     oom_likely: bool = False

@@ -29,7 +29,7 @@ class AttemptRecord:
     """One start of the run: it ended where `ended` is set."""
 
     attempt: int
-    started: float  # time.time()
+    started: float  # clock.now()
     state: str = RUNNING
     ended: float | None = None
     exit_code: int | None = None
@@ -50,7 +50,7 @@ class RunRecord:
     pid_started_s: float = 0.0  # distinguishes the process from a later one with the same pid
     metrics_url: str | None = None
     exit_code: int | None = None
-    started: float = 0.0  # of the newest attempt, time.time()
+    started: float = 0.0  # of the newest attempt, clock.now()
     ended: float | None = None
 
     @classmethod
