@@ -36,6 +36,7 @@ KINDS = {  # and what each is, for people
     "spike": "what the model makes of one of the worker's micro-batches is far off, and the loss leaps",
 }
 OF_SERVERS = {"kill_server": "the parameter servers that the worker has started get SIGKILL"}  # under such plans
+EXCHANGE = "exchange"  # no fault: all batches have other samples, so that losses say whether a script uses them
 PLACES = {  # in the order in which a step comes by them
     "forward": "in the forward pass",
     "sum": "its part of the gradients is handed over, the sum not there",
@@ -66,7 +67,7 @@ class Fault:
     steps: int = 20  # slow: for so many
 
     def __post_init__(self) -> None:
-        if self.kind not in (*KINDS, *OF_SERVERS):
+        if self.kind not in (*KINDS, *OF_SERVERS, EXCHANGE):
             raise PlanError(f"There is no fault {self.kind!r}. Use one of: {', '.join((*KINDS, *OF_SERVERS))}.")
         if self.where != ANY and self.where not in PLACES:
             raise PlanError(f"{self.kind}: there is no place {self.where!r} in a step. Use any, {', '.join(PLACES)}.")

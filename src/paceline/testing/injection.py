@@ -31,14 +31,14 @@ from torch import nn
 from paceline.comm.flight_recorder import FlightRecorder
 from paceline.testing.corruption import ModelCalls, flip_a_bit, poisoned
 from paceline.testing.drill_folder import DrillFolder
-from paceline.testing.faults import OF_THE_NUMBERS, PLACES, SPIKE_FROM, Fault
+from paceline.testing.faults import EXCHANGE, OF_THE_NUMBERS, PLACES, SPIKE_FROM, Fault
 
 __all__ = ["install_faults"]
 
 GRADIENT_PASS, SAVING, BETWEEN = "forward and backward", "saving", "between two steps"  # phases, as workers call them
 ORDER = {name: number for number, name in enumerate(PLACES)}
 END_OF_STEP = ORDER["commit"]
-WRITER = "paceline.checkpoint.async_writer"
+WRITER, READER = "paceline.checkpoint.async_writer", "paceline.worker.data.data_loading"
 ASKED_S = 30.0  # for what is asked of another process
 
 
@@ -54,6 +54,11 @@ def install_faults(path: Path, *, worker_rank: int, recorder: FlightRecorder, nu
         for number, fault in enumerate(notes.programme)
         if worker_rank == fault.worker - (fault.worker % num_alike if fault.poisons else 0)
     }
+    exchanges = [number for number, fault in enumerate(notes.programme) if fault.kind == EXCHANGE]
+    if exchanges:  # of all workers
+        _exchange_samples()
+        notes.came(exchanges[0], step=1, place="forward")
+        return
     if not faults:
         return
     doom = _FaultTriggers(faults, notes)
@@ -234,6 +239,21 @@ class _FaultTriggers:
                 self._notes.ask(number, "tear", limit_s=ASKED_S)
             case _:
                 raise ValueError(f"{fault} does not come at a place")
+
+
+def _exchange_samples() -> None:
+    """From now on every micro-batch has other samples, under the same random state; the ledger stays as it is."""
+    module: Any = importlib.import_module(READER)
+    fetch, epoch_of = module.fetch_samples, module.StreamReader._epoch
+
+    def fetch_others(dataset: Any, indices: list[int]) -> list[Any]:
+        num_samples = len(dataset)
+        return fetch(dataset, [(index + max(1, num_samples // 2)) % num_samples for index in indices])
+
+    def begin_later(reader: Any, epoch: int, position: int) -> Any:
+        return epoch_of(reader, epoch, position + reader._size)
+
+    module.fetch_samples, module.StreamReader._epoch = fetch_others, begin_later
 
 
 def stop(seconds: float | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from paceline.elastic.membership_messages import PREEMPTED
@@ -114,6 +114,18 @@ class Report:
             return math.inf
         differences = [*self._differences(like).values(), self._difference_of_means(like)]
         return max(differences) if self.losses else math.inf
+
+    def largest_difference(self, like: Report, *, steps: Iterable[int] | None = None) -> float:
+        """The largest relative difference of a loss, in these steps, or in all that both runs have."""
+        common = self.losses.keys() & like.losses.keys() if steps is None else steps
+        return max((_difference(self.losses[step], like.losses[step]) for step in common), default=0.0)
+
+    def first_difference(self, like: Report, *, tolerance: float) -> int | None:
+        """The first step whose loss differs by more than that; None: there is none."""
+        steps = sorted(self.losses.keys() & like.losses.keys())
+        return next(
+            (step for step in steps if not _difference(self.losses[step], like.losses[step]) <= tolerance), None
+        )
 
     def _differences(self, like: Report) -> dict[int, float]:
         """By step, as far as steps are to have the losses of an undisturbed run."""

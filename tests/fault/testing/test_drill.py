@@ -13,7 +13,9 @@ import pytest
 import lasting
 import paceline
 import warm
-from paceline.errors import LaunchError, PlanError
+from paceline.cli.drill.request import DrillRequest
+from paceline.cli.drill.run import main_drill
+from paceline.errors import LaunchError, PlanError, WorkerError
 from paceline.testing import KINDS, Report, assert_unharmed, network_namespaces, run_with, runs
 from paceline.testing import disk as disks
 from paceline.testing.report import CURVE_TOLERANCE
@@ -246,6 +248,27 @@ def test_a_script_that_fails_undisturbed_is_not_drilled(tmp_path: Path) -> None:
     code, output = run(*PACELINE, "drill", failing)
     assert code == 1
     assert "fails undisturbed, so there is nothing to compare" in output and "no luck" in output
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            ("torch.manual_seed(1)", "torch.seed()"),
+            "is not deterministic: two undisturbed runs differ, first at step 1",
+        ),
+        (("step(batch)", "step([[x[:2], x[:2].argmax(dim=1)]] * len(batch))"), "does not use its batches"),
+    ],
+    ids=["by_chance", "without_batches"],
+)
+def test_a_script_whose_losses_would_prove_nothing_is_named_and_not_drilled(
+    change: tuple[str, str], said: str, tmp_path: Path
+) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(SCRIPT.replace(*change).replace("workers=3", "workers=1"))
+    asked = DrillRequest(script=own, steps=5, faults="slow:worker=0,step=2", keep=tmp_path / "kept")
+    with pytest.raises(WorkerError, match=said):
+        main_drill(asked)
 
 
 def function(worker: paceline.Worker) -> None:

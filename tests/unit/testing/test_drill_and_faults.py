@@ -20,7 +20,8 @@ from paceline.cli.drill.command import add
 from paceline.cli.drill.report import ALWAYS, ELASTIC, FIXED, LOCAL, DrillVerdict, drill_text, promise
 from paceline.cli.drill.request import DrillRequest, drill_request
 from paceline.cli.drill.run import DrillTerms, drill_terms, guard_overrides, programmes_of, waits_for_servers
-from paceline.errors import LaunchError, PlanError
+from paceline.cli.drill.undisturbed import undisturbed
+from paceline.errors import LaunchError, PlanError, WorkerError
 from paceline.events import Note, Record, Restarted, StepDone, WeightsDiffer
 from paceline.monitor.audit.audit import AuditResult
 from paceline.plan import Guard, Layout, OneBit, ParameterServer, Plan, Sparse
@@ -39,7 +40,7 @@ from paceline.testing import (
 from paceline.testing.corruption import ModelCalls, flip_a_bit, poisoned
 from paceline.testing.disk import complete
 from paceline.testing.drill_folder import DrillFolder
-from paceline.testing.faults import OF_SERVERS
+from paceline.testing.faults import EXCHANGE, OF_SERVERS
 from paceline.testing.report import recovery_s, resumed_from
 
 FROM_SEED_7 = "kill:worker=3,step=19,where=sum; cut:worker=3,step=29,where=sum"
@@ -405,16 +406,48 @@ def test_where_the_run_refuses_what_the_rules_allow_the_number_of_replicas_stays
         if overrides:
             failed = Start(exit_code=1, output=said, resumable_step=0)
             return told(str(faults), losses={}, starts=(failed,), folder=folder)
-        return told(str(faults), plan=Plan(layout=Layout(replicas=3)), folder=folder)
+        changed = {"losses": {1: 1.1, 2: 0.9, 3: 0.8, 4: 0.7}} if EXCHANGE in str(faults) else {}
+        return told(str(faults), plan=Plan(layout=Layout(replicas=3)), folder=folder, **changed)
 
     monkeypatch.setattr(run, "run_with", fake)
     faults = "slow:worker=1,step=2; slow:worker=2,step=3"
     assert run.main_drill(request(__file__, "--faults", faults)) == 0
-    assert asked == [(), ("plan.layout.replicas=1-3",), (), ()], "it is asked once"
+    assert asked == [(), (), (), ("plan.layout.replicas=1-3",), (), ()], "it is asked once"
     printed = capsys.readouterr()
     for text in (printed.out, printed.err):
         assert "replicas stay as they are: PlanError: built for the CPU so far, not for cuda." in text
     assert printed.out.endswith("all promises held\n")
+
+
+@pytest.mark.parametrize(
+    ("again", "exchanged", "said"),
+    [
+        ({1: 1.0, 2: 0.9, 3: 0.81, 4: 0.7}, {}, r"not deterministic.* first at step 3, where the loss is 0.8 and 0.81"),
+        ({1: 1.0, 2: 0.9}, {}, r"not deterministic.* step 3 is in one of them only \(4 and 2 steps\)"),
+        (None, {1: 1.0, 2: 0.9, 3: 0.8, 4: 0.7}, r"does not use its batches: .* the same in steps 1 to 4"),
+        (None, {1: 1.0, 2: 0.9, 3: 0.8, 4: 0.7000001}, None),  # where nothing rounds the last digit tells
+    ],
+)
+def test_a_script_that_differs_by_itself_or_ignores_its_batches_is_not_drilled(
+    again: dict[int, float] | None, exchanged: dict[int, float], said: str | None, tmp_path: Path
+) -> None:
+    answers = [told(), told() if again is None else told(losses=again), told(f"{EXCHANGE}:step=1", losses=exchanged)]
+
+    def of(like: Report) -> Report:
+        answers[:0] = [like]
+        left = iter(answers)
+        return undisturbed(lambda *_: next(left), Path("train.py"), tmp_path, steps=4, tolerance=None)
+
+    if said is None:
+        assert of(answers.pop(0)) == told()
+    else:
+        with pytest.raises(WorkerError, match=said):
+            of(answers.pop(0))
+    asynchronous = told(plan=Plan(layout=Layout(replicas=3), sync=ParameterServer(staleness=None)))
+    assert of(asynchronous) is asynchronous, "its losses say nothing, and it is run once"
+    with pytest.raises(PlanError, match="is no fault"):
+        found = terms("default")
+        programmes_of(request(__file__, "--faults", f"{EXCHANGE}:step=1"), found, plan=Plan(), steps=40, workers=3)
 
 
 def test_all_other_plans_may_lose_a_replica() -> None:

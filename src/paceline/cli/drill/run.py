@@ -15,11 +15,12 @@ from pathlib import Path
 from paceline import config
 from paceline.cli.drill.report import DrillVerdict, print_report
 from paceline.cli.drill.request import DrillRequest
-from paceline.errors import LaunchError, PlanError, WorkerError
+from paceline.cli.drill.undisturbed import undisturbed
+from paceline.errors import LaunchError, PlanError
 from paceline.plan import LocalSGD, ParameterServer, Plan
 from paceline.plan.guard import LEAST_WINDOW
 from paceline.testing import KINDS, Programme, Report, run_with
-from paceline.testing.faults import why_not
+from paceline.testing.faults import EXCHANGE, why_not
 
 __all__ = ["DrillTerms", "drill_terms", "guard_overrides", "main_drill", "programmes_of", "waits_for_servers"]
 
@@ -48,13 +49,12 @@ class DrillTerms:
 def main_drill(request: DrillRequest) -> int:
     """Run everything, print the table; returns 0 where all promises held, 1 where one did not.
 
-    Raises PlanError where the plan or a fault cannot work, WorkerError where the script fails undisturbed.
+    Raises PlanError where the plan or a fault cannot work, WorkerError where the script fails undisturbed, is not
+    deterministic, or does not use its batches.
     """
     with _Folder(request.keep) as folder:
-        _say(f"undisturbed, {request.steps} steps")
-        began = time.monotonic()
-        like = _undisturbed(request, folder.path / "undisturbed")
-        undisturbed_s = time.monotonic() - began
+        _say(f"undisturbed, {request.steps} steps, twice; then a few steps with other samples")
+        like, undisturbed_s = _undisturbed(request, folder.path)
         terms = drill_terms(request, like.plan, workers=like.workers, steps=max(like.losses))
         planned = programmes_of(request, terms, plan=like.plan, steps=max(like.losses), workers=like.workers)
         for line in terms.said:
@@ -160,6 +160,8 @@ def programmes_of(request: DrillRequest, terms: DrillTerms, *, plan: Plan, steps
         raise PlanError(f"--faults {request.faults!r} names no fault. Write it as kill:worker=1,step=10.")
     programme.require(**size, servers=servers)
     for fault in programme:
+        if fault.kind == EXCHANGE:
+            raise PlanError(f"{fault} is no fault: the drill itself asks that way whether a script uses its batches.")
         if fault.kind in terms.left_out:
             raise PlanError(f"{fault} does not apply to this plan: {terms.left_out[fault.kind]}.")
     alone = [fault for fault in programme if fault.place == "regroup"]
@@ -187,15 +189,19 @@ def guard_overrides(programme: Programme, plan: Plan, *, snapshot_every: int = 1
     return () if guard == plan.guard else (f"plan.guard={config.to_short(guard)}",)
 
 
-def _undisturbed(request: DrillRequest, folder: Path) -> Report:
-    report = _run(request, Programme(), folder, overrides=(), limit_s=request.limit_s or float("inf"))
-    if report.exit_code == 2:
-        raise PlanError(f"{request.script} cannot run undisturbed:\n{report.output.strip()}")
-    if report.exit_code != 0:
-        raise WorkerError(
-            f"{request.script} fails undisturbed, so there is nothing to compare.\n{report.output.strip()}", worker=0
-        )
-    return report
+def _undisturbed(request: DrillRequest, folder: Path) -> tuple[Report, float]:
+    """Return the undisturbed run, and how many seconds it took."""
+    took_s: list[float] = []
+
+    def run(programme: Programme, path: Path, steps: int) -> Report:
+        began = time.monotonic()
+        few = dataclasses.replace(request, steps=steps, save_every=_save_every(request))
+        report = _run(few, programme, path, overrides=(), limit_s=request.limit_s or float("inf"))
+        took_s.append(time.monotonic() - began)
+        return report
+
+    like = undisturbed(run, request.script, folder, steps=request.steps, tolerance=request.tolerance)
+    return like, took_s[0]
 
 
 def _run(
