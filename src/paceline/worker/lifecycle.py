@@ -45,6 +45,7 @@ class WorkerLifecycle:
         self._loop.mode.end()
         self._parts.executor.shards.close()
         self._loop.step_log.leave()
+        self._loop.step_log.require_trained(has_optimizer=bool(self._parts.prepared.registry.optimizers))
         self._consensus.rejoin_group()
         if not self._consensus.is_newcomer:  # one that never came to a loop over batches has nothing to end
             self._consensus.run(self._save_last)

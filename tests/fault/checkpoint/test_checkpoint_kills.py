@@ -32,6 +32,9 @@ import torch, torch.distributed.checkpoint
 from paceline.checkpoint.reader import find
 from paceline.checkpoint.async_writer import AsyncWriter
 
+def tell(what):
+    os.write(1, f"{{what}}\\n".encode())  # at once: print() may write the end of the line apart, and two processes tell
+
 def save_forever(directory):
     step = find(directory).step
     writer = AsyncWriter(directory, keep=2, on_event=lambda event: None)
@@ -40,15 +43,15 @@ def save_forever(directory):
         values = {{f"model.{{k}}": float(step * 1000 + k) for k in range({NUM_TENSORS})}}
         tensors = {{name: torch.full(({NUM_ELEMENTS},), value) for name, value in values.items()}}
         writer.save(step, tensors, {{"step": step, "rng": torch.tensor(step)}}, {{"plan": "replicas=1"}})
-        print(step, flush=True)
+        tell(step)
 
 for _ in sys.stdin:
     pid = os.fork()
     if pid == 0:
         save_forever(Path(sys.argv[1]))
-    print(f"pid {{pid}}", flush=True)
+    tell(f"pid {{pid}}")
     os.waitpid(pid, 0)
-    print("dead", flush=True)
+    tell("dead")
 """
 
 

@@ -68,6 +68,19 @@ def test_a_first_signal_stops_and_a_second_one_kills(both: HeadAndMember) -> Non
     assert both.head.outcome is not None and both.head.outcome.exit_code == 130
 
 
+@pytest.mark.parametrize(("signum", "limit_s"), [(signal.SIGTERM, 30.0), (signal.SIGHUP, 30.0), (signal.SIGINT, 600.0)])
+def test_only_after_ctrl_c_a_step_may_take_as_long_as_steps_may(signum: signal.Signals, limit_s: float) -> None:
+    with closing(HeadAndMember(silence_s=10_000.0, grace_s=30.0, timeout_s=600.0)) as both:
+        both.notice(0, "begun")
+        now = time.monotonic()
+        both.head.interrupted(signum)
+        both.local_workers.told.clear()  # that they are to leave
+        both.head.tick(now + limit_s - 1)
+        assert both.local_workers.told == []
+        both.head.tick(now + limit_s + 5)
+        assert both.local_workers.told == [("terminate", STOP_S)]
+
+
 def test_a_signal_to_a_member_stops_the_job_once(both: HeadAndMember) -> None:
     both.say(op="leaving", signal=int(signal.SIGTERM), reason="")
     both.head.interrupted(signal.SIGTERM)  # the cluster tells all hosts at once: this is not impatience

@@ -56,8 +56,11 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def supervisor(run: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds the run, as a supervisor does."""
+def supervisor(run: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the run, as a supervisor does. A busy machine may take long to end it, and that is neither
+    explained nor given up."""
+    monkeypatch.setattr("paceline.monitor.status.stop.SOON_S", 300.0)
+    monkeypatch.setattr("paceline.monitor.status.stop.PATIENCE_S", 300.0)
     process = subprocess.Popen([sys.executable, "-c", SUPERVISOR, run], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     with process.stdout:

@@ -4,6 +4,8 @@ calls.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -187,6 +189,37 @@ def test_a_batch_without_an_optimizers_step_is_a_skipped_step(world: World) -> N
     assert "no prepared optimizer stepped for batch 2" in log
     assert log.count('"skipped": true') == 1
     assert audit(world.run_dir).is_clean
+
+
+def test_a_run_in_which_no_step_has_trained_fails_and_one_that_was_not_to_train_does_not(world: World) -> None:
+    def train(worker: Any, *, how: str) -> int:
+        model = worker.prepare(net())
+        optim = sgd(worker, model)
+        worst = math.inf if how == "infinite" else 1.0
+        for batch in worker.batches(dataset(48)):
+            for inputs, targets in batch:
+                loss = F.cross_entropy(model(inputs), targets) * worst
+                if how != "only looks":
+                    worker.backward(loss)
+            if how in ("infinite", "trained"):
+                optim.step()
+                optim.zero_grad()
+        return worker.step
+
+    for how, says in (
+        ("infinite", "in all its 3 steps losses or gradients were not finite"),
+        ("unstepped", "in all its 3 steps no prepared optimizer stepped"),
+    ):
+        with pytest.raises(
+            WorkersFailed, match="RuntimeError: the run has trained nothing: in all its 3 steps"
+        ) as caught:
+            world(functools.partial(train, how=how), 1, PLAN)
+        assert says in caught.value.errors[0]
+    assert world(functools.partial(train, how="only looks"), 1, PLAN) == [3]
+    assert world(functools.partial(train, how="trained"), 1, PLAN, fresh=True) == [3]
+    assert world(functools.partial(train, how="trained"), 1, PLAN) == [3], (
+        "nothing is left to do, and that is no failure"
+    )
 
 
 def test_an_error_that_is_caught_leaves_no_trace_of_its_pass(world: World) -> None:

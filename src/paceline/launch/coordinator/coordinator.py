@@ -87,7 +87,7 @@ class Coordinator:
         initial = [*self.ranks, *(worker for remote_host in remote_hosts for worker in remote_host.workers)]
         self._unreachable = UnreachableHosts(self.remote_hosts.hosts_of(initial))
         self._exits = WorkerExits(range(job.workers or 0))
-        self._end = JobEnd(self._exits, self.remote_hosts, grace_s=job.grace_s, say=say)
+        self._end = JobEnd(self._exits, self.remote_hosts, grace_s=job.grace_s, timeout_s=job.timeout_s, say=say)
         self._restart = JobRestart(
             job,
             self._end,
@@ -299,7 +299,7 @@ class Coordinator:
         reason, controller = f"{signal_text(signum)} came on host {remote_host.host}", self._controller
         # Ctrl-C is a person's, and is meant for the whole run.
         if controller is None or signum == signal.SIGINT or not self._goes_on_without(remote_host, controller, reason):
-            self._end.ask_to_leave(reason, controller)
+            self._end.ask_to_leave(reason, controller, by_person=signum == signal.SIGINT)
 
     def remote_host_lost(
         self, remote_host: RemoteHost, exits: Sequence[WorkerExit], message: str, *, silent_s: float

@@ -31,9 +31,16 @@ class JobEnd:
     """How far the job's end has come, and the means to end its workers on all hosts."""
 
     def __init__(
-        self, exits: WorkerExits, remote_hosts: RemoteHosts, *, grace_s: float, say: Callable[[str], None]
+        self,
+        exits: WorkerExits,
+        remote_hosts: RemoteHosts,
+        *,
+        grace_s: float,
+        timeout_s: float,
+        say: Callable[[str], None],
     ) -> None:
-        """`grace_s` is how long workers may take to save and leave."""
+        """`grace_s` is how long workers may take to save and leave; after Ctrl-C they may take as long as a step may
+        (`timeout_s`), since the person who pressed it can do so again."""
         self.exits = exits
         self.outcome: JobOutcome | None = None
         self.is_ending = False  # the workers were told to end, or were killed for a restart
@@ -44,6 +51,7 @@ class JobEnd:
         self._num_signals = 0  # to this supervisor
         self._leave_signum: int = signal.SIGTERM  # the one that asked workers to leave
         self._remote_hosts, self._grace_s, self._say = remote_hosts, grace_s, say
+        self._timeout_s = timeout_s
         self._local_workers: LocalWorkers | None = None
         self._emit: Callable[[Event], None] | None = None
 
@@ -70,7 +78,7 @@ class JobEnd:
         self._num_signals += 1
         if self._num_signals == 1 and has_begun and not self.is_ending:
             self._leave_signum = signum
-            self.ask_to_leave(f"{signal_text(signum)} came", controller)
+            self.ask_to_leave(f"{signal_text(signum)} came", controller, by_person=signum == signal.SIGINT)
             return
         if self._num_signals == 1 or not self.is_ending:
             self.stop(signum)
@@ -79,10 +87,12 @@ class JobEnd:
         if self._local_workers is not None:
             self._local_workers.kill()
 
-    def ask_to_leave(self, reason: str, controller: ElasticController | None) -> None:
+    def ask_to_leave(self, reason: str, controller: ElasticController | None, *, by_person: bool = False) -> None:
         """Make all workers finish the step, save and leave; those that take too long are ended."""
         if self.is_under_way:
             return
+        if by_person:
+            self._grace_s = max(self._grace_s, self._timeout_s)
         self.leave_by = time.monotonic() + self._grace_s
         again = "; once more ends the run at once" if self._num_signals else ""
         self._say(f"{reason}: finishing the step in hand, then saving{again}")

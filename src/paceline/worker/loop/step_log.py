@@ -59,6 +59,8 @@ class StepLog:
         self._add_work = place.recorder.add_work  # of micro-batches, and a step's seconds: to find stragglers
         self._open: dict[str, PendingStep] = {}  # by stream
         self._num_batches = self._num_skips = 0
+        self._num_committed = self._num_trained = 0  # by this worker
+        self._num_left_out = self._num_unstepped = 0  # of them, those that were to train
         self._recovery_reported_s = 0.0
         self._reported_at, self._bytes_reported = time.perf_counter(), 0
         self._wire_reported = SentBytes()
@@ -151,6 +153,7 @@ class StepLog:
                 "Batch(size=...)",
                 once="unstepped",
             )
+            self._num_unstepped += step.outcome is not None
             step.outcome = None
             self._commit(step)
 
@@ -177,6 +180,26 @@ class StepLog:
         """Whether the batch of a stream that was handed out last is done."""
         step = self._open.get(stream)
         return step is not None and step.is_committed
+
+    def require_trained(self, *, has_optimizer: bool) -> None:
+        """Raise RuntimeError where not one of the run's steps has changed any weight, though it was to train.
+
+        A run that takes no step, goes on from its own end, or passes over data without backward and optimizer, was not.
+        Where replicas take steps by themselves, others' steps count as well.
+        """
+        of_others = self._scope.counts_later or self._scope.is_alone or self.step != self._num_committed
+        was_to_train = has_optimizer and self._num_left_out + self._num_unstepped > 0
+        if self._num_trained or of_others or not was_to_train:
+            return
+        count = "its only step" if self.step == 1 else f"all its {self.step:,} steps"
+        why = (
+            "no prepared optimizer stepped. Prepare the optimizer and call optim.step() for every batch, or use "
+            "worker.stepper(...)"
+            if self._num_unstepped
+            else "losses or gradients were not finite, or leapt, and no worker took the step. Lower the learning rate, "
+            "clip (clip_norm=1.0), or look at the data of the first steps"
+        )
+        raise RuntimeError(f"the run has trained nothing: in {count} {why}. Nothing is saved at the end")
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Note values of the latest batch; between batches they are reported at once."""
@@ -208,6 +231,9 @@ class StepLog:
                 self._report_step(other)
         batch = step.batch
         self.step += 1
+        self._num_committed += 1
+        self._num_trained += not step.is_skipped
+        self._num_left_out += step.is_skipped and step.outcome is not None
         batch.step = self.step
         step.is_committed = True
         step.cursor.epoch, step.cursor.position = batch.epoch, batch.stop
