@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from planted_errors import ERRORS, Outcome, PlantedError, Trials, table
+from planted import programs
+from planted.planting import PlantedError
+from planted.programs import Program
+from planted.trials import ERRORS, Outcome, Trials, table, table_by_layout
 
 CAUGHT, PLACED = 0.95, 0.9
 
@@ -18,19 +21,37 @@ def test_parity_catches_planted_errors_and_names_their_modules(
     trials = Trials(tmp_path)
     outcomes = [trials(error) for error in ERRORS]
     with capsys.disabled():
-        print(f"\n{table(outcomes)}")
+        print(f"\n{table(outcomes)}\n\n{table_by_layout(outcomes)}")
     assert len(outcomes) >= 40
+    assert not [one for one in outcomes if one.failure], "plantings that do not fit the code"
     assert sum(one.is_caught for one in outcomes) >= CAUGHT * len(outcomes), _lost(outcomes)
     assert sum(one.is_placed for one in outcomes) >= PLACED * len(outcomes), _lost(outcomes)
 
 
-@pytest.mark.parametrize("layout", sorted({error.layout for error in ERRORS}))
-def test_without_an_error_nothing_is_caught(layout: str, tmp_path: Path) -> None:
-    program = next(error for error in ERRORS if error.layout == layout)
-    nothing = PlantedError(
-        what="nothing", layout=layout, plant=lambda _: None, expected=(), program=program.reference or program.program
-    )
-    assert not Trials(tmp_path)(nothing).is_caught
+# Each layout with each program that errors are planted into there, and programs of other kinds.
+SOUND: list[tuple[str, Program]] = list(
+    dict.fromkeys((error.plan, error.reference or error.program) for error in ERRORS if "(" not in error.plan)
+)
+OTHERS: list[tuple[str, Program]] = [
+    (plan, program)
+    for plan in ("replicas=2", "shard=2", "tensor=2", "stages=2", "replicas=2+shard=2")
+    for program in (programs.dropped_text, programs.normed, programs.tied_adam)
+    if not (plan == "tensor=2" and program is programs.normed)
+]
+
+
+@pytest.mark.parametrize(("plan", "program"), dict.fromkeys([*SOUND, *OTHERS]))
+def test_without_an_error_nothing_is_caught(plan: str, program: Program, tmp_path: Path) -> None:
+    nothing = PlantedError(what="nothing", plan=plan, plant=lambda _: None, expected=(), program=program)
+    outcome = Trials(tmp_path)(nothing)
+    assert not outcome.failure and not outcome.is_caught, outcome
+
+
+@pytest.mark.parametrize("plan", ["replicas=2", "shard=2", "stages=2", "tensor=2"])
+def test_without_an_error_nothing_is_caught_in_bfloat16(plan: str, tmp_path: Path) -> None:
+    nothing = PlantedError(what="nothing", plan=plan, plant=lambda _: None, expected=())
+    outcome = Trials(tmp_path)(nothing, precision="bf16")
+    assert not outcome.failure and not outcome.is_caught, outcome
 
 
 def _lost(outcomes: list[Outcome]) -> str:

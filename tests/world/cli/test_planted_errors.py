@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from planted_errors import ERRORS, FAST, Trials, table
+from planted.trials import ERRORS, FAST, Trials, table
 
 
 def test_planted_errors_are_caught_and_placed(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ that is only rounding becomes a full step of the learning rate, in a direction t
 first gradient is below SMALL of its tensor's largest (or of the floor) is therefore left out of the weights' figure,
 and shown beside it. Buffers may differ by as much as these elements before it counts: the running mean of a batch norm
 follows the bias before it, and the loss sees neither.
+
+Wires with error feedback are compared with themselves: what they send and keep must add up to the gradients.
 """
 
 from __future__ import annotations
@@ -60,6 +62,7 @@ class Differences:
     buffers: Difference  # at the end
     optimizers: Difference  # what optimizers keep, at the end, without the elements that are left out
     metrics: tuple[Difference, ...]  # what the script reports: the largest of each
+    wire: Difference  # between gradients and what a wire with error feedback has sent of them, and keeps
 
 
 class CaptureReader:
@@ -77,6 +80,10 @@ class CaptureReader:
         self.options: list[dict[str, Any]] = json.loads(options.read_text()) if options.exists() else []
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         self.losses = {row["step"]: float(row["loss"]) for row in map(json.loads, lines)}
+        sent = [
+            json.loads(line) for one in directory.glob("wire_worker_*.jsonl") for line in one.open(encoding="utf-8")
+        ]
+        self.wire = [Difference(value=row["difference"], where=row["name"], step=row["step"]) for row in sent]
         # A step that was skipped, because its gradients were not finite, has none.
         found = {step: directory / f"gradients_{step}.safetensors" for step in self.losses}
         self.gradients = {step: path for step, path in found.items() if path.exists()}
@@ -98,6 +105,7 @@ def compare(capture: CaptureReader, reference: CaptureReader) -> Differences:
         buffers=_buffers(capture.buffers, reference.buffers, slack=slack, floor=floor),
         optimizers=_optimizers(capture.optimizers, reference.optimizers, left_out),
         metrics=_metrics(capture.metrics, reference.metrics),
+        wire=_worst(capture.wire),
     )
 
 

@@ -17,6 +17,9 @@ Tensors are looked at in this order, step by step, and the first that departs na
     gradients            of parameters, after their sum over the workers
     clipping             of parameters, as the optimizer uses them
     update               weights after the step, where the gradients were right
+    optimizer            what optimizers keep at the end, where the weights are right
+
+Of a wire with error feedback the gradients may differ, and what follows them: what it sends and keeps must not.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from pathlib import Path
 
 import numpy as np
 
+from paceline.cli.parity.compare import Difference
 from paceline.cli.parity.module_records import (
     Array,
     ModuleReader,
@@ -43,6 +47,7 @@ __all__ = ["MARGIN", "Departure", "locate"]
 MARGIN = 50.0  # times the noise
 ALL = 0.8  # of the parameters: an error of more is none of a module
 SAME_FACTOR = 1e-2  # relative spread of the factors of gradients that differ by a common one
+WIRE_NOISE = 2e-7  # of sums of single precision, relative to the largest number
 CLOSE = 0.02  # relative, between a norm and what would explain it
 
 
@@ -59,19 +64,23 @@ class Departure:
     worker: int | None = None
 
     def __str__(self) -> str:
-        by = f"by {_figure(self.difference)}, where rounding makes {_figure(self.noise)}"
+        by = f"by {_figure(self.difference)}"
+        if self.noise:
+            by += f" (tolerance {_figure(MARGIN * self.noise)}, from rounding)"
         return f"first departs in {self.module}, {self.phase} of step {self.step}: {self.what} differs {by}"
 
 
-def locate(capture: Path, reference: Path, perturbed: Path, *, steps: int) -> Departure | None:
+def locate(
+    capture: Path, reference: Path, perturbed: Path, *, steps: int, reported: Difference | None = None
+) -> Departure | None:
     """Return where a configuration departs first; None where it does not. The three are directories of captures, with
-    the modules of the first `steps` steps."""
+    the modules of the first `steps` steps. `reported`: a value of the script that differs too much."""
     search = _Search(ModuleReader(capture), ModuleReader(reference), ModuleReader(perturbed))
     for step in range(1, steps + 1):
         found = search.in_step(step)
         if found is not None:
             return found
-    return search.at_end(steps)
+    return search.at_end(steps) or search.reported(reported)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,11 +118,29 @@ class _Search:
             lambda: self._gradients(step),
             lambda: self._clipping(step),
         )
+        if self._ours.wire:  # what comes of it differs by what it leaves for later, and so does all that follows
+            looks = looks[:6] if step == 1 else ()
+            found = next((found for look in looks if (found := look()) is not None), None)
+            return found or self._wire(step)
         return next((found for look in looks if (found := look()) is not None), None)
 
     def at_end(self, step: int) -> Departure | None:
-        """The departure of the weights after the last step."""
-        return self._weights(step + 1, "weights") or self._buffers(step + 1, "buffers")
+        """The departure of the state after the last step."""
+        if self._ours.wire:
+            return None
+        return self._weights(step + 1, "weights") or self._buffers(step + 1, "buffers") or self._optimizers(step)
+
+    def reported(self, found: Difference | None) -> Departure | None:
+        """The departure of what the script reports, where all that it is computed from agrees."""
+        if found is None:
+            return None
+        what = f"only {found.where}, which the script reports,"
+        one = _Judged(name=found.where, difference=found.value, noise=0.0, worker=0)
+        return _departure(found.step or 1, "reports", self._root, what, one)
+
+    @property
+    def _root(self) -> str:
+        return next(iter(sorted(self._order, key=lambda name: name.count("."))), "model")
 
     # ------------------------------------------------------------------------------------------ whole named tensors
 
@@ -153,6 +180,15 @@ class _Search:
         one = departed[0]
         return _departure(max(step - 1, 1), "buffers", owner_of(one.name), f"the buffer {one.name}", one)
 
+    def _optimizers(self, step: int) -> Departure | None:
+        """What optimizers keep at the end: `exp_avg of model.0.weight`."""
+        judged = self._compare("optimizers")
+        departed = [one for one in judged if one.departs]
+        if not departed:
+            return None
+        what = "of what the optimizer keeps, with right weights"
+        return self._of_parameters(step, "optimizer", judged, departed[0], what)
+
     def _gradients(self, step: int) -> Departure | None:
         for number in range(self._theirs.num_passes(step)):
             judged = self._compare(f"summed_{step}_{number}")[::-1]  # backward's order
@@ -164,6 +200,15 @@ class _Search:
                     what += f" (all gradients are {factor:.4g} times the reference's)"
                 return self._of_parameters(step, "gradients", judged, departed[0], what)
         return None
+
+    def _wire(self, step: int) -> Departure | None:
+        """Where what a wire with error feedback sends and keeps is not the gradient."""
+        rows = sorted((one for one in self._ours.wire if one.step == step), key=lambda one: self._place(one.where))
+        judged = [_Judged(name=one.where, difference=one.value, noise=WIRE_NOISE, worker=0) for one in rows]
+        departed = [one for one in judged if one.departs]
+        if not departed:
+            return None
+        return self._of_parameters(step, "wire", judged, departed[0], "what its gradient's error feedback keeps")
 
     def _clipping(self, step: int) -> Departure | None:
         name = f"gradients_{step}"
@@ -188,7 +233,8 @@ class _Search:
         names = {one.name for one in judged if one.departs}
         known = {one.name for one in judged}
         if len(known) > 1 and len(names) >= ALL * len(known):
-            return _departure(step, phase, first.name.partition(".")[0], f"every parameter, {what}", first)
+            root = owner_of(first.name).partition(".")[0]
+            return _departure(step, phase, root, f"every parameter, {what}", first)
         others = len(names) - 1
         more = f" (and {others} other{'s' * (others > 1)})" if others else ""
         return _departure(step, phase, owner_of(first.name), f"{first.name}{more}, {what}", first)
@@ -216,25 +262,33 @@ class _Search:
         if not 0 < used < right * (1 - SAME_FACTOR):
             return None  # it clipped nothing
         missing = right - right / factor**2  # of the square of the norm; negative: counted again
-        candidates = self._groups(squares)
+        candidates = self._groups(squares, self._ours.own_squares(step, last))
         best = min(candidates, key=lambda one: abs(abs(missing) - one[2]), default=None)
         if best is None or abs(abs(missing) - best[2]) > CLOSE * abs(missing):
             return None
         module, text, _ = best
         return module, f"{'leaves out' if missing > 0 else 'counts more than once'} {text}"
 
-    def _groups(self, squares: dict[str, float]) -> list[tuple[str, str, float]]:
-        """Sets of parameters that a norm may lack, with their share of its square: what is split, and each module."""
-        ways: dict[str, list[str]] = {}
-        for name, way in self._ours.splits.items():
-            ways.setdefault(way, []).append(name)
-        found: list[tuple[str, str, float]] = []
+    def _groups(self, squares: dict[str, float], own: Sequence[dict[str, float]]) -> list[tuple[str, str, float]]:
+        """Sets of parameters that a norm may lack, with their share of its square: what is split, and each module.
+        `own`: by worker, the squares of the parts that it has."""
+        splits, found = self._ours.splits, list[tuple[str, str, float]]()
+        ways: dict[str, list[str]] = {
+            way: [name for name in squares if splits.get(name) == way] for way in splits.values()
+        }
+        ways["of experts"] = [name for name in squares if splits.get(name, "").startswith("of experts")]
+        ways["not whole on each worker"] = [name for name in squares if name in splits]
         for way, names in ways.items():
-            share, ordered = sum(squares.get(name, 0.0) for name in names), sorted(names, key=self._place)
-            found.append((owner_of(ordered[0]), f"the parameters that are {way} ({ordered[0]} and so on)", share))
-            half = share * (1 - 1 / max(2, self._ours.num_workers))
-            found.append((owner_of(ordered[0]), f"other workers' parts of what is {way} ({ordered[0]} ...)", half))
-        whole = sorted(squares.keys() - self._ours.splits.keys(), key=self._place)
+            if not names:
+                continue
+            ordered = sorted(names, key=self._place)
+            module, such = owner_of(ordered[0]), f"{way} ({ordered[0]} and so on)"
+            share = sum(squares[name] for name in names)
+            found.append((module, f"the parameters that are {such}", share))
+            for worker, parts in enumerate(own):
+                rest = share - sum(parts.get(name, 0.0) for name in names)
+                found.append((module, f"the parts that other workers than {worker} have of what is {such}", rest))
+        whole = sorted(squares.keys() - splits.keys(), key=self._place)
         if whole and ways:
             share = sum(squares[name] for name in whole)
             found.append((owner_of(whole[0]), f"the parameters that are whole on all workers ({whole[0]} ...)", share))
@@ -254,7 +308,9 @@ class _Search:
             return None
         root = theirs.root or "the model"
         names = ", ".join(str(number) for _, number in sorted(missing or more))
-        what = f"no worker ran micro-batch {names}" if missing else f"there is no micro-batch {names}; its run"
+        what = (
+            f"micro-batch {names}, which no worker ran," if missing else f"micro-batch {names}, which does not exist,"
+        )
         return Departure(step=step, phase="micro-batches", module=root, what=what, difference=1.0, noise=0.0)
 
     def _loss(self, step: int) -> Departure | None:
@@ -266,8 +322,7 @@ class _Search:
         one = _Judged(name="loss", difference=abs(ours[step] - theirs[step]) / scale, noise=noise, worker=0)
         if not one.departs:
             return None
-        root = next(iter(sorted(self._order, key=lambda name: name.count("."))), "model")
-        return _departure(step, "loss", root, "the mean of the losses, of right outputs,", one)
+        return _departure(step, "loss", self._root, "the mean of the losses, of right outputs,", one)
 
     def _tensors(self, step: int, theirs: StepRecords, *, is_gradient: bool) -> Departure | None:
         """The first tensor of a forward, or gradient of a backward, in the reference's order over all micro-batches."""
@@ -338,8 +393,10 @@ def _backward_cause(theirs: StepRecords, sequence: Sequence[TensorRecord], first
         same = [one.module for one in sequence if one.tensor == first.tensor and one.kind == "output"]
         outermost = min(same, key=lambda name: name.count("."), default=first.module)
         return outermost, f"the gradient of what {outermost} returns, which the loss gives,"
-    if before.module in users:
-        return before.module, f"the gradient that {before.module} gives for its input"
+    makers = {one.module for one in sequence if one.tensor == before.tensor and one.kind == "output"}
+    made = next((one for one in users if one in makers), None)  # a module may return what one inside it has returned
+    if made is not None:
+        return made, f"the gradient that {made} gives for its input"
     inner = [one for one in users if before.module.startswith(f"{one}.")]
     if inner:
         return inner[0], f"the gradient that {inner[0]} gives for its input"

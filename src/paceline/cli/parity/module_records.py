@@ -111,7 +111,7 @@ class ModuleReader:
         self._capture = CaptureReader(directory)
         found = [re.search(r"_worker_(\d+)\.json$", path.name) for path in directory.glob("modules_*_worker_*.json")]
         self.num_workers = 1 + max((int(match[1]) for match in found if match), default=0)
-        self.losses = self._capture.losses
+        self.losses, self.wire = self._capture.losses, self._capture.wire
         self.splits: dict[str, str] = {}  # how parameters are split, in words, by their names
         for path in directory.glob("splits_worker_*.json"):
             self.splits.update(json.loads(path.read_text(encoding="utf-8")))
@@ -124,9 +124,16 @@ class ModuleReader:
         """How many gradient passes a step had."""
         return len(list(self._directory.glob(f"summed_{step}_*_worker_0.safetensors")))
 
+    def own_squares(self, step: int, number: int) -> list[dict[str, float]]:
+        """By worker, the squares of the norms of its own parts of the gradients after their sum in a pass."""
+        paths = [self._directory / f"squares_{step}_{number}_worker_{rank}.json" for rank in range(self.num_workers)]
+        return [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
+
     def whole(self, name: str, worker: int) -> dict[str, Array]:
         """The named tensors of one file of a worker; none where there is no such file."""
-        if name in ("weights", "buffers") or name.startswith("gradients_"):  # those that every comparison has
+        if name in ("weights", "buffers", "optimizers") or name.startswith(
+            "gradients_"
+        ):  # those that every comparison has
             path = self._directory / f"{name}.safetensors"
             return _file(path) if worker == 0 and path.exists() else {}
         path = self._directory / f"{name}_worker_{worker}.safetensors"
@@ -157,8 +164,8 @@ def _file(path: Path) -> dict[str, Array]:
 
 
 def owner_of(parameter: str) -> str:
-    """The name of the module that has a parameter or a buffer of this name."""
-    return parameter.rpartition(".")[0]
+    """The name of the module that has a parameter or a buffer of this name, also of `exp_avg of model.0.weight`."""
+    return parameter.rpartition(" of ")[2].rpartition(".")[0]
 
 
 def part_of(whole: Array, pieces: Pieces) -> Array | None:

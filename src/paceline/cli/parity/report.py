@@ -17,6 +17,7 @@ __all__ = [
     "BARE",
     "DEFAULTS",
     "FAILED",
+    "LOST",
     "REFUSED",
     "FailedTrial",
     "ParityVerdict",
@@ -30,6 +31,7 @@ __all__ = [
 DEFAULTS = {"fp32": 1e-5, "fp64": 1e-9, "bf16": 1e-2}  # by precision
 FAILED, REFUSED = "FAILED", "REFUSED"  # verdicts on what could not be compared
 BARE = "a plain torch loop"
+LOST = "what the wire sends and keeps differs from the gradient most in"
 WIRE = 1e-2  # what a wire of 16 bits may change
 STEP_WORDS = ("steps", "warm", "freq", "start", "every", "interval", "keep", "delay", "period", "after")  # in options
 MANY = 10**6  # larger numbers are limits, not steps
@@ -101,6 +103,7 @@ class ParityVerdict:
             ("buffers differ most in", self.found.buffers, self.tolerance.weights),
             ("the optimizer's state differs most in", self.found.optimizers, self.tolerance.weights),
             ("what the script reports differs most in", self.metrics, self.tolerance.weights),
+            (LOST, self.found.wire, self.tolerance.numbers),
         ]
         return [row for row in rows if not row[1].value <= row[2]]
 
@@ -109,6 +112,11 @@ class ParityVerdict:
         """The largest difference of a value that the script reports, and that is judged."""
         steady = (one for one in self.found.metrics if one.where not in self.unsteady)
         return max(steady, key=lambda one: one.value, default=Difference())
+
+    @property
+    def reported(self) -> Difference | None:
+        """The value that the script reports and that differs most, if it is too much."""
+        return None if self.metrics.value <= self.tolerance.weights else self.metrics
 
     @property
     def is_rounding_of_wire(self) -> bool:
@@ -252,6 +260,9 @@ def _sentences(row: ParityVerdict) -> list[str]:
         lines.append(f"{row.plan.wire!r} rounds gradients to 16 bits: allow for it with --tolerance {WIRE:.0e}")
     elif not row.plan.wire.exact and not isinstance(row.plan.wire, Cast):
         lines.append(f"{row.plan.wire!r} sends a part of each gradient: judge it by held-out losses, not by parity")
+        if row.plan.wire.feedback and row.found.wire.value <= row.tolerance.numbers:
+            rest = _figure(row.found.wire.value)
+            lines.append(f"what it sends and keeps adds up to the gradients, to {rest}: nothing is lost")
     return lines
 
 

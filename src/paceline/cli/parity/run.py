@@ -286,7 +286,11 @@ def _located(
 
     try:
         departure = find_departure(
-            run, capture=ended.capture, reference=reference.capture, tolerance=verdict.tolerance.numbers
+            run,
+            capture=ended.capture,
+            reference=reference.capture,
+            tolerance=verdict.tolerance.numbers,
+            reported=verdict.reported,
         )
     except (WorkerError, PlanError) as error:
         _say(f"that failed: {error}")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.cli.parity.compare import CaptureReader, first_step_over
+from paceline.cli.parity.compare import CaptureReader, Difference, first_step_over
 from paceline.cli.parity.localize import Departure, locate
 
 __all__ = ["ask_for_modules", "find_departure"]
@@ -26,13 +26,15 @@ def find_departure(
     capture: CaptureReader,
     reference: CaptureReader,
     tolerance: float,
+    reported: Difference | None = None,
 ) -> Departure | None:
     """Return the first module that departs; None where all that was captured agrees.
 
     `run(what, steps, perturbed)` runs "configuration" or "reference", with the modules of the first steps captured, and
-    returns the directory of its captures. `capture` and `reference` tell up to which step this is needed.
+    returns the directory of its captures. `capture` and `reference` tell up to which step this is needed; `reported`
+    is a value of the script that differs too much.
     """
     steps = first_step_over(capture, reference, tolerance)
     ours = run("configuration", steps, False)
     theirs, noisy = run("reference", steps, False), run("reference", steps, True)
-    return locate(ours, theirs, noisy, steps=steps)
+    return locate(ours, theirs, noisy, steps=steps, reported=reported)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,12 +17,22 @@ from torch.nn import Parameter
 
 from paceline.codec.base import CodecContext, GatherPayload, Payload, Rounds, SumPayload
 from paceline.codec.build import build_codec
+from paceline.codec.error_feedback import ErrorFeedback
 from paceline.comm.group import SingleWorkerGroup, Transfer, WorkerGroup
 from paceline.comm.sharded_tensors import as_local_of, local_part
 from paceline.plan import Wire
 from paceline.sync.allreduce.replica_norms import square_of
 
-__all__ = ["Bucket", "LocalBucket", "NamedParameter", "SentBytes", "assign", "bytes_of_sum"]
+__all__ = [
+    "Bucket",
+    "LocalBucket",
+    "NamedParameter",
+    "SentBytes",
+    "WireObserver",
+    "WireShares",
+    "assign",
+    "bytes_of_sum",
+]
 
 NamedParameter = tuple[str, Parameter]
 ALONE = SingleWorkerGroup()
@@ -36,6 +47,22 @@ class SentBytes:
 
     def __add__(self, other: SentBytes) -> SentBytes:
         return SentBytes(self.num_sent + other.num_sent, self.num_raw + other.num_raw)
+
+
+class WireShares(NamedTuple):
+    """What became of one parameter's gradient on a wire with error feedback, as rows of numbers."""
+
+    given: Tensor  # this replica's gradient, before anything was added
+    came: Tensor  # the sum over the replicas, as it was decoded
+    kept: Tensor  # this replica's error feedback for the next step
+
+
+class WireObserver(Protocol):
+    """Follows what wires with error feedback send and keep; only `paceline parity` does."""
+
+    def settled(self, shares: Mapping[str, WireShares], group: WorkerGroup) -> None:
+        """Called by each worker of `group` for each bucket of a step that is taken; `shares` by parameter name."""
+        ...
 
 
 def assign(
@@ -74,6 +101,8 @@ class Bucket:
     starts the next one, until the sum over replicas is in each parameter's `grad`.
     """
 
+    observer: WireObserver | None = None
+
     def __init__(
         self, parameters: Sequence[NamedParameter], *, group: WorkerGroup, wire: Wire, metadata_capacity: int = 0
     ) -> None:
@@ -101,6 +130,8 @@ class Bucket:
         self._num_rounds = 0  # rounds that have begun
         self._answer: Tensor | None = None
         self._transfer: Transfer | None = None
+        self._given: Tensor | None = None  # what it got and what came of it in this step, where that is observed
+        self._came: Tensor | None = None
 
     def begin(self, *, is_measured: Callable[[Parameter], bool] | None) -> None:
         """Begin a gradient pass; `is_measured(parameter)`: the norm of its local gradient is needed before it is
@@ -138,6 +169,8 @@ class Bucket:
             payload = self._rounds.send(self._answer)
         except StopIteration:
             self._rounds = self._answer = self._transfer = None
+            if self._given is not None:
+                self._came = self._flat[: self._num_elements].clone()
             return False
         finally:
             self.encoding_s += time.perf_counter() - began
@@ -161,7 +194,17 @@ class Bucket:
 
     def settle(self, is_used: Callable[[Parameter], bool]) -> None:
         """Commit the step: the codec remembers what it has learned of parameters that any worker used."""
-        self._codec.settle([is_used(parameter) for parameter in self.parameters])
+        used = [is_used(parameter) for parameter in self.parameters]
+        self._codec.settle(used)
+        if self.observer is not None and self._given is not None and self._came is not None:
+            sizes, own = [local.numel() for local in self._locals], self._codec.own()
+            given, came = self._given.split(sizes), self._came.split(sizes)
+            places = [place for place, is_one in enumerate(used) if is_one]
+            shares = {
+                self.names[k]: WireShares(given[k], came[k], own.get(k, torch.zeros_like(given[k]))) for k in places
+            }
+            self._given = self._came = None
+            self.observer.settled(shares, self._group)
 
     def drop(self) -> None:
         """Discard the step, or begin it anew."""
@@ -221,6 +264,8 @@ class Bucket:
             else:
                 view.copy_(local_part(parameter.grad))
             parameter.grad = gradient  # frees the gradient that autograd made
+        if self.observer is not None and isinstance(self._codec, ErrorFeedback):
+            self._given, self._came = self._flat[: self._num_elements].clone(), None
         if self._is_measured is not None and self._square is None:
             is_plain = self._flat.dtype in (torch.float32, torch.float64) and all(
                 map(self._is_measured, self.parameters)

@@ -30,7 +30,7 @@ from paceline.plan import AllReduce, Wire
 from paceline.schedule.sample_order import mix
 from paceline.sync.allreduce.adasum import AdasumBucket, AdasumWeights
 from paceline.sync.allreduce.bucket_pipeline import AnyBucket, BucketPipeline
-from paceline.sync.allreduce.buckets import Bucket, LocalBucket, NamedParameter, SentBytes, assign
+from paceline.sync.allreduce.buckets import Bucket, LocalBucket, NamedParameter, SentBytes, WireObserver, assign
 from paceline.sync.allreduce.gradient_norm import GradientNorm
 from paceline.sync.allreduce.gradient_sharding import GradientSharding
 from paceline.sync.allreduce.replica_norms import ReplicaNorms
@@ -98,6 +98,7 @@ class GradientBuckets(ABC):
         self._encoded_before_s = 0.0
         self._step = self._gradient_pass = 0
         self._arrived: set[int] = set()  # places of gradients that came in this gradient pass
+        self._wire_observer: WireObserver | None = None
 
     @abstractmethod
     def _gradient_arrived(self, bucket: int, place: int, parameter: Tensor) -> None:
@@ -145,6 +146,13 @@ class GradientBuckets(ABC):
     def named(self) -> Sequence[NamedParameter]:
         """All registered parameters, each under one of its names."""
         return self._all
+
+    def observe_wire(self, observer: WireObserver) -> None:
+        """From now on, follow what a wire with error feedback sends and keeps."""
+        self._wire_observer = observer
+        for bucket in self._buckets:
+            if type(bucket) is Bucket:  # one that sums
+                bucket.observer = observer
 
     def has(self, parameter: Tensor) -> bool:
         """Return whether `parameter` is one of those that were registered."""
@@ -199,6 +207,8 @@ class GradientBuckets(ABC):
         self._parts = ReplicaNorms(self._group, is_measured=lambda parameter: id(parameter) in measured)
         for bucket in self._buckets:
             bucket.fill(memory.own, memory.common)
+        if self._wire_observer is not None:
+            self.observe_wire(self._wire_observer)
         self.parameters = [parameter for bucket in self._buckets for parameter in bucket.parameters]
         self.names = [name for bucket in self._buckets for name in bucket.names]
         self._hooks = []

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from paceline.comm.group import Disrupted
 from paceline.events import Note, StreamOpened
+from paceline.plan import AllReduce
 from paceline.sync.allreduce.gradient_reducer import GradientReducer
 from paceline.worker.data.batch_stream import BatchStream, StreamSource
 from paceline.worker.data.step_batch import StepBatch
@@ -182,6 +183,10 @@ class TrainingLoop:
             self._unsettled.clear()
         self._recorder.begin("forward and backward", batch.step)
         self._capture_modules(batch)
+        wire = self._files.wire_capture
+        if wire is not None and self._plan.wire.feedback and isinstance(self._plan.sync, AllReduce):
+            wire.step = batch.step
+            gradients.observe_wire(wire)
         began, data_s = time.perf_counter(), batch.data_s
         while True:
             try:

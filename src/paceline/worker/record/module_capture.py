@@ -7,6 +7,7 @@ They are made only where a file `modules.json` lies in the capture directory, an
     splits_worker_<rank>.json                          how parameters are split: {name: words}
     start_<step>_worker_<rank>.safetensors             parameters before the step
     buffers_<step>_worker_<rank>.safetensors           buffers before the step
+    squares_<step>_<pass>_worker_<rank>.json           of these gradients, the squares of what this worker has
     summed_<step>_<pass>_worker_<rank>.safetensors     gradients after their sum over the workers, before clipping
 
 A tensor of which a worker has a part (features, tokens) is written as this part, with the ranges of the whole that it
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.hooks import RemovableHandle
 
+from paceline.comm.sharded_tensors import local_part
 from paceline.parallel.context.group_ops import ContextGroupOps
 from paceline.parallel.context.token_slices import slices
 from paceline.parallel.meta.meta_device import unseen
@@ -137,6 +139,10 @@ class ModuleCapture:
         self._micro = None
         named = [(f"{prefix}.{name}", one.grad) for prefix, model in models.items() for name, one in _parameters(model)]
         self._write_whole(f"summed_{step}_{number}", named, whole)
+        parts = {name: local_part(tensor) for name, tensor in named if tensor is not None and not tensor.is_meta}
+        squares = {name: float(part.double().square().sum()) for name, part in parts.items() if not part.is_sparse}
+        path = self._directory / f"squares_{step}_{number}_worker_{self._rank}.json"
+        path.write_text(json.dumps(squares), encoding="utf-8")
         name = f"modules_{step}_worker_{self._rank}"
         _save(self._tensors, self._directory / f"{name}.safetensors")
         rows = [dataclasses.asdict(note) for note in self._notes]

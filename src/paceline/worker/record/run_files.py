@@ -14,6 +14,7 @@ from paceline.worker.record.error_report import release_error_space, reserve_err
 from paceline.worker.record.module_capture import ModuleCapture
 from paceline.worker.record.parity_capture import ParityCapture
 from paceline.worker.record.sample_ledger import ResumeOrigin, SampleLedger
+from paceline.worker.record.wire_capture import WireCapture
 
 __all__ = ["RunFiles"]
 
@@ -38,6 +39,7 @@ class RunFiles:
         self._ledger: SampleLedger | None = None
         self.capture = ParityCapture(Path(job.capture_dir), assignment.rank) if job.capture_dir else None
         self.module_capture: ModuleCapture | None = None
+        self.wire_capture = WireCapture(Path(job.capture_dir), assignment.rank) if job.capture_dir else None
         if job.capture_dir:
             self.module_capture = ModuleCapture.asked_for(Path(job.capture_dir), assignment.rank)
 
