@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import os
 import selectors
@@ -10,24 +12,28 @@ import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from paceline.comm import group
 from paceline.comm.messages.json_channel import MAX_DEPTH, LineBuffer, decode
-from paceline.comm.messages.secure_socket import prove_and_encrypt
-from paceline.comm.messages.token_handshake import TokenRefused
+from paceline.comm.messages.secure_socket import prove_and_encrypt, tls_context
+from paceline.comm.messages.token_handshake import TokenHandshake, TokenRefused
 from paceline.comm.rendezvous.external_launch import join_external_launch
 from paceline.comm.rendezvous.kv_store import KeyValueStore
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, SyncError
 from paceline.launch.coordinator.remote_hosts import RemoteHost, RemoteHosts
 from paceline.launch.io.event_loop import EventLoop, MessageStream
 from paceline.plan import Job
 from paceline.worker import external_launch
 from paceline.worker.external_launch import _store
+from paceline.worker.membership.join_run import open_network_remark
 from paceline.world_detection import World
 from strangers import TOKEN, turn_until
 
@@ -158,10 +164,74 @@ def test_names_that_another_user_has_taken_are_passed_over() -> None:
         each.close()
 
 
+def test_only_what_was_signed_with_this_runs_key_and_as_an_object_is_unpickled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whatever else arrives, with its own signature or none, is refused before anything in it is read."""
+
+    class Executed:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    cpu, own, other = torch.device("cpu"), b"k" * 32, b"o" * 32
+    monkeypatch.setattr(group, "_object_key", own)
+    assert group.from_bytes(group.to_bytes({"a": 1}), cpu) == {"a": 1}
+    whole = group.to_bytes(Executed())
+    body = whole[group.SIGNATURE_BYTES :].numpy().tobytes()
+    changed = whole.clone()
+    changed[-1] ^= 1
+    monkeypatch.setattr(group, "_object_key", other)
+    forged = [changed, whole[:-1], whole[: group.SIGNATURE_BYTES - 1], whole[:0], group.to_bytes(Executed())]
+    monkeypatch.setattr(group, "_object_key", b"")
+    forged.append(group.to_bytes(Executed()))
+    monkeypatch.setattr(group, "_object_key", own)
+    as_snapshot = hmac.digest(own, b"snapshot 0 " + body, hashlib.sha256)
+    forged.append(torch.frombuffer(bytearray(as_snapshot + body), dtype=torch.uint8))
+    forged.append(torch.frombuffer(bytearray(hmac.digest(own, body, hashlib.sha256) + body), dtype=torch.uint8))
+    for one in forged:
+        with pytest.raises(SyncError, match="no worker of this run has sent"):
+            group.from_bytes(one, cpu)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_recorded_handshake_opens_nothing_a_second_time() -> None:
+    """Replayed to either side; and a side's own proof, sent back to it, is none."""
+    head, member = TokenHandshake(TOKEN, is_head=True), TokenHandshake(TOKEN, is_head=False)
+    said_by_member = member.feed(head.greeting)
+    said_by_head = head.feed(said_by_member)
+    assert member.feed(said_by_head) == b"" and head.wanted == member.wanted == 0
+    with pytest.raises(TokenRefused, match="its token is wrong"):
+        TokenHandshake(TOKEN, is_head=True).feed(said_by_member)
+    again = TokenHandshake(TOKEN, is_head=False)
+    assert again.feed(head.greeting) != said_by_member
+    with pytest.raises(TokenRefused, match="does not hold the token"):
+        again.feed(said_by_head)
+    mirrored = TokenHandshake(TOKEN, is_head=False)
+    own = mirrored.feed(head.greeting)
+    with pytest.raises(TokenRefused, match="does not hold the token"):
+        mirrored.feed(own[-32:])
+
+
+def test_the_head_takes_no_older_tls_and_no_other_cipher() -> None:
+    """A stranger in the middle cannot choose them; after the handshake the channel's proof covers them, too."""
+    for is_head in (True, False):
+        context = tls_context(is_head=is_head)
+        assert context.minimum_version == context.maximum_version == ssl.TLSVersion.TLSv1_2
+        names = {one["name"] for one in context.get_ciphers() if one["protocol"] == "TLSv1.2"}
+        assert names == {"ADH-AES256-GCM-SHA384", "ADH-AES128-GCM-SHA256"}
+
+
+def test_gpus_on_a_network_that_nobody_called_private_are_remarked_upon() -> None:
+    gpu = torch.device("cuda", 0)
+    said = open_network_remark(gpu, hosts=2, is_private=False)
+    assert said is not None and "--private-network" in said
+    assert open_network_remark(gpu, hosts=2, is_private=True) is None
+    assert open_network_remark(gpu, hosts=1, is_private=False) is None
+    assert open_network_remark(torch.device("cpu"), hosts=2, is_private=False) is None
+
+
 def test_a_relay_that_passes_the_tokens_proof_on_learns_nothing_and_is_found() -> None:
     """It relays the handshake in the clear, and then opens TLS to each side by itself."""
-    from paceline.comm.messages.secure_socket import tls_context
-
     member, relay_in = socket.socketpair()
     relay_out, head = socket.socketpair()
     results: dict[str, object] = {}

@@ -17,6 +17,10 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from paceline.comm.messages import secure_socket
+from paceline.comm.messages.unproved_connections import MAX_UNPROVED
+from paceline.comm.peer_sockets.meeting import connect_members
+from paceline.launch.io import authentication
 from paceline.launch.io.authentication import AuthenticatedConnection, AuthenticatedListener
 from paceline.launch.io.event_loop import EventLoop
 from programs import PACELINE, command, losses, reference_losses, the_run, write_program
@@ -59,7 +63,9 @@ def test_a_run_on_one_host_has_no_network_socket_and_a_private_directory(tmp_pat
     assert stat.S_IMODE(the_run(tmp_path).stat().st_mode) == 0o700
 
 
-def test_a_token_gets_in_within_a_second_while_twenty_thousand_strangers_knock(loop: EventLoop) -> None:
+def test_a_token_gets_in_while_strangers_hold_all_places(loop: EventLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How fast it is under 20,000 of them, `tests/long/test_floods.py` measures."""
+    monkeypatch.setattr(authentication, "HANDSHAKE_TIMEOUT_S", 600.0)  # so none of them goes by itself
     listener = socket.create_server(("127.0.0.1", 0))
     address, proved, said = listener.getsockname(), list[socket.socket](), list[str]()
     entrance = AuthenticatedListener(listener, TOKEN, loop, on_proved=proved.append, say=said.append)
@@ -75,7 +81,7 @@ def test_a_token_gets_in_within_a_second_while_twenty_thousand_strangers_knock(l
                 count[0] += 1
             except OSError:
                 time.sleep(0.001)
-            if len(held) > 400:
+            if len(held) > 2 * MAX_UNPROVED:
                 held.pop(0).close()
         for sock in held:
             sock.close()
@@ -84,18 +90,15 @@ def test_a_token_gets_in_within_a_second_while_twenty_thousand_strangers_knock(l
     strangers.start()
     try:
         turn_until(loop, lambda: count[0] > 1000)
-        took: list[float] = []
         for _ in range(3):
-            begun, mine = time.monotonic(), list[socket.socket]()
+            mine = list[socket.socket]()
             call = AuthenticatedConnection(
                 TOKEN, loop, on_proved=mine.append, on_failed=lambda *why: pytest.fail(str(why))
             )
             call.begin(socket.AF_INET, address)
             before = len(proved)
             turn_until(loop, lambda mine=mine, before=before: bool(mine) and len(proved) > before)
-            took.append(time.monotonic() - begun)
             mine[0].close()
-        assert sorted(took)[1] < 1.0, took
     finally:
         is_over.set()
         strangers.join()
@@ -103,6 +106,31 @@ def test_a_token_gets_in_within_a_second_while_twenty_thousand_strangers_knock(l
         for sock in proved:
             sock.close()
     assert len(said) < 20, "strangers fill the console"
+
+
+def test_a_workers_port_lets_a_member_in_while_strangers_hold_all_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come from the member's own address and send a byte; each newcomer drives out the oldest."""
+    monkeypatch.setattr(secure_socket, "HANDSHAKE_TIMEOUT_S", 600.0)  # so none of them goes by itself
+    store, results = dist.HashStore(), dict[int, dict[int, socket.socket]]()
+
+    def join(index: int) -> None:
+        results[index] = connect_members(
+            store, index=index, size=2, address="127.0.0.1", timeout_s=60.0, check=lambda: None
+        )
+
+    first = threading.Thread(target=join, args=(0,))
+    first.start()
+    store.wait(["peer_0"])
+    place = tuple(json.loads(store.get("peer_0")))
+    with contextlib.ExitStack() as stack:
+        for _ in range(MAX_UNPROVED + 30):
+            stack.enter_context(closing(socket.create_connection(place))).send(b"P")
+        join(1)
+        first.join()
+    assert {index: list(met) for index, met in results.items()} == {0: [1], 1: [0]}
+    for met in results.values():
+        for sock in met.values():
+            sock.close()
 
 
 def test_what_a_stranger_writes_into_torchruns_store_is_not_used_between_hosts(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ DTYPES = {str(one).removeprefix("torch."): one for one in KINDS}
 HELLO = b"paceline"
 SMALL_BYTES = 1 << 14  # up to here ZeroMQ may have received a tensor together with others, at an odd address
 HEADER_BYTES = 1 << 26  # the largest header
+BACKLOG = 4096  # connections that the system keeps until they are accepted
 PIECE_BYTES = 1 << 20  # of a large tensor
 # Detects hosts that have vanished; the system of a process that is only stopped still answers.
 KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 30, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 3}
@@ -82,6 +83,8 @@ class TensorServer:
         self._context = zmq.Context()
         self._socket = _socket(self._context, zmq.ROUTER, is_v6=":" in address)
         self._socket.setsockopt(zmq.MAXMSGSIZE, HEADER_BYTES)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, round(HANDSHAKE_TIMEOUT_S * 1000))  # silent strangers go by then
+        self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
         _cut_off_after(silence_s, self._socket)
         host = f"[{address}]" if ":" in address else address
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)

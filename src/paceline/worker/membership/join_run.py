@@ -58,7 +58,7 @@ from paceline.worker.topology.parallel_groups import (
     workers_of,
 )
 
-__all__ = ["WorkerContext", "join_run"]
+__all__ = ["WorkerContext", "join_run", "open_network_remark"]
 
 LOOPBACK = "127.0.0.1"
 BACKSTOP_S = 15.0  # beyond Job.timeout_s
@@ -143,6 +143,9 @@ def _join_fixed(
     meeting = recorder.enter("meeting", "the workers find each other")
     recorder.wait(meeting)
     _sign_over_gloo(context, shared)
+    remark = open_network_remark(device, hosts=assignment.hosts, is_private=context.job.private_network)
+    if remark is not None and assignment.rank == 0:
+        context.tell(Note(text=remark))
     dist.init_process_group(
         _backend(context),
         store=shared,
@@ -352,6 +355,17 @@ def _see_same_files(store: dist.Store, assignment: Assignment) -> bool:
     """Whether all workers of this host see each other's Unix sockets; a launcher may give each a container."""
     store.set(f"paceline/files_{assignment.rank}", file_namespace())
     return len({store.get(f"paceline/files_{rank}") for rank in range(assignment.workers)}) == 1
+
+
+def open_network_remark(device: torch.device, *, hosts: int, is_private: bool) -> str | None:
+    """What to say of workers whose tensors travel between hosts over NCCL; None where nothing is to be said."""
+    if device.type != "cuda" or hosts == 1 or is_private:
+        return None
+    return (
+        "NCCL and gloo move tensors between these hosts in the clear, and accept any process that reaches their ports: "
+        "a stranger there could change numbers or end the run. Give --private-network where nobody else reaches that "
+        "network"
+    )
 
 
 def _backend(context: JoinContext) -> str:

@@ -1,0 +1,109 @@
+"""Another user of the host, with a user id of its own, tries all that a run opens, from its start to its end.
+
+It connects to each socket and sends junk, pickles and false requests. It tries to open each file, each memory and each
+process of the run. Nothing of it is executed, the losses are those of an undisturbed run, and the run ends well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from network_hosts import free_port
+from programs import PACELINE, Announcements, Program, command, losses, reference_losses, the_run, write_program
+from strangers import AnotherUser, Opened, another_user, needs_root, opened_by
+
+ELASTIC = "replicas=2-2+batch(size=12,micro=3)"
+SERVERS = "replicas=2+parameterserver(staleness=1)+batch(size=12,micro=3)"
+KNOCKS = 1000  # at each socket, while the workers regroup
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder that other users can enter, as /home/user often is; pytest's own ones are closed to them."""
+    made = Path(tempfile.mkdtemp(prefix="open-"))
+    made.chmod(0o755)
+    yield made
+    shutil.rmtree(made)
+
+
+def attacked(programs: Sequence[Program], user: AnotherUser, folder: Path) -> Opened:
+    """Attack until the programs end; what they had open."""
+    seen = Opened()
+    while any(program.process.poll() is None for program in programs):
+        now = Opened()
+        for program in programs:
+            now.update(opened_by(program.mark))
+        seen.update(now)
+        user.attack(now, folders=(folder / "runs",))
+    return seen
+
+
+def assert_harmless(user: AnotherUser, seen: Opened, folder: Path) -> None:
+    assert user.files == {}, "another user could open these"
+    assert user.answers == {}, "these sockets answered another user"
+    assert seen.tcp == set(), "on one host nothing listens at a port"
+    assert not (folder / "executed").exists()
+
+
+@needs_root
+def test_another_user_cannot_harm_a_run_while_it_regroups(folder: Path) -> None:
+    """A worker is killed, and another user knocks at every socket while the others regroup."""
+    train = write_program(folder)
+    with closing(Announcements(folder / "pipe")) as pipe, another_user(folder) as user:
+        words = ("run", train, "--workers", "2", "--plan", ELASTIC)
+        with command(*PACELINE, *words, "--tell", pipe.path, "--tell-at", "4", cwd=folder) as program:
+            told = program.told(pipe, 2)
+            os.kill(next(one["pid"] for one in told if one["rank"] == 1), signal.SIGKILL)
+            user.attack(opened_by(program.mark), times=KNOCKS)
+            seen = attacked([program], user, folder)
+            code, output = program.end()
+    assert code == 0, output
+    assert_harmless(user, seen, folder)
+    assert user.num_connected > 0, "the sockets without a file were reached, and refused it"
+    assert losses(the_run(folder)) == pytest.approx(list(reference_losses()), rel=1e-5)
+
+
+@needs_root
+def test_another_user_cannot_harm_parameter_servers(folder: Path) -> None:
+    train = write_program(folder)
+    with closing(Announcements(folder / "pipe")) as pipe, another_user(folder) as user:
+        words = ("run", train, "--workers", "2", "--plan", SERVERS, "--epochs", "6")
+        with command(*PACELINE, *words, "--tell", pipe.path, cwd=folder) as program:
+            (one,) = program.told(pipe, 1)
+            os.kill(one["pid"], signal.SIGSTOP)  # the other waits for it: servers are there as long as the attack takes
+            seen = opened_by(program.mark)
+            user.attack(seen, folders=(folder / "runs",))
+            os.kill(one["pid"], signal.SIGCONT)
+            code, output = program.end()
+    assert code == 0, f"{code}\n{output}"
+    assert_harmless(user, seen, folder)
+    assert any(name.startswith("/") for name in seen.unix), "the servers' sockets were tried"
+
+
+@needs_root
+def test_another_user_cannot_harm_workers_that_an_engine_has_started(folder: Path) -> None:
+    train = write_program(folder)
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with contextlib.ExitStack() as stack:
+        user = stack.enter_context(another_user(folder))
+        programs = [
+            stack.enter_context(
+                command(sys.executable, train, cwd=folder, environment=world | {"RANK": rank, "LOCAL_RANK": rank})
+            )
+            for rank in "01"
+        ]
+        seen = attacked(programs, user, folder)
+        ends = [program.end() for program in programs]
+    assert [code for code, _ in ends] == [0, 0], ends
+    assert_harmless(user, seen, folder)
+    assert losses(the_run(folder)) == pytest.approx(list(reference_losses()), rel=1e-5)
