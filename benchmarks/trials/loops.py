@@ -349,7 +349,7 @@ def complex_layer(worker: Any) -> Outcome:
             return self.out(torch.view_as_real(mixed).flatten(1))
 
     torch.manual_seed(0)
-    model = worker.prepare(Net())
+    model = worker.prepare(Net(), sample=(vectors().columns[0][:2],))
     return fit(worker, model, adamw(worker, model, 1e-2), vectors(), F.cross_entropy, clip_norm=0.1)
 
 

@@ -179,8 +179,9 @@ def clip(worker: Any) -> Outcome:
         vision_config={**tower, "num_attention_heads": 4, "image_size": 32, "patch_size": 16},
         projection_dim=16,
     )
-    model = worker.prepare(tokens_first(config, CLIPModel))
     data = Rows(pictures().columns[0], sentences().columns[0])
+    sample = {"pixel_values": data.columns[0][:2], "input_ids": data.columns[1][:2], "return_loss": True}
+    model = worker.prepare(tokens_first(config, CLIPModel), sample=sample)
 
     def forward(model: nn.Module, micro: Any) -> Tensor:
         return model(pixel_values=micro[0], input_ids=micro[1], return_loss=True).loss
@@ -217,21 +218,19 @@ def _lora(worker: Any, base: torch.dtype) -> Outcome:
 @program("diffusers: a U-Net learns noise that comes with the samples", needs="diffusers")
 def unet(worker: Any) -> Outcome:
     torch.manual_seed(0)
-    model = worker.prepare(
-        library("diffusers").UNet2DModel(
-            sample_size=8,
-            in_channels=1,
-            out_channels=1,
-            layers_per_block=1,
-            block_out_channels=(8, 16),
-            norm_num_groups=4,
-            down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-            up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-        )
+    inner = library("diffusers").UNet2DModel(
+        sample_size=8,
+        in_channels=1,
+        out_channels=1,
+        layers_per_block=1,
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
     )
-    pixels = pictures(8, 1).columns[0]
-    noise, times = torch.randn_like(pixels), torch.randint(100, (SAMPLES,), generator=generator(2))
+    pixels, times = pictures(8, 1).columns[0], torch.randint(100, (SAMPLES,), generator=generator(2))
     noise = torch.randn(pixels.shape, generator=generator(3))
+    model = worker.prepare(inner, sample=(pixels[:2], times[:2]))
 
     def forward(model: nn.Module, micro: Any) -> Tensor:
         picture, noise, time = micro
@@ -265,12 +264,13 @@ def graphs(worker: Any) -> Outcome:
             )
 
     torch.manual_seed(0)
-    model = worker.prepare(Net())
+    samples = Graphs()
+    model = worker.prepare(Net(), sample=(data.Batch.from_data_list([samples[0], samples[1]]),))
     return fit(
         worker,
         model,
         adamw(worker, model, 1e-2),
-        Graphs(),
+        samples,
         forward=lambda model, graph: F.cross_entropy(model(graph), graph.y),
         collate=data.Batch.from_data_list,
     )
@@ -292,10 +292,10 @@ def packed_lstm(worker: Any) -> Outcome:
             _, (last, _) = self.inner(packed)
             return self.out(torch.cat([last[0], last[1]], dim=1))
 
-    torch.manual_seed(0)
-    model = worker.prepare(Net())
     words, target = sentences(classes=CLASSES).columns
     lengths = torch.randint(1, LENGTH + 1, (SAMPLES,), generator=generator(2))
+    torch.manual_seed(0)
+    model = worker.prepare(Net(), sample=(words[:2], lengths[:2]))
     return fit(
         worker,
         model,
@@ -337,8 +337,8 @@ def two_tasks(worker: Any) -> Outcome:
             weighed = one * (-self.weigh_one).exp() + two * (-self.weigh_two).exp()
             return weighed + self.weigh_one + self.weigh_two
 
-    torch.manual_seed(0)
-    model = worker.prepare(Net())
     words, kind = sentences(classes=CLASSES).columns
     data = Rows(words, kind, torch.randn(SAMPLES, generator=generator(2)))
+    torch.manual_seed(0)
+    model = worker.prepare(Net(), sample=tuple(column[:2] for column in data.columns))
     return fit(worker, model, adamw(worker, model, 1e-2), data, forward=lambda model, micro: model(*micro))

@@ -46,7 +46,9 @@ def muon(worker: Any) -> Outcome:
 def shampoo(worker: Any) -> Outcome:
     from pytorch_optimizer import Shampoo
 
-    return _fit(worker, lambda model: Shampoo(model.parameters(), lr=1e-2, preconditioning_compute_steps=2))
+    return _fit(
+        worker, lambda model: Shampoo(model.parameters(), lr=1e-2, preconditioning_compute_steps=2, matrix_eps=0.1)
+    )
 
 
 @program("pytorch_optimizer: LAMB, a trust ratio for each layer", needs="pytorch_optimizer")
