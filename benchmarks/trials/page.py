@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import platform
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -20,6 +21,13 @@ __all__ = ["FAULTS", "Row", "kept_rows", "summary", "table", "written"]
 FAULTS = ("WRONG", "CRASH", "HANG")
 HEADING = "## The table\n"
 ONE = "one worker"
+PARTICULARS = (  # what differs between sentences of one kind
+    (re.compile(r"(layers of|experts in|cannot split|Cutting the layers of) [A-Z]\w+"), r"\1 the model"),
+    (re.compile(r"(Layout\(context=2\):) [A-Z]\w+:"), r"\1 the model:"),
+    (re.compile(r"^[A-Z]\w+ (cannot be partitioned|has \d+ modules|was called outside)"), r"The model \1"),
+    (re.compile(r"replicas=[12], (?=shard|tensor)"), ""),
+    (re.compile(r"Layout\(tensor=2, stages=2\)"), "Layout(tensor=2)"),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,7 +72,7 @@ def table(rows: Sequence[Row], plans: Sequence[str]) -> Iterator[str]:
     yield f"In all: {summary(rows)}."
     yield ""
     for number, text in enumerate(refusals, start=1):
-        yield f"{number}. {' '.join(text.split())}"
+        yield f"{number}. {text}"
     for row in rows:
         for plan, cell in row.cells.items():
             if cell.state in FAULTS:
@@ -82,7 +90,20 @@ def _shown(cell: Cell, refusals: list[str]) -> str:
     if cell.state == "same":
         return f"{cell.difference:.0e}" if cell.difference else "0"
     if cell.state == "refused":
-        if cell.text not in refusals:
-            refusals.append(cell.text)
-        return f"({refusals.index(cell.text) + 1})"
+        text = _shortened(cell.text)
+        if text not in refusals:
+            refusals.append(text)
+        return f"({refusals.index(text) + 1})"
     return f"**{cell.state}**" + (f" {cell.difference:.0e}" if cell.difference else "")
+
+
+def _shortened(text: str) -> str:
+    """A refusal without its table of layers and guesses, the model's class, and the sizes of axes that the plan tells."""
+    lines = [line.strip() for line in text.splitlines()]
+    first, *rest = lines
+    kept = [line for line in rest[:-1] if line.startswith("- ")]
+    last = rest[-1].rpartition("): ")[2] if rest else ""
+    told = " ".join([first, *kept, last]).strip()
+    for pattern, what in PARTICULARS:
+        told = pattern.sub(what, told)
+    return told.replace("<", "&lt;").replace("|", "\\|")

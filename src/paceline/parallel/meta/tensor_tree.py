@@ -122,7 +122,11 @@ def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     if kind is dict:
         items = [map_leaves(item, change) for item in value.values()]
         return dict(zip(value, items, strict=True)) if _differ(items, value.values()) else value
-    if kind in pytree.SUPPORTED_NODES or pytree.is_namedtuple_instance(value):
+    if pytree.is_namedtuple_instance(value):
+        items = [map_leaves(item, change) for item in value]
+        # some constructors check what they are given, as that of PackedSequence does
+        return tuple.__new__(kind, items) if _differ(items, value) else value
+    if kind in pytree.SUPPORTED_NODES:
         children, spec = pytree.tree_flatten(value, is_leaf=lambda node: node is not value)
         items = [map_leaves(child, change) for child in children]
         return pytree.tree_unflatten(items, spec) if _differ(items, children) else value
