@@ -25,7 +25,7 @@ FOLLOWS = ("paceline.errors.SyncError",)  # what a worker says whose peer has fa
 CUT_OFF = re.compile(r"onnection (closed|reset|refused)|broken pipe|peer", re.IGNORECASE)
 REMEDY = re.compile(
     r"\b(accumulate|add|assign|average|build|call|check|choose|clip|copy|compute|divide|drop|end|evaluate|exclude|"
-    r"freeze|give|hold|initialise|keep|leave|loop|make|mark|measure|move|name|pad|pass|prepare|project|put|register|"
+    r"freeze|give|hold|initialise|keep|leave|loop|make|mark|measure|move|must|name|pad|pass|prepare|project|put|register|"
     r"replace|return|run|save|set|split|start|step|take|train|turn|use|wait|without|work|write)\b",
     re.IGNORECASE,
 )
