@@ -98,7 +98,7 @@ def _shown(cell: Cell, refusals: list[str]) -> str:
 
 
 def _shortened(text: str) -> str:
-    """A refusal without its table of layers and guesses, the model's class, and the sizes of axes that the plan tells."""
+    """A refusal without its table of layers and guesses, the model's class, and sizes that the plan tells."""
     lines = [line.strip() for line in text.splitlines()]
     first, *rest = lines
     kept = [line for line in rest[:-1] if line.startswith("- ")]
