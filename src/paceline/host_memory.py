@@ -1,11 +1,14 @@
-"""How much memory this host allows its processes, and whether the kernel has just killed one for want of it."""
+"""How much memory this host allows its processes, whether the kernel has just killed one for want of it, and how busy
+its cores are.
+"""
 
 from __future__ import annotations
 
+import os
 import signal as signals
 from pathlib import Path
 
-__all__ = ["free_bytes", "memory_limit_bytes", "oom_kills", "oom_likely"]
+__all__ = ["free_bytes", "machine_load", "memory_limit_bytes", "oom_kills", "oom_likely"]
 
 NEAR_LIMIT = 0.9  # of the limit: with this peak a SIGKILL from elsewhere is put down to memory
 ROOT = Path("/")
@@ -114,3 +117,9 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="ascii")
     except OSError:  # not this kind of kernel, or not allowed to look: the value is unknown
         return ""
+
+
+def machine_load() -> float:
+    """How many processes want each core of this machine, over the last minute; at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1.0, os.getloadavg()[0] / cores)

@@ -60,8 +60,7 @@ class Generations:
     def forming_s(self) -> float:
         """How long members may take to join; it grows with their number and with the load of the machine."""
         limits = self._limits
-        share = max(1.0, len(self.members) / limits.few_members, self.load)
-        return limits.handing_s if self._table.pending() else min(limits.handing_s, limits.forming_s * share)
+        return limits.handing_s if self._table.pending() else limits.joining_s(len(self.members), self.load)
 
     def extend(self, now: float) -> bool:
         """Give late members that are heard more time; return whether they get any."""

@@ -130,6 +130,10 @@ class Limits:
     handing_s: float = 600.0  # the same while a newcomer is being sent the state
     patience_s: float = 60.0  # with fewer than `least` replicas: then save, and end
 
+    def joining_s(self, members: int, load: float) -> float:
+        """How long so many members may take to join a generation, where `load` processes want each core."""
+        return min(self.handing_s, self.forming_s * max(1.0, members / self.few_members, load))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StartReplica:

@@ -8,7 +8,8 @@ import pytest
 
 from membership_scenes import form, made, only, quiet, the, ticked
 from paceline.elastic.membership import EndWorker, StartReplica
-from paceline.elastic.membership_messages import FROM_WORKERS, MembershipView
+from paceline.elastic.membership_messages import FROM_WORKERS, Decision, MembershipView
+from paceline.worker.membership.generation_builder import meeting_s
 
 
 @pytest.mark.parametrize("state", ["member", "leaver", "newcomer on its way", "newcomer that waits"])
@@ -88,6 +89,21 @@ def test_many_members_on_a_busy_machine_have_more_time_and_none_that_is_heard_is
     for worker in range(20, 32):
         membership.formed(worker, 1, now)
     assert membership.is_formed
+
+
+@pytest.mark.parametrize(("members", "load"), [(2, 1.0), (31, 1.0), (31, 16.0)])
+def test_members_wait_for_each_other_until_the_coordinator_has_decided(members: int, load: float) -> None:
+    """A member that gave up before it told of itself alone, and was given up: one each 20 s, all of them healthy."""
+    membership = made(members + 1, most=members + 1)
+    membership.lost([members], 0.0, reason="killed")
+    now, told = 0.0, list[Decision]()
+    while not told:
+        now += 1.0
+        for worker in membership.workers:
+            membership.heard(worker, now)
+        told = [one for one in membership.tick(now, load=load) if not isinstance(one, StartReplica)]
+    assert the(told, MembershipView).members == tuple(range(members)), "once more, with all of them"
+    assert now < meeting_s(members, load)
 
 
 def test_the_state_may_take_longer_to_hand_over_than_a_generation_to_form() -> None:

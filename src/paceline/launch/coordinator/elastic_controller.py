@@ -8,7 +8,6 @@ decisions that come back are carried out here.
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ from paceline import clock
 from paceline.elastic.membership import Decision, EndWorker, GiveUp, Limits, Membership, StartReplica
 from paceline.elastic.membership_messages import Finish, MembershipView
 from paceline.events import Event, Regrouped, WorkerJoined, WorkerLeft, WorkerLost
+from paceline.host_memory import machine_load
 from paceline.launch.job.outcome import WorkerExit
 
 __all__ = ["ElasticController", "WorkerActions"]
@@ -306,12 +306,6 @@ class ElasticController:
         lost_at = self._lost_at.pop(worker, None)
         after_s = None if lost_at is None else round(clock.now() - lost_at, 3)
         self._emit(WorkerJoined(rank=worker, step=step, after_s=after_s, pid=pid))
-
-
-def machine_load() -> float:
-    """How many processes want each core of this machine, over the last minute; at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1.0, os.getloadavg()[0] / cores)
 
 
 def _spelled(workers: Collection[int]) -> str:

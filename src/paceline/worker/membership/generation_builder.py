@@ -19,15 +19,24 @@ from paceline.comm.group import Disrupted, SingleWorkerGroup, WorkerGroup
 from paceline.comm.messages.json_channel import Channel
 from paceline.comm.rendezvous.torch_store import SupervisorStore
 from paceline.comm.shared_memory.setup import shared_memory_unavailable, with_shared_memory
-from paceline.elastic.membership_messages import MembershipView
+from paceline.elastic.membership_messages import Limits, MembershipView
 from paceline.errors import SyncError
+from paceline.host_memory import machine_load
 from paceline.worker.membership.coordinator_client import CoordinatorClient
 from paceline.worker.membership.join_context import JoinContext, allreduce_settings, replica_name
 from paceline.worker.topology.parallel_groups import reduces_over_all_workers
 
-__all__ = ["ElasticMembership", "GenerationBuilder"]
+__all__ = ["ElasticMembership", "GenerationBuilder", "meeting_s"]
 
-RENDEZVOUS_S = 20.0  # for members that have to form a generation at once
+
+def meeting_s(members: int, load: float) -> float:
+    """How long members that have to form a generation at once wait for each other.
+
+    It is longer than the coordinator gives them, with all extensions: it hears who is alive, and decides. A member that
+    gave up before would only name itself.
+    """
+    limits = Limits(least=1, most=members)
+    return (2 + limits.most_extensions) * limits.joining_s(members, load)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +78,7 @@ class GenerationBuilder:
     def build(self, view: MembershipView, is_hurry: bool) -> WorkerGroup:
         """The group of a generation. Raises Disrupted where it is over already; nothing is left of it then."""
         self._context.recorder.join(generation_name(view.generation), view.members, is_main=True)
-        meet_s = RENDEZVOUS_S if is_hurry else self._context.job.timeout_s
+        meet_s = meeting_s(len(view.members), machine_load()) if is_hurry else self._context.job.timeout_s
         whole = self._group(view, view.members, "", meet_s)
         if self._cross_replica is not None:
             index = self._context.assignment.rank % self._each
