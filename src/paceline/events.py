@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TextIO
+from typing import Any, ClassVar
 
 from paceline import clock
+from paceline.logs.event_summaries import cut_events, merge_events
+from paceline.logs.sealed_log import LineLog, Sealing
 
 __all__ = [
     "AllReduceChosen",
@@ -24,6 +25,7 @@ __all__ = [
     "Evaluated",
     "Event",
     "EventLog",
+    "EventsMerged",
     "Note",
     "Record",
     "Regrouped",
@@ -35,6 +37,7 @@ __all__ = [
     "SpikeSeen",
     "StateKept",
     "StepDone",
+    "StepsMerged",
     "StreamOpened",
     "Warned",
     "WeightsDiffer",
@@ -46,7 +49,6 @@ __all__ = [
     "WorkerLost",
     "WorkerStarted",
     "decode",
-    "open_log",
 ]
 
 
@@ -106,6 +108,41 @@ class StepDone(Event):
     alone: bool = False  # no other worker took part in it: replicas take whole batches, in any order
     num_dropped: int = 0  # of `num_samples` those that came too late, and do not count
     late: bool = False  # those of this worker did
+
+
+@dataclasses.dataclass(frozen=True)
+class StepsMerged(Event):
+    """Old `StepDone` events of a worker, summed up when its file had grown. `time` is that of the last one."""
+
+    first_step: int
+    last_step: int
+    num_steps: int
+    since: float  # when the first of them began
+    epoch: int  # of the last one
+    num_samples: int  # all counts and seconds are sums
+    num_dropped: int
+    num_bytes_sent: int
+    num_wire_bytes: int
+    num_raw_bytes: int
+    loss: Mapping[str, float]  # mean, least, most, first, last; of the finite ones
+    num_broken: int  # of which the loss is not finite
+    num_skipped: int  # beside those that kept their lines
+    skipped_s: float  # that these took
+    longest_s: float  # of a single one
+    metrics: Mapping[str, float]  # means
+    seconds: Mapping[str, float]  # as in StepDone
+    alone: bool = False  # as in StepDone
+
+
+@dataclasses.dataclass(frozen=True)
+class EventsMerged(Event):
+    """Old events of a kind that came so often that only the first and the last of them were kept."""
+
+    kind: str  # the class
+    num: int  # that were left out
+    first_step: int | None  # of those that have one
+    last_step: int | None
+    sums: Mapping[str, float]  # of their numbers, by name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -349,33 +386,24 @@ class Record:
 
 
 class EventLog:
-    """Appends events to one file, a line each, flushed at once: a killed process loses nothing it had said."""
+    """Appends events to one file, a line each, flushed at once: a killed process loses nothing it had said.
 
-    def __init__(self, path: Path, *, worker: int | None) -> None:
+    With `seals` old events are summed up when the file has grown (`StepsMerged`), and leave it for a sealed file beside
+    it.
+    """
+
+    def __init__(self, path: Path, *, worker: int | None, seals: bool = False) -> None:
         self.worker = worker
-        self._lock = threading.Lock()  # checkpoints are announced by the thread that writes them
-        self._file = open_log(path)
+        sealing = Sealing(merge=merge_events, cut=cut_events) if seals else None
+        self._log = LineLog(path, sealing=sealing, say=lambda text: self.emit(Warned(text=text)))
 
     def emit(self, event: Event) -> None:
         fields = {"event": type(event).__name__, "time": round(clock.now(), 6), "worker": self.worker}
         fields.update(vars(event))
-        line = json.dumps(_plain(fields), allow_nan=False) + "\n"
-        with self._lock:
-            self._file.write(line)
+        self._log.write(json.dumps(_plain(fields), allow_nan=False))
 
     def close(self) -> None:
-        self._file.close()
-
-
-def open_log(path: Path) -> TextIO:
-    """Open a file of lines to be appended to, each flushed at once; ends a line that a killed writer left open."""
-    file = open(path, "a+b", buffering=0)  # noqa: SIM115  # handed to the caller, who closes it
-    if file.tell() > 0:
-        file.seek(-1, 2)
-        if file.read(1) != b"\n":
-            file.write(b"\n")
-    file.close()
-    return open(path, "a", encoding="utf-8", buffering=1)
+        self._log.close()
 
 
 def decode(line: str) -> Record:

@@ -24,6 +24,7 @@ from paceline.events import (
     Restarted,
     SpikeSeen,
     StepDone,
+    StepsMerged,
     StreamOpened,
     Warned,
     WeightsDiffer,
@@ -117,9 +118,10 @@ class Watch:
         self._merger = StepMerger(self._local)
         self._summary = Summary(self.run_dir, attempt=attempt, workers=workers, max_steps=job.max_steps)
         self._tensorboard = TensorBoardFile(self.run_dir / "tensorboard")
+        self._problems: list[str] = []  # that threads of files have said, to be shown
         self._sinks: list[Sink] = [self._summary, self._screen]
         if record:
-            self._sinks.append(MetricsFile(self.run_dir / "metrics.jsonl", attempt=attempt))
+            self._sinks.append(MetricsFile(self.run_dir / "metrics.jsonl", attempt=attempt, say=self._problems.append))
         if job.tensorboard and record:
             self._sinks.append(self._tensorboard)
         self._output = WorkerOutput(
@@ -150,6 +152,8 @@ class Watch:
         self._notes.release(now)
         self._give(self._merger.rows())
         self._output.poll(now)
+        while self._problems:
+            self._show(f"warning: {self._problems.pop(0)}")
         if self._tensorboard in self._sinks:
             with self._dropping(self._tensorboard):
                 self._tensorboard.poll(now)
@@ -227,6 +231,12 @@ class Watch:
                     self._note_at_work(record.worker, record.event.step)
                     self._merger.add(record)
                     continue
+                case StepsMerged(
+                    first_step=first, last_step=last
+                ):  # this process was stopped, and reads again long after
+                    if record.worker not in (None, self._speaker):
+                        continue
+                    self._give(self._merger.pass_over(first, last))
                 case Evaluated() | Reported() | StreamOpened() if record.worker not in (None, self._speaker):
                     continue  # equal on all workers (or, for reports between steps, the first one's word)
                 case SpikeSeen() | WeightsDiffer() if record.worker not in (None, self._speaker):

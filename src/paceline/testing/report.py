@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -19,6 +20,8 @@ from paceline.events import (
     WeightsDiffer,
     WorkerStarted,
 )
+from paceline.logs.ledger_runs import runs_in
+from paceline.logs.log_reader import lines_of
 from paceline.monitor.audit.audit import AuditResult, audit
 from paceline.monitor.records.event_reader import EventTail
 from paceline.monitor.records.run_record import RunRecord
@@ -338,11 +341,10 @@ def _committed(directory: Path) -> int:
     """The last step that a worker's ledger of an attempt has."""
     last = 0
     for path in directory.glob("worker_*/ledger.jsonl"):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                last = max(last, int(json.loads(line).get("step", 0)))
-            except (ValueError, AttributeError):  # cut off by a kill
-                continue
+        for text in lines_of(path):
+            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):  # cut off by a kill; or no step
+                line = json.loads(text)
+                last = max([last, *(run.last_step for run in runs_in(line) if "step" in line or "runs" in line)])
     return last
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from paceline.monitor.audit.audit import AuditResult, audit, main_audit
 from paceline.monitor.audit.epoch import Coverage
-from paceline.monitor.audit.ledger_reader import EpochColumns
+from paceline.monitor.audit.epoch_columns import EpochColumns
 from paceline.monitor.records.run_record import RunRecord
 from paceline.schedule import sample_order
 

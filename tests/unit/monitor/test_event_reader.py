@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from paceline.events import EventLog, Note, Record, StepDone, Warned, decode
+from paceline.logs.log_reader import last_lines
 from paceline.monitor.console.deduplication import Deduplicator, tag
 from paceline.monitor.export.metrics_jsonl import metrics_line
 from paceline.monitor.records.event_reader import EventTail
-from paceline.monitor.records.run_files import GrowingFile, last_lines, replace_text
+from paceline.monitor.records.run_files import GrowingFile, replace_text
 from paceline.monitor.records.steps import StepMerger
 
 

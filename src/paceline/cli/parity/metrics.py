@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.events import Evaluated, Reported, StepDone, decode
+from paceline.logs.log_reader import lines_of
 
 __all__ = ["reported_metrics"]
 
@@ -24,10 +25,9 @@ def reported_metrics(attempt: Path) -> dict[tuple[str, int], float]:
 
 
 def _values(path: Path) -> Iterator[tuple[tuple[str, int], float]]:
-    with open(path, encoding="utf-8") as lines:
-        for line in lines:
-            event = decode(line).event
-            if isinstance(event, (StepDone, Reported, Evaluated)):
-                kind = "evaluated " if isinstance(event, Evaluated) else ""
-                for name, value in event.metrics.items():
-                    yield (f"{kind}{name}", event.step), float(value)
+    for line in lines_of(path):
+        event = decode(line).event
+        if isinstance(event, (StepDone, Reported, Evaluated)):
+            kind = "evaluated " if isinstance(event, Evaluated) else ""
+            for name, value in event.metrics.items():
+                yield (f"{kind}{name}", event.step), float(value)

@@ -39,6 +39,7 @@ from paceline.errors import PlanError, WorkerError
 from paceline.events import WorkerStarted, decode
 from paceline.launch.fork.warm_parent_client import WarmParent
 from paceline.launch.local import prestart
+from paceline.logs.log_reader import lines_of
 from paceline.plan import CommandPlan, Job, Plan
 from paceline.runs.attempt import Attempt, error_from_failures
 
@@ -318,11 +319,10 @@ def _error(trial: ParityTrial, attempt: Attempt) -> WorkerError | PlanError:
 
 
 def _started(path: Path) -> WorkerStarted:
-    with open(path, encoding="utf-8") as lines:
-        for line in lines:
-            event = decode(line).event
-            if isinstance(event, WorkerStarted):
-                return event
+    for line in lines_of(path):
+        event = decode(line).event
+        if isinstance(event, WorkerStarted):
+            return event
     raise ValueError(f"{path} does not say how the worker started")
 
 

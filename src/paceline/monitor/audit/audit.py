@@ -3,7 +3,10 @@
 The proof has two halves. First, the half-open ranges of positions that the valid steps of an epoch used are sorted;
 they must follow each other from 0 to the end without gap or overlap. This work grows with the number of ranges, not of
 samples. Second, the order that turns positions into samples must be a permutation of the dataset. This is tried for
-epochs of up to ten million samples.
+epochs of up to ten million samples, and for ten million samples in all, spread evenly over the epochs.
+
+Steps that follow each other alike are proved as blocks: of each the first step, and that the next one begins where it
+ends. Where something is wrong, the steps around it are looked at one by one.
 
 Under asynchronous updates (`ParameterServer(staleness=...)`) the ledgers also record how stale each update was. None
 may be staler than the plan allows.
@@ -18,28 +21,25 @@ import dataclasses
 import itertools
 import json as json_text
 import sys
-from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from paceline.monitor.audit.epoch import (
-    MOST_LISTED,
     EpochAudit,
     MissingRange,
     RepeatedRange,
     UndoneRange,
-    as_array,
     audit_epoch,
 )
-from paceline.monitor.audit.ledger_reader import AttemptLedger, RunLedgers, StalenessSeen
+from paceline.monitor.audit.epoch_columns import EpochColumns
+from paceline.monitor.audit.ledger_reader import MOST_LISTED, AttemptLedger, RunLedgers, StalenessSeen
 from paceline.monitor.records.run_files import local_path
 from paceline.monitor.records.run_record import RunRecord
 from paceline.units import printable, workers_text
 
 __all__ = ["AuditResult", "audit", "audit_text", "main_audit"]
+
+MOST_TRIED = 10_000_000  # samples of all epochs, whose orders are tried
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,9 +90,17 @@ def audit(run_dir: Path | str) -> AuditResult:
         problems += [
             f"stream {stream}: epoch {epoch + 1} has no step at all, though epoch {last + 1} has" for epoch in absent
         ]
+    tried = _tried_orders(ledgers.epochs)
     rollbacks = [rollback for attempt in ledgers.attempts for _, rollback in sorted(attempt.rollbacks.items())]
     epochs = tuple(
-        audit_epoch(stream, epoch, ledgers.epochs[stream, epoch], rollbacks, is_last=epoch == last_epochs[stream])
+        audit_epoch(
+            stream,
+            epoch,
+            ledgers.epochs[stream, epoch],
+            rollbacks,
+            is_last=epoch == last_epochs[stream],
+            tries_order=(stream, epoch) in tried,
+        )
         for stream, epoch in sorted(ledgers.epochs)
     )
     return AuditResult(
@@ -119,26 +127,33 @@ def main_audit(run_dir: Path | str, json: bool = False) -> int:
     return 0 if result.is_clean else 1
 
 
+def _tried_orders(epochs: Mapping[tuple[str, int], EpochColumns]) -> set[tuple[str, int]]:
+    """The epochs whose orders are tried: all, or as many as there is time for, spread evenly."""
+    keys = sorted(epochs)
+    num_samples = sum(epochs[key].streams[-1].samples or 0 for key in keys)
+    return set(keys[:: max(1, -(-num_samples // MOST_TRIED))])
+
+
 def _partial_steps(attempt: AttemptLedger) -> list[str]:
     """Say which valid steps some workers have in their ledgers and others have not."""
     says: list[str] = []
-    if attempt.silent and attempt.steps:
+    if attempt.silent and attempt.has_steps:
         silent = workers_text(attempt.silent)
         says.append(f"attempt {attempt.number}: {silent} left no readable ledger, though others committed steps")
-    for stream, by_worker in sorted(attempt.steps.items()):
-        columns = {worker: np.unique(as_array(by_worker.get(worker, array("q")))) for worker in attempt.workers}
-        steps, counts = np.unique(np.concatenate(list(columns.values())), return_counts=True)
-        partial = steps[counts < len(attempt.workers)]
-        for step in partial[:MOST_LISTED].tolist():
-            having = [worker for worker, known in columns.items() if _contains(known, step)]
+    for stream, partial in sorted(attempt.partial.items()):
+        each = (
+            (step, one.having) for one in partial for step in range(one.run.step, one.run.last_step + 1, one.run.stride)
+        )
+        for step, having in itertools.islice(each, MOST_LISTED):
             lacking = sorted(set(attempt.workers) - set(having))
             says.append(
                 f"step {step} of attempt {attempt.number} ({stream}) is in the ledgers of {workers_text(having)} "
                 f"but not of {workers_text(lacking)}: its samples were used in part. Where a kill ended the run there, "
                 "continuing it from a checkpoint takes the step again"
             )
-        if len(partial) > MOST_LISTED:
-            says.append(f"and {len(partial) - MOST_LISTED} more steps of attempt {attempt.number} ({stream})")
+        more = sum(one.run.num for one in partial) - MOST_LISTED
+        if more > 0:
+            says.append(f"and {more} more steps of attempt {attempt.number} ({stream})")
     return says
 
 
@@ -166,7 +181,7 @@ def _missing_ledgers(run_dir: Path, attempts: list[AttemptLedger]) -> list[str]:
     here = len(newest.workers) + len(newest.silent)
     if record.attempt != newest.number or here >= record.workers:
         return []
-    if newest.wholes:  # an elastic run: any member's ledger has the whole steps
+    if newest.has_wholes:  # an elastic run: any member's ledger has the whole steps
         return []
     return [
         f"attempt {newest.number} had {record.workers} workers, but only {here} of their directories are here: "
@@ -174,18 +189,13 @@ def _missing_ledgers(run_dir: Path, attempts: list[AttemptLedger]) -> list[str]:
     ]
 
 
-def _contains(ordered: NDArray[np.int64], value: int) -> bool:
-    place = int(np.searchsorted(ordered, value))
-    return place < len(ordered) and int(ordered[place]) == value
-
-
 def _void_note(attempt: AttemptLedger) -> list[str]:
-    void = np.unique(as_array(attempt.void_steps))
-    if not len(void):
+    if attempt.void_steps is None:
         return []
-    which = f"steps {void[0]}-{void[-1]} of attempt {attempt.number} are void"
-    if len(void) == 1:
-        which = f"step {void[0]} of attempt {attempt.number} is void"
+    first, last = attempt.void_steps
+    which = f"steps {first}-{last} of attempt {attempt.number} are void"
+    if first == last:
+        which = f"step {first} of attempt {attempt.number} is void"
     if attempt.until_step:
         return [f"{which}: a later attempt went on from step {attempt.until_step:.0f}"]
     return [f"{which}: no later attempt went on from this one"]
@@ -232,11 +242,7 @@ def audit_text(result: AuditResult) -> str:
 def _group_key(epoch: EpochAudit) -> tuple[object, ...]:
     """Equal for neighbors that one line can describe."""
     is_plain = epoch.state == "exact" and not (epoch.skipped_steps or epoch.num_dropped or epoch.undone)
-    return (
-        (epoch.stream, epoch.num_samples, epoch.is_permutation, epoch.weights)
-        if is_plain
-        else (epoch.stream, epoch.epoch, "alone")
-    )
+    return (epoch.stream, epoch.num_samples, epoch.weights) if is_plain else (epoch.stream, epoch.epoch, "alone")
 
 
 def _epochs_lines(epochs: list[EpochAudit]) -> Iterator[str]:
@@ -244,7 +250,9 @@ def _epochs_lines(epochs: list[EpochAudit]) -> Iterator[str]:
     if len(epochs) == 1:
         yield from _epoch_lines(first)
         return
-    tried = ", by orders that are permutations" if first.is_permutation else ""
+    num_tried = sum(epoch.is_permutation is not None for epoch in epochs)
+    tried = ", by orders that are permutations" if num_tried else ""
+    tried += f" ({num_tried} of {len(epochs)} were tried)" if 0 < num_tried < len(epochs) else ""
     name = f"  {first.stream}, epochs {first.epoch + 1}-{last.epoch + 1} (steps {first.first_step}-{last.last_step}): "
     yield f"{name}in each, each of {_drawn(first.num_samples, first)} was used exactly once{tried}"
 

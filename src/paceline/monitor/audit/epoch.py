@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.monitor.audit.ledger_reader import EpochColumns, Rollback, StreamHeader
+from paceline.monitor.audit.epoch_columns import EpochColumns, StreamHeader
+from paceline.monitor.audit.ledger_reader import MOST_LISTED, Rollback
 
 __all__ = [
     "MOST_LISTED",
@@ -27,7 +28,6 @@ __all__ = [
     "audit_epoch",
 ]
 
-MOST_LISTED = 20  # missing or repeated ranges of an epoch
 MOST_INDICES = 8  # samples named for a range
 MOST_PERMUTED = 10_000_000
 CHUNK = 1 << 20
@@ -99,11 +99,12 @@ class EpochAudit:
 
 
 def audit_epoch(
-    name: str, epoch: int, columns: EpochColumns, rollbacks: list[Rollback], *, is_last: bool
+    name: str, epoch: int, columns: EpochColumns, rollbacks: list[Rollback], *, is_last: bool, tries_order: bool = True
 ) -> EpochAudit:
-    """Return the verdict on an epoch of the stream `name`; its last epoch need not be finished."""
+    """Return the verdict on an epoch of the stream `name`; its last epoch need not be finished. `tries_order`: whether
+    the order of its samples is a permutation is tried."""
     stream = columns.streams[-1]
-    cover = Coverage(columns)
+    cover = _cover(columns)
     samples, is_endless = stream.samples or 0, stream.samples is None
     total, is_finished = _end_of_epoch(columns, cover.end)
     missing, repeated = list(_gaps(cover, columns.begins_at)), list(cover.overlaps())
@@ -119,7 +120,7 @@ def audit_epoch(
     if is_short:
         says.append(f"it ends at position {cover.end:,} though a later epoch has begun")
     is_permutation = None
-    if is_finished and not says and samples <= MOST_PERMUTED and not stream.weights:
+    if tries_order and is_finished and not says and samples <= MOST_PERMUTED and not stream.weights:
         is_permutation = _is_permutation(stream, epoch, samples)
         if not is_permutation:
             says.append("its order is not a permutation of the dataset")
@@ -131,8 +132,8 @@ def audit_epoch(
         num_samples=0 if is_endless else total,
         begins_at=columns.begins_at,
         num_used=cover.num_used,
-        first_step=min(columns.seen_steps),
-        last_step=max(columns.seen_steps),
+        first_step=columns.first_step or 0,
+        last_step=columns.last_step,
         num_missing=num_missing,
         num_repeated=cover.num_repeated,
         missing=tuple(_missing(cover, gap, named(*gap[:2])) for gap in missing[:MOST_LISTED]),
@@ -144,6 +145,16 @@ def audit_epoch(
         weights=stream.weights,
         says=tuple(says),
     )
+
+
+def _cover(columns: EpochColumns) -> Coverage:
+    """The cover of an epoch; where something is wrong, the blocks around it are shown step by step."""
+    cover = Coverage(columns)
+    if not columns.blocks:
+        return cover
+    places = [(start, stop) for start, stop, *_ in (*cover.gaps(), *cover.overlaps())]
+    places.append((cover.end, cover.end))
+    return Coverage(columns.unfolded(places))
 
 
 def _state(is_finished: bool, begins_at: int) -> str:
@@ -161,7 +172,7 @@ def _gaps(cover: Coverage, begins_at: int) -> Iterator[tuple[int, int, int | Non
 
 def _missing(cover: Coverage, gap: tuple[int, int, int | None, int | None], samples: Samples) -> MissingRange:
     start, stop, *rows = gap
-    after, before = (None if row is None else int(cover.steps[row]) for row in rows)
+    after, before = (None if row is None else int(cover.steps[row]) for row in rows)  # no blocks: they are unfolded
     return MissingRange(start=start, stop=stop, after_step=after, before_step=before, samples=samples)
 
 
@@ -264,10 +275,14 @@ class Coverage:
 
     def __init__(self, columns: EpochColumns) -> None:
         starts, stops, steps = as_array(columns.starts), as_array(columns.stops), as_array(columns.steps)
+        last_steps = steps.copy()
+        for row, block in columns.blocks.items():
+            last_steps[row] = block.last_step
         chosen = np.lexsort((steps, starts))
         chosen = chosen[stops[chosen] > starts[chosen]]
         self._starts, self._stops = starts[chosen], stops[chosen]
         self.steps, self.workers = steps[chosen], as_array(columns.workers)[chosen]
+        self._last_steps = last_steps[chosen]
         reached = np.maximum.accumulate(self._stops)
         # Reached before range i.
         self._before = np.concatenate([np.zeros(min(1, len(reached)), np.int64), reached[:-1]])
@@ -285,11 +300,11 @@ class Coverage:
     def span(self, *, after_step: int, until_step: int) -> tuple[int, int, int, int] | None:
         """Return where the ranges of steps (after_step, until_step] begin and end, and the first and last of these
         steps; None where there is none."""
-        rows = (self.steps > after_step) & (self.steps <= until_step)
+        rows = (self.steps > after_step) & (self.steps <= until_step)  # no block reaches over either
         if not rows.any():
             return None
-        steps = self.steps[rows]
-        return int(self._starts[rows].min()), int(self._stops[rows].max()), int(steps.min()), int(steps.max())
+        first, last = int(self.steps[rows].min()), int(self._last_steps[rows].max())
+        return int(self._starts[rows].min()), int(self._stops[rows].max()), first, last
 
     def gaps(self) -> Iterator[tuple[int, int, int | None, int | None]]:
         """Yield (start, stop, row before, row after) of what no range covers, before the end."""

@@ -9,28 +9,24 @@ its streams say what was used before.
 from __future__ import annotations
 
 import dataclasses
-from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from paceline.logs.ledger_runs import Run, join_runs, runs_in
+from paceline.logs.log_reader import lines_of
+from paceline.logs.sealed_log import sealed_path
+from paceline.monitor.audit.epoch_columns import EpochColumns, StreamHeader, block_of
+from paceline.monitor.audit.step_alignment import aligned
 from paceline.monitor.records.attempt_history import ResumePoint, lineage, parse_ledger_line, resume_point_of
 from paceline.monitor.records.run_files import local_path, worker_number
 
-__all__ = ["AttemptLedger", "EpochColumns", "Rollback", "RunLedgers", "StalenessSeen", "StreamHeader"]
+__all__ = ["MOST_LISTED", "AttemptLedger", "PartialSteps", "Rollback", "RunLedgers", "StalenessSeen"]
 
+MOST_LISTED = 20  # steps, and ranges of an epoch, of one kind of problem
+MOST_WAITING = 10_000  # runs that are joined at once
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class StreamHeader:
-    """What a worker said when it opened a stream."""
-
-    samples: int | None  # None: an iterable, whose length is unknown
-    batch: int
-    seed: int
-    shuffle: bool
-    drop_last: bool
-    weights: str = ""  # a checksum of the weights by which samples are drawn; "": each comes once
-    staleness: int | None = None  # by how many others an update may be behind; None: there is no bound
+Told = tuple[int, Run]  # a worker, and what it said
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -43,16 +39,12 @@ class StalenessSeen:
     """Step, how far it was behind, and its bound: those that should not be."""
 
 
-@dataclasses.dataclass(kw_only=True, slots=True)
-class ElasticStep:
-    """A step of an elastic run: every member that committed it noted all of its positions."""
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PartialSteps:
+    """Steps that only some workers have in their ledgers."""
 
-    epoch: int
-    start: int
-    stop: int
-    skipped: bool
-    num_dropped: int = 0  # positions that came too late for it
-    num_told: int = 0  # positions that members say they ran
+    run: Run
+    having: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,26 +66,12 @@ class AttemptLedger:
     silent: tuple[int, ...]  # with a directory but without a ledger that can be read
     begun: ResumePoint
     until_step: float = 0  # later steps are void; until it is found in the line, all are
-    steps: dict[str, dict[int, array[int]]] = dataclasses.field(default_factory=dict[str, "dict[int, array[int]]"])
-    wholes: dict[tuple[str, int], ElasticStep] = dataclasses.field(default_factory=dict[tuple[str, int], "ElasticStep"])
+    told: dict[str, list[Told]] = dataclasses.field(default_factory=dict[str, "list[Told]"])  # by stream
+    partial: dict[str, list[PartialSteps]] = dataclasses.field(default_factory=dict[str, "list[PartialSteps]"])
+    has_steps: bool = False  # that are valid, and of which each worker notes its own part
+    has_wholes: bool = False  # an elastic run: every member that committed a step noted all of its positions
     rollbacks: dict[int, Rollback] = dataclasses.field(default_factory=dict[int, Rollback])  # by from_step
-    void_steps: array[int] = dataclasses.field(default_factory=lambda: array("q"))
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class EpochColumns:
-    """The position ranges that the valid steps of one epoch used: row i is [starts[i], stops[i])."""
-
-    begins_at: int = 0  # the positions before it were used by another run
-    # Distinct ones, by their last appearance.
-    streams: list[StreamHeader] = dataclasses.field(default_factory=list["StreamHeader"])
-    starts: array[int] = dataclasses.field(default_factory=lambda: array("q"))
-    stops: array[int] = dataclasses.field(default_factory=lambda: array("q"))
-    steps: array[int] = dataclasses.field(default_factory=lambda: array("q"))
-    workers: array[int] = dataclasses.field(default_factory=lambda: array("q"))
-    seen_steps: array[int] = dataclasses.field(default_factory=lambda: array("q"))  # with repetitions
-    skipped_steps: set[int] = dataclasses.field(default_factory=set[int])
-    num_dropped: int = 0  # positions whose gradients came too late for their steps
+    void_steps: tuple[int, int] | None = None  # the first and the last
 
 
 class RunLedgers:
@@ -112,6 +90,15 @@ class RunLedgers:
         for attempt in self.attempts:
             for worker in attempt.workers:
                 self._read(attempt, worker)
+        cuts = {
+            step + 1
+            for attempt in self.attempts
+            for one in attempt.rollbacks.values()
+            for step in (one.to_step, one.from_step)
+        }
+        for attempt in self.attempts:
+            for stream in sorted(attempt.told):
+                self._join(attempt, stream, cuts)
 
     def _find_attempts(self, run_dir: Path) -> list[AttemptLedger]:
         found: list[AttemptLedger] = []
@@ -155,13 +142,18 @@ class RunLedgers:
 
     def _read(self, attempt: AttemptLedger, worker: int) -> None:
         streams: dict[str, StreamHeader] = {}
+        waiting: list[Run] = []  # steps since the last other line
         has_stepped = False
         for where, line in self._lines(self._paths[attempt.number, worker]):
             try:
-                if "step" in line:
+                if "step" in line or "runs" in line:
                     has_stepped = True
-                    self._take_step(attempt, worker, line, streams)
-                elif "rollback" in line:
+                    waiting += self._known(where, runs_in(line), streams)
+                    if len(waiting) > MOST_WAITING:
+                        self._take_runs(attempt, worker, waiting, streams)
+                    continue
+                self._take_runs(attempt, worker, waiting, streams)
+                if "rollback" in line:
                     self._take_rollback(attempt, line["rollback"])
                 elif "joins" in line:
                     pass  # a worker that came later; what it took over was another worker's
@@ -172,53 +164,115 @@ class RunLedgers:
                 elif has_stepped:
                     self.problems.append(f"{where} begins the attempt anew after steps were taken in it")
             except (KeyError, TypeError, ValueError) as error:
-                self.problems.append(f"{where} does not say what a ledger says ({type(error).__name__}: {error})")
+                self._not_said(where, error)
+        self._take_runs(attempt, worker, waiting, streams)
 
-    def _take_step(
-        self, attempt: AttemptLedger, worker: int, line: dict[str, Any], streams: dict[str, StreamHeader]
+    def _known(self, where: str, runs: Iterator[Run], streams: dict[str, StreamHeader]) -> Iterator[Run]:
+        """Those of a stream that was opened."""
+        for run in runs:
+            if run.shape.stream in streams:
+                yield run
+            else:
+                self._not_said(where, KeyError(run.shape.stream))
+
+    def _not_said(self, where: str, error: Exception) -> None:
+        self.problems.append(f"{where} does not say what a ledger says ({type(error).__name__}: {error})")
+
+    def _take_runs(
+        self, attempt: AttemptLedger, worker: int, waiting: list[Run], streams: dict[str, StreamHeader]
     ) -> None:
-        step, name, epoch = int(line["step"]), str(line["stream"]), int(line["epoch"])
-        if step > attempt.until_step:
-            attempt.void_steps.append(step)
-            return
-        ranges = [(int(start), int(stop)) for start, stop in line["ranges"]]
-        if step <= attempt.begun.from_step or any(not 0 <= start <= stop for start, stop in ranges):
-            raise ValueError(
-                f"step {step} with ranges {ranges} cannot be, in an attempt from step {attempt.begun.from_step}"
-            )
-        stream = streams[name]
-        if "behind" in line:
-            self._take_lag(name, step, behind=int(line["behind"]), bound=stream.staleness)
-        if "whole" in line:
-            known = self._take_whole(attempt, line, ranges)
-            if known:
-                return
-            ranges = [(int(line["whole"][0]), int(line["whole"][1]))]
-        else:
-            attempt.steps.setdefault(name, {}).setdefault(worker, array("q")).append(step)
-        if (name, epoch) not in self.epochs:
-            self.epochs[name, epoch] = EpochColumns(begins_at=self._starts.get((name, epoch), 0))
-        columns = self.epochs[name, epoch]
-        if columns.streams[-1:] != [stream]:  # a batch size may come back
-            columns.streams[:] = [*(one for one in columns.streams if one != stream), stream]
-        columns.seen_steps.append(step)
-        if line["skipped"]:
-            columns.skipped_steps.add(step)
-        columns.num_dropped += _num_dropped(line)
-        for start, stop in ranges:
-            columns.starts.append(start)
-            columns.stops.append(stop)
-            columns.steps.append(step)
-            columns.workers.append(worker)
+        for run in join_runs(waiting):
+            self._take_run(attempt, worker, run, streams[run.shape.stream])
+        waiting.clear()
 
-    def _take_lag(self, name: str, step: int, *, behind: int, bound: int | None) -> None:
-        if behind < 0:
-            raise ValueError(f"the update of step {step} cannot be {behind} behind")
+    def _take_run(self, attempt: AttemptLedger, worker: int, run: Run, stream: StreamHeader) -> None:
+        valid = run.num if run.last_step <= attempt.until_step else run.before(int(attempt.until_step) + 1)
+        if valid < run.num:
+            void = run.part(valid, run.num)
+            first, last = attempt.void_steps or (void.step, void.last_step)
+            attempt.void_steps = min(first, void.step), max(last, void.last_step)
+            if not valid:
+                return
+            run = run.part(0, valid)
+        wrong = _impossible(run, attempt.begun.from_step)
+        if wrong and run.num > 1:
+            for index in range(run.num):
+                self._take_run(attempt, worker, run.part(index, index + 1), stream)
+            return
+        if wrong:
+            self._not_said(local_path(self._paths[attempt.number, worker]), ValueError(wrong))
+            return
+        name = run.shape.stream
+        if run.shape.behind is not None:
+            self._take_lag(name, run, bound=stream.staleness)
+        if (name, run.epoch) not in self.epochs:
+            self.epochs[name, run.epoch] = EpochColumns(begins_at=self._starts.get((name, run.epoch), 0))
+        self.epochs[name, run.epoch].note(stream, run)
+        attempt.told.setdefault(name, []).append((worker, run))
+
+    def _join(self, attempt: AttemptLedger, stream: str, cuts: set[int]) -> None:
+        """Judge what the workers of an attempt say of the same steps, and add it to the epochs."""
+        told = attempt.told.pop(stream)
+        parts = [one for one in told if one[1].shape.whole is None]
+        attempt.has_steps = attempt.has_steps or bool(parts)
+        for group in aligned(parts, cuts=cuts):
+            having = tuple(sorted({worker for worker, _ in group}))
+            if len(having) < len(attempt.workers):
+                attempt.partial.setdefault(stream, []).append(PartialSteps(run=group[0][1], having=having))
+            block = block_of(group)
+            if block is not None:
+                used = next(run for _, run in group if run.shape.ranges)
+                self.epochs[stream, used.epoch].add_block(block)
+            for worker, run in group:
+                columns = self.epochs[stream, run.epoch]
+                columns.note_outcome(run)
+                if block is None:
+                    columns.add_ranges(run, worker, run.shape.ranges)
+        wholes = [one for one in told if one[1].shape.whole is not None]
+        attempt.has_wholes = attempt.has_wholes or bool(wholes)
+        for group in aligned(wholes, cuts=cuts):
+            self._compare(attempt, group)
+            worker, run = group[0]
+            columns = self.epochs[stream, run.epoch]
+            columns.note_outcome(run)
+            whole = run._replace(shape=run.shape._replace(ranges=(run.shape.whole or (0, 0),)))
+            block = block_of([(worker, whole)])
+            if block is not None:
+                columns.add_block(block)
+            else:
+                columns.add_ranges(whole, worker, whole.shape.ranges)
+
+    def _compare(self, attempt: AttemptLedger, group: list[Told]) -> None:
+        """Compare what members of an elastic run say of whole steps: all alike, and of their own parts no more."""
+        told = group[0][1]
+        start, stop = told.shape.whole or (0, 0)
+        num_told, num_dropped = 0, _num_dropped(told)
+        for _, run in group:
+            num_told += sum(last - first for first, last in run.shape.ranges)
+            same = (run.epoch, run.base, run.shift, run.shape.whole, run.shape.skipped) == (
+                (told.epoch, told.base, told.shift, told.shape.whole, told.shape.skipped)
+            )
+            within = all(start <= first <= last <= stop for first, last in run.shape.ranges)
+            if not (same and within and _num_dropped(run) == num_dropped):
+                self._say_of_each(
+                    told, f"attempt {attempt.number}: its workers disagree on step {{}} of stream {told.shape.stream}"
+                )
+            elif num_told + num_dropped > stop - start:
+                self._say_of_each(told, f"attempt {attempt.number}: some samples of step {{}} were run by two workers")
+
+    def _say_of_each(self, run: Run, text: str) -> None:
+        steps = range(run.step, run.last_step + 1, run.stride)
+        self.problems += [text.format(step) for step in steps[:MOST_LISTED]]
+        if len(steps) > MOST_LISTED:
+            self.problems.append(text.format(f"{steps[MOST_LISTED]} and of {len(steps) - MOST_LISTED - 1} more"))
+
+    def _take_lag(self, name: str, run: Run, *, bound: int | None) -> None:
+        behind = run.shape.behind or 0
         lag = self.lags.setdefault(name, StalenessSeen())
         lag.bounds.add(bound)
         lag.most = max(lag.most, behind)
         if bound is not None and behind > bound:
-            lag.beyond.append((step, behind, bound))
+            lag.beyond += [(step, behind, bound) for step in range(run.step, run.last_step + 1, run.stride)]
 
     def _take_rollback(self, attempt: AttemptLedger, told: dict[str, Any]) -> None:
         skips = tuple(
@@ -238,41 +292,23 @@ class RunLedgers:
                 f"attempt {attempt.number}: its workers disagree on the rollback after step {rollback.from_step}"
             )
 
-    def _take_whole(self, attempt: AttemptLedger, line: dict[str, Any], ranges: list[tuple[int, int]]) -> bool:
-        """Compare what a member of an elastic run says of a step with what others said; True: it is known already."""
-        key = str(line["stream"]), int(line["step"])
-        start, stop = map(int, line["whole"])
-        told = ElasticStep(
-            epoch=int(line["epoch"]),
-            start=start,
-            stop=stop,
-            skipped=bool(line["skipped"]),
-            num_dropped=_num_dropped(line),
-        )
-        whole = attempt.wholes.setdefault(key, told)
-        whole.num_told += sum(last - first for first, last in ranges)
-        same = dataclasses.replace(told, num_told=0) == dataclasses.replace(whole, num_told=0)
-        if not same or any(not start <= first <= last <= stop for first, last in ranges):
-            self.problems.append(f"attempt {attempt.number}: its workers disagree on step {key[1]} of stream {key[0]}")
-        elif whole.num_told + whole.num_dropped > stop - start:
-            self.problems.append(f"attempt {attempt.number}: some samples of step {key[1]} were run by two workers")
-        return whole is not told
-
     def _lines(self, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         """The lines of a ledger; a damaged one is a problem, unless it is the last: a kill can cut that one off."""
         damaged: str | None = None
-        with open(path, encoding="utf-8", errors="replace") as file:
-            for number, text in enumerate(file, start=1):
-                where, line = f"{local_path(path)}, line {number}", parse_ledger_line(text)
-                if damaged and line is not None and "joins" in line:
-                    self.notes.append(f"{damaged} was cut off when its worker was lost, and is ignored")
-                elif damaged:
-                    self.problems.append(f"{damaged} is damaged: what it said is lost")
-                damaged = None
-                if line is None:
-                    damaged = where
-                else:
-                    yield where, line
+        name, sealed = local_path(path), sealed_path(path)
+        sealed_too = f" (with those of {sealed.name})" if sealed.exists() else ""
+        for number, text in enumerate(lines_of(path), start=1):
+            line = parse_ledger_line(text)
+            where = f"{name}, line {number}{sealed_too}"
+            if damaged and line is not None and "joins" in line:
+                self.notes.append(f"{damaged} was cut off when its worker was lost, and is ignored")
+            elif damaged:
+                self.problems.append(f"{damaged} is damaged: what it said is lost")
+            damaged = None
+            if line is None:
+                damaged = where
+            else:
+                yield where, line
         if damaged:
             self.notes.append(
                 f"{damaged}, the last, was cut off and is ignored: its step was not committed by this worker"
@@ -281,16 +317,28 @@ class RunLedgers:
 
 def _joins(path: Path) -> bool:
     """Whether a ledger is that of a worker that joined an attempt under way."""
-    if not path.exists():
-        return False
-    with open(path, encoding="utf-8", errors="replace") as file:
-        line = parse_ledger_line(file.readline())
+    line = parse_ledger_line(next(iter(lines_of(path)), ""))
     return line is not None and "joins" in line
 
 
-def _num_dropped(line: dict[str, Any]) -> int:
+def _impossible(run: Run, from_step: int) -> str:
+    """What of a run cannot be, in an attempt from a step; "": nothing."""
+    if (run.shape.behind or 0) < 0:
+        return f"the update of step {run.step} cannot be {run.shape.behind} behind"
+    edges = [
+        (base + start, base + stop)
+        for base in (run.base, run.part(run.num - 1, run.num).base)
+        for start, stop in run.shape.ranges
+    ]
+    if run.step <= from_step or any(not 0 <= start <= stop for start, stop in edges):
+        ranges = [(run.base + start, run.base + stop) for start, stop in run.shape.ranges]
+        return f"step {run.step} with ranges {ranges} cannot be, in an attempt from step {from_step}"
+    return ""
+
+
+def _num_dropped(run: Run) -> int:
     """How many positions of a step came too late for it."""
-    return sum(int(stop) - int(start) for start, stop in line.get("dropped", ()))
+    return sum(stop - start for start, stop in run.shape.dropped or ())
 
 
 def _stream(line: dict[str, Any]) -> StreamHeader:

@@ -1,37 +1,46 @@
-"""Writes RUN/metrics.jsonl: one line for each committed step, over all attempts, no step twice.
+"""Writes RUN/metrics.jsonl: one line for each committed step, over all attempts, no step twice; old lines are thinned.
 
 A continued run takes some steps again from a checkpoint. Lines of steps after that checkpoint are dropped first, and so
 are those of attempts that did not lead to it. Lines that a killed supervisor did not write are taken from the workers'
 events. So the file always has one history: that of the present state, from the first step to the last.
+
+Past 16 MiB all but the newest 10,000 rows are thinned to a hundredth, which have the means and extremes of the others;
+again when the file has doubled. A run that goes back into such a hundred drops it.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from paceline.errors import writing
-from paceline.events import Record, WorkerStarted
+from paceline.events import Record, StepsMerged, WorkerStarted
+from paceline.logs.metric_rows import StepRanges, cut_rows, merge_rows, steps_of_row
+from paceline.logs.sealed_log import LineLog, Sealing
 from paceline.monitor.records.attempt_history import AttemptSteps, lineage, resume_points, steps_between
 from paceline.monitor.records.steps import Step, real
 
 __all__ = ["MetricsFile", "metrics_line"]
 
 
+OVER_BYTES = 1 << 24
+THINNING = Sealing(merge=merge_rows, cut=cut_rows, over_bytes=OVER_BYTES, in_place=True)
+
+
 class MetricsFile:
     """Appends the steps of an attempt to `metrics.jsonl`, a line each, readable at once; RunFileError where it cannot.
 
-    `path` is in the run's directory, where earlier attempts are looked for.
+    `path` is in the run's directory, where earlier attempts are looked for. `say` gets a sentence where the file cannot
+    be thinned, from a thread.
     """
 
-    def __init__(self, path: Path, *, attempt: int) -> None:
+    def __init__(self, path: Path, *, attempt: int, say: Callable[[str], None] | None = None) -> None:
         self.path = path
-        self._attempt = attempt
-        self._file: TextIO | None = None
+        self._attempt, self._say = attempt, say
+        self._log: LineLog | None = None
         self._line: list[AttemptSteps] = []  # that the file has
         self._has_stepped = False
 
@@ -42,14 +51,17 @@ class MetricsFile:
                     self._has_stepped = True
                     self._begin(item.step - 1)
                 self._open().write(_text(item, self._attempt))
-            elif isinstance(item.event, WorkerStarted) and self._file is None:
+            elif isinstance(item.event, StepsMerged):
+                self._has_stepped = True
+                self._open().write(json.dumps(_summed_line(item, item.event, attempt=self._attempt), allow_nan=False))
+            elif isinstance(item.event, WorkerStarted) and self._log is None:
                 self._begin(item.event.resumed_from_step)
 
     def close(self) -> None:
-        if self._file is not None:
-            file, self._file = self._file, None
+        if self._log is not None:
+            log, self._log = self._log, None
             with writing(self.path):
-                file.close()
+                log.close()
 
     def _begin(self, last_step: int) -> None:
         """Write all steps before this attempt's own. `last_step`: before them, by what is known of this
@@ -68,18 +80,20 @@ class MetricsFile:
         before = [one for one in line if one.attempt != self._attempt]
         self.close()
         written = drop_others(self.path, counts)
-        whole = next(step for step in itertools.count(line[-1].after) if step + 1 not in written)  # all until there
+        whole = written.whole_until(line[-1].after)
         missing = [
             (attempt, row)
             for attempt, row in steps_between(self.path.parent, before, after=whole, until=last_step)
             if row.step not in written
         ]
-        self._open().writelines(_text(row, attempt) for attempt, row in missing)
+        log = self._open()
+        for attempt, row in missing:
+            log.write(_text(row, attempt))
 
-    def _open(self) -> TextIO:
-        if self._file is None:
-            self._file = open(self.path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  # closed by close()
-        return self._file
+    def _open(self) -> LineLog:
+        if self._log is None:
+            self._log = LineLog(self.path, sealing=THINNING, say=self._say)
+        return self._log
 
 
 def metrics_line(row: Step, *, attempt: int) -> dict[str, Any]:
@@ -102,10 +116,42 @@ def metrics_line(row: Step, *, attempt: int) -> dict[str, Any]:
 
 
 def _text(row: Step, attempt: int) -> str:
-    return json.dumps(metrics_line(row, attempt=attempt), allow_nan=False) + "\n"
+    return json.dumps(metrics_line(row, attempt=attempt), allow_nan=False)
 
 
-def drop_others(path: Path, counts: Callable[[int, int | None], bool]) -> set[int]:
+def _summed_line(record: Record, steps: StepsMerged, *, attempt: int) -> dict[str, Any]:
+    """The row of steps that were summed up before this process could read them."""
+    total_s, num = steps.seconds.get("total", 0.0), steps.num_steps
+    speed = steps.num_samples / total_s if total_s > 0 else None
+    speeds = None if speed is None else {"mean": speed, "least": speed, "most": speed, "num": num}
+    return {
+        "step": steps.last_step,
+        "attempt": attempt,
+        "epoch": steps.epoch,
+        "time": round(record.time, 6),
+        "num_samples": round(steps.num_samples / num),
+        "loss": real(steps.loss.get("last")),
+        "samples_per_s": None if speed is None else round(speed, 3),
+        "skipped": False,
+        "seconds": {name: round(value / num, 6) for name, value in steps.seconds.items()},
+        **{name: real(value) for name, value in steps.metrics.items()},
+        "merged": {
+            "steps": [[steps.first_step, steps.last_step]],
+            "num": num,
+            "num_skipped": steps.num_skipped,
+            "num_samples": steps.num_samples,
+            "loss": {**steps.loss, "num": num - steps.num_broken} if steps.loss else None,
+            "num_broken": steps.num_broken,
+            "samples_per_s": speeds,
+            "timed_samples": steps.num_samples if speed else 0,
+            "took_s": round(total_s, 6),
+            "since": steps.since,
+            "seconds": dict(steps.seconds),
+        },
+    }
+
+
+def drop_others(path: Path, counts: Callable[[int, int | None], bool]) -> StepRanges:
     """Remove the lines that do not count by their step and attempt (None: it says none), and unreadable ones; the file
     is replaced in one instant.
 
@@ -114,29 +160,29 @@ def drop_others(path: Path, counts: Callable[[int, int | None], bool]) -> set[in
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(path, encoding="utf-8", errors="replace") as old, open(temporary, "w", encoding="utf-8") as new:
-            num_dropped, kept = 0, set[int]()
+            num_dropped, kept = 0, list[tuple[int, int]]()
             for line in old:
-                place = _place(line) if line.endswith("\n") else None
-                if place is not None and counts(*place):
+                steps, attempt = _place(line) if line.endswith("\n") else ([], None)
+                if steps and all(counts(step, attempt) for edges in steps for step in edges):
                     new.write(line)
-                    kept.add(place[0])
+                    kept += steps
                 else:
                     num_dropped += 1
             new.flush()
             os.fsync(new.fileno())
         if num_dropped:
             os.replace(temporary, path)
-        return kept
+        return StepRanges(kept)
     except FileNotFoundError:  # a new run
-        return set()
+        return StepRanges()
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _place(line: str) -> tuple[int, int | None] | None:
-    """The step of a line and its attempt, which lines of earlier versions do not say."""
+def _place(line: str) -> tuple[list[tuple[int, int]], int | None]:
+    """The steps of a line and its attempt, which lines of earlier versions do not say; no steps: it is damaged."""
     try:
         said = json.loads(line)
-        return int(said["step"]), int(said["attempt"]) if "attempt" in said else None
+        return steps_of_row(said), int(said["attempt"]) if "attempt" in said else None
     except (ValueError, TypeError, KeyError):  # cut off by a kill in the middle of a write
-        return None
+        return [], None

@@ -23,6 +23,7 @@ from paceline.events import (
     RunStarted,
     ServerReplaced,
     SpikeSeen,
+    StepsMerged,
     WireJudged,
     WorkerFinished,
     WorkerJoined,
@@ -30,10 +31,13 @@ from paceline.events import (
     WorkerLost,
     WorkerStarted,
 )
+from paceline.logs.metric_rows import StepRanges
 from paceline.monitor.records.run_files import replace_text
 from paceline.monitor.records.steps import Step, real, shares
 
 __all__ = ["Summary"]
+
+MOST_SPEEDS, MOST_EPOCHS = 100_000, 1000  # in memory, however long the run
 
 
 class Summary:
@@ -68,8 +72,11 @@ class Summary:
         self._num_checkpoints = self._num_failed_checkpoints = 0
         self._peaks: dict[int, int] = {}
         self._state_bytes: dict[int, int] = {}
-        self._epochs: set[int] = set()
-        self._speeds = array("d")  # samples per second, by step
+        self._epochs: set[int] = set()  # that are not in the next one
+        self._past_epochs = StepRanges()
+        self._speeds = array("d")  # samples per second, of each step, of every second, of every fourth, ...
+        self._speed_every = 1
+        self._num_speeds = 0
         self._losses: list[float | None] = [None, None]
 
     def accept(self, item: Record | Step) -> None:
@@ -79,6 +86,8 @@ class Summary:
         match item.event:
             case WorkerStarted() as started:
                 self._worker_started(started, item.time)
+            case StepsMerged() as steps:
+                self._summed(steps)
             case Evaluated() as evaluated:
                 self.evaluated = evaluated
             case CheckpointSaved() as saved:
@@ -167,7 +176,7 @@ class Summary:
             "servers_replaced": self._num_replaced,
             "left": self._left,
             "steps_unsaved": 0 if state == "finished" or last is None else max(0, self._newest - self._saved_step),
-            "epochs": len(self._epochs),
+            "epochs": len(self._past_epochs) + len(self._epochs),
             "first_loss": real(self._losses[0]),
             "last_loss": real(self._losses[1]),
             "metrics": {name: real(value) for name, value in last.metrics.items()} if last else {},
@@ -228,13 +237,39 @@ class Summary:
         self.num_wire_bytes += row.num_wire_bytes
         self.num_raw_bytes += row.num_raw_bytes
         self._batch_size = max(self._batch_size, row.num_samples)
-        self._epochs.add(row.epoch)
+        self._epoch(row.epoch)
         if row.samples_per_s is not None:
-            self._speeds.append(row.samples_per_s)
+            self._speed(row.samples_per_s)
         if row.loss is not None:
             self._losses = [row.loss if self._losses[0] is None else self._losses[0], row.loss]
         for phase, seconds in row.seconds.items():
             self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+
+    def _summed(self, steps: StepsMerged) -> None:
+        """Steps that were summed up before this process could read them."""
+        self._newest = max(self._newest, steps.last_step)
+        self.num_steps += steps.num_steps
+        self.num_skipped += steps.num_skipped
+        self.num_samples += steps.num_samples
+        self.num_dropped += steps.num_dropped
+        self._epoch(steps.epoch)
+
+    def _epoch(self, epoch: int) -> None:
+        if epoch in self._past_epochs:
+            return
+        self._epochs.add(epoch)
+        if len(self._epochs) > MOST_EPOCHS:
+            ranges = [*self._past_epochs.ranges(), *((each, each) for each in self._epochs)]
+            self._past_epochs = StepRanges(ranges)
+            self._epochs.clear()
+
+    def _speed(self, samples_per_s: float) -> None:
+        if self._num_speeds % self._speed_every == 0:
+            self._speeds.append(samples_per_s)
+        self._num_speeds += 1
+        if len(self._speeds) > MOST_SPEEDS:
+            self._speeds = self._speeds[::2]
+            self._speed_every *= 2
 
 
 def _rounded(value: float | None, digits: int = 3) -> float | None:

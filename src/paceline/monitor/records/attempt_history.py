@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.events import Record, StepDone
+from paceline.logs.log_reader import last_lines, lines_of
 from paceline.monitor.records.event_reader import attempt_dir, decode_event
-from paceline.monitor.records.run_files import last_lines, worker_number
+from paceline.monitor.records.run_files import worker_number
 from paceline.monitor.records.steps import Step, StepMerger
 
 __all__ = [
@@ -105,15 +106,12 @@ def resume_points(run_dir: Path, *, until_attempt: int) -> dict[int, ResumePoint
 def resume_point_of(path: Path) -> ResumePoint | None:
     """What an attempt went on from, by the first line of a ledger or its repetition after a restore; None where that
     is missing or cut off."""
-    if not path.exists():
-        return None
     begun: ResumePoint | None = None
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for text in file:
-            line = parse_ledger_line(text)
-            if line is None or not isinstance(line.get("from_step"), int):
-                break
-            begun = _resume_point(line)
+    for text in lines_of(path):
+        line = parse_ledger_line(text)
+        if line is None or not isinstance(line.get("from_step"), int):
+            break
+        begun = _resume_point(line)
     return begun
 
 

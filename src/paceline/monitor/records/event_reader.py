@@ -8,17 +8,21 @@ from pathlib import Path
 
 from paceline import clock
 from paceline.events import Record, Warned, decode
-from paceline.monitor.records.run_files import GrowingFile, local_path, worker_number
+from paceline.monitor.records.growing_log import GrowingLog
+from paceline.monitor.records.run_files import local_path, worker_number
 
 __all__ = ["EventTail", "attempt_dir", "decode_event"]
 
 
 class EventTail:
-    """Follows `attempt_n/events.jsonl` and all `attempt_n/worker_*/events.jsonl`; files may appear at any time."""
+    """Follows `attempt_n/events.jsonl` and all `attempt_n/worker_*/events.jsonl`; files may appear at any time.
+
+    Of lines that were sealed before they were read, it gives what they were summed up to.
+    """
 
     def __init__(self, run_dir: Path, attempt: int) -> None:
         self.directory = attempt_dir(run_dir, attempt)
-        self._files: dict[int | None, GrowingFile] = {None: GrowingFile(self.directory / "events.jsonl")}
+        self._files: dict[int | None, GrowingLog] = {None: GrowingLog(self.directory / "events.jsonl")}
         self._num_lines: dict[int | None, int] = {}
         self._damaged: set[int | None] = set()
 
@@ -47,7 +51,7 @@ class EventTail:
         for name in names:
             worker = worker_number(name)
             if worker is not None and worker not in self._files:
-                self._files[worker] = GrowingFile(self.directory / name / "events.jsonl")
+                self._files[worker] = GrowingLog(self.directory / name / "events.jsonl")
 
     def _read(self, worker: int | None, line: str) -> list[Record]:
         self._num_lines[worker] = number = self._num_lines.get(worker, 0) + 1

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from paceline.errors import DISK_FULL
 
-__all__ = ["GrowingFile", "last_lines", "local_path", "replace_text", "worker_number"]
+__all__ = ["GrowingFile", "local_path", "replace_text", "worker_number"]
 
 CHUNK_BYTES = 1 << 18
 
@@ -40,6 +39,10 @@ class GrowingFile:
         *lines, self._partial = (self._partial + b"".join(pieces)).split(b"\n")
         return [line.decode("utf-8", errors="replace") for line in lines]
 
+    def inode(self) -> int | None:
+        """The number of the file that is open; None: there is none yet."""
+        return None if self._file is None else os.fstat(self._file.fileno()).st_ino
+
     def rest(self) -> str:
         """Return the last line as far as it has been written, and forget it: for when the writer has ended."""
         partial, self._partial = self._partial, b""
@@ -49,29 +52,6 @@ class GrowingFile:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-
-def last_lines(path: Path) -> Iterator[str]:
-    """Yield the complete lines of a file from the last to the first, read from its end; none where there is no file."""
-    try:
-        file = open(path, "rb")  # noqa: SIM115  # closed below, when it has been read
-    except FileNotFoundError:
-        return
-    with file:
-        place = file.seek(0, os.SEEK_END)
-        rest, is_complete = b"", False  # the beginning of a line whose end lies in the block read before
-        while place > 0:
-            size = min(place, CHUNK_BYTES)
-            place -= size
-            file.seek(place)
-            rest, *lines = (file.read(size) + rest).split(b"\n")
-            if lines and not is_complete:
-                lines.pop()  # what follows the last newline: nothing, or a line that is still being written
-                is_complete = True
-            for line in reversed(lines):
-                yield line.decode("utf-8", errors="replace")
-        if is_complete:
-            yield rest.decode("utf-8", errors="replace")
 
 
 def replace_text(path: Path, text: str) -> None:

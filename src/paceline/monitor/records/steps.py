@@ -125,6 +125,14 @@ class StepMerger:
             self._open.setdefault(event.step, {}).setdefault(record.worker, record)
             self._newest = max(self._newest, event.step)
 
+    def pass_over(self, first_step: int, last_step: int) -> list[Step]:
+        """These steps come as sums, and are given out no more; returns the rows before them."""
+        rows = self._give_until(first_step - 1)
+        self._open = {step: said for step, said in self._open.items() if step > last_step}
+        self._given = max(self._given, last_step)
+        self._newest = max(self._newest, last_step)
+        return rows
+
     def rows(self) -> list[Step]:
         """Return the rows that have become complete; call it once after each reading of all files."""
         complete = [step for step, said in self._open.items() if self._workers <= said.keys()]

@@ -14,24 +14,28 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline import clock
-from paceline.events import Record, RunFinished, RunStarted, WorkerJoined, WorkerLost, WorkerStarted
+from paceline.events import Record, RunFinished, RunStarted, StreamOpened, WorkerJoined, WorkerLost, WorkerStarted
+from paceline.logs.log_reader import last_lines, lines_of
 from paceline.monitor.records.event_reader import attempt_dir, decode_event
 from paceline.monitor.records.failure import is_echo
-from paceline.monitor.records.run_files import last_lines, worker_number
+from paceline.monitor.records.run_files import worker_number
 from paceline.monitor.records.run_record import RUNNING, RunRecord
 
 __all__ = ["AttemptLog", "StepTime", "read_attempts"]
 
-STEP = '{"event": "StepDone"'  # how the line of a step begins
+STEPS = ('{"event": "StepDone"', '{"event": "StepsMerged"')  # how the lines of steps begin
 
 
 class StepTime(NamedTuple):
-    """One worker's word on a step, as much of it as the ledger needs."""
+    """One worker's word on a step, or on many that were summed up, as much of it as the report needs."""
 
     time: float  # when it was recorded, after its commit
     step: int
     seconds: Mapping[str, float]  # as in StepDone
     skipped: bool = False  # no worker took it
+    num: int = 1  # steps; `seconds` are sums
+    first: int = 0  # of them
+    skipped_s: float = 0.0  # of `seconds`, in steps that no worker took
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,8 +117,8 @@ class _Steps:
 
     def __call__(self, worker: int) -> Iterator[StepTime]:
         path = self._paths.get(worker)
-        for line in _lines(path) if path is not None else ():
-            if line.startswith(STEP):
+        for line in lines_of(path) if path is not None else ():
+            if line.startswith(STEPS):
                 step_time = _step(line)
                 if step_time is not None:
                     yield step_time
@@ -123,25 +127,22 @@ class _Steps:
 def _step(line: str) -> StepTime | None:
     try:
         fields = json.loads(line)
+        if "num_steps" in fields:
+            num, seconds = fields["num_steps"], fields["seconds"]
+            return StepTime(
+                fields["time"], fields["last_step"], seconds, False, num, fields["first_step"], fields["skipped_s"]
+            )
         return StepTime(fields["time"], fields["step"], fields["seconds"], fields.get("skipped", False))
     except (ValueError, TypeError, KeyError):  # cut off by a kill, or damaged
         return None
 
 
 def _rare(path: Path) -> Iterator[Record]:
-    for line in _lines(path):
-        if not line.startswith(STEP):
+    for line in lines_of(path):
+        if not line.startswith(STEPS):
             found = decode_event(line)
             if found is not None:
                 yield found
-
-
-def _lines(path: Path) -> Iterator[str]:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            yield from file
-    except FileNotFoundError:  # a worker that had no time to say anything
-        return
 
 
 def _last_told(path: Path) -> tuple[float, int]:
@@ -152,8 +153,8 @@ def _last_told(path: Path) -> tuple[float, int]:
         if found is None:
             continue
         when = when or found.time
-        step = getattr(found.event, "step", 0)
-        if step:
+        step = getattr(found.event, "step", 0) or getattr(found.event, "last_step", 0)
+        if step and not isinstance(found.event, StreamOpened):
             return when, step
     return when, 0
 

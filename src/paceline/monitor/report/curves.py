@@ -8,11 +8,13 @@ its beginning to its end.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
+import operator
 import statistics
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,59 +52,105 @@ def read_curves(metrics: Path, elapsed: Callable[[float], float]) -> Curves:
     """Read a run's `metrics.jsonl`; empty curves where there is none."""
     steps, losses, times, samples, took = array("d"), array("d"), array("d"), array("q"), array("d")
     since = array("d")  # when the step began, by the clock of `times`
-    num_broken = 0
+    lows, highs, weights = array("d"), array("d"), array("d")  # of the losses: a row may stand for many
+    slowest, fastest, nums = array("d"), array("d"), array("q")
+    first_loss, last_loss, num_broken = None, None, 0
     for row in _rows(metrics):
+        merged = row.get("merged")
+        if isinstance(merged, dict):
+            row = {**row, **_as_one(merged)}
         loss = row.get("loss")
         if isinstance(loss, (int, float)) and math.isfinite(loss):
             steps.append(row["step"])
             losses.append(loss)
+            lows.append(row.get("least", loss))
+            highs.append(row.get("most", loss))
+            weights.append(row.get("num", 1))
+            first_loss = row.get("first", loss) if first_loss is None else first_loss
+            last_loss = row.get("last", loss)
         elif "loss" in row and not row.get("skipped", False):
             num_broken += 1
+        num_broken += row.get("num_broken", 0)
         speed = row.get("samples_per_s")
         if speed:
             times.append(elapsed(row["time"]))
             samples.append(row["num_samples"])
             took.append(row["num_samples"] / speed)
-            since.append(elapsed(row["time"] - took[-1]))
+            since.append(elapsed(row.get("since", row["time"] - took[-1])))
+            slowest.append(row.get("slowest", speed))
+            fastest.append(row.get("fastest", speed))
+            nums.append(row.get("num", 1))
     speeds = array("d", (number / seconds if seconds else 0.0 for number, seconds in zip(samples, took, strict=True)))
     return Curves(
-        loss=thinned(steps, losses),
-        speed=_levels(since, times, speeds, took),
-        first_loss=losses[0] if losses else None,
-        last_loss=losses[-1] if losses else None,
+        loss=thinned(steps, losses, weights=weights, spread=(lows, highs)),
+        speed=_levels(since, times, speeds, took, nums=nums, spread=(slowest, fastest)),
+        first_loss=first_loss,
+        last_loss=last_loss,
         speed_mean=sum(samples) / sum(took) if took and sum(took) else None,
         num_samples=sum(samples),
-        num_losses=len(losses),
+        num_losses=int(sum(weights)),
         num_broken=num_broken,
     )
 
 
+def _as_one(merged: Mapping[str, Any]) -> dict[str, Any]:
+    """What a row that stands for many says of all of them."""
+    loss, speed = merged.get("loss") or {}, merged.get("samples_per_s") or {}
+    took_s, samples = merged.get("took_s", 0.0), merged.get("timed_samples", 0)
+    return {
+        "loss": loss.get("mean"),
+        **{name: loss[name] for name in ("least", "most", "first", "last", "num") if name in loss},
+        "num_broken": merged.get("num_broken", 0) - (not loss),  # a row without any loss is counted by itself
+        "num_samples": samples,
+        "samples_per_s": samples / took_s if took_s else None,
+        "since": merged.get("since"),
+        **({"slowest": speed["least"], "fastest": speed["most"]} if speed else {}),
+    }
+
+
 def _levels(
-    since: Sequence[float], times: Sequence[float], speeds: Sequence[float], took: Sequence[float]
+    since: Sequence[float],
+    times: Sequence[float],
+    speeds: Sequence[float],
+    took: Sequence[float],
+    *,
+    nums: Sequence[int],
+    spread: tuple[Sequence[float], Sequence[float]],
 ) -> tuple[Point, ...]:
     """Thin the speeds of steps; one that took long has a point in each column that it lasted through."""
     width = (times[-1] - min(since)) / NUM_COLUMNS if times else 0.0
-    long_s = max(width, LONG * statistics.median(took)) if took else 0.0
-    xs, ys, weights = array("d"), array("d"), array("d")
-    for began, ended, speed, seconds in zip(since, times, speeds, took, strict=True):
+    long_s = max(width, LONG * statistics.median(map(operator.truediv, took, nums))) if took else 0.0
+    xs, ys, weights, lows, highs = array("d"), array("d"), array("d"), array("d"), array("d")
+    for began, ended, speed, seconds, low, high in zip(since, times, speeds, took, *spread, strict=True):
         began = max(began, xs[-1]) if xs else began
         pieces = math.ceil((ended - began) / width) if width > 0 and seconds > long_s else 0
         for place in range(pieces):
             xs.append(began + place * (ended - began) / pieces)
             ys.append(speed)
             weights.append(seconds / (pieces + 1))
+            lows.append(low)
+            highs.append(high)
         xs.append(ended)
         ys.append(speed)
         weights.append(seconds / (pieces + 1))
-    return thinned(xs, ys, weights=weights)
+        lows.append(low)
+        highs.append(high)
+    return thinned(xs, ys, weights=weights, spread=(lows, highs))
 
 
 def thinned(
-    xs: Sequence[float], ys: Sequence[float], *, weights: Sequence[float] | None = None, columns: int = NUM_COLUMNS
+    xs: Sequence[float],
+    ys: Sequence[float],
+    *,
+    weights: Sequence[float] | None = None,
+    spread: tuple[Sequence[float], Sequence[float]] | None = None,
+    columns: int = NUM_COLUMNS,
 ) -> tuple[Point, ...]:
-    """Return at most `columns` points of a curve whose `xs` do not fall; means are weighted."""
+    """Return at most `columns` points of a curve whose `xs` do not fall; means are weighted. `spread`: the least and
+    the greatest value that each of the `ys` stands for."""
+    lows, highs = spread or (ys, ys)
     if len(xs) <= columns:
-        return tuple(Point(x, y, y, y) for x, y in zip(xs, ys, strict=True))
+        return tuple(itertools.starmap(Point, zip(xs, ys, lows, highs, strict=True)))
     first, width = xs[0], ((xs[-1] - xs[0]) or 1.0) / columns
     points: list[Point] = []
     begin = 0
@@ -114,7 +162,7 @@ def thinned(
         within, shares = ys[begin:end], weights[begin:end] if weights is not None else [1.0] * (end - begin)
         whole = sum(shares)
         mean = sum(y * share for y, share in zip(within, shares, strict=True)) / whole if whole else within[0]
-        points.append(Point(sum(xs[begin:end]) / (end - begin), mean, min(within), max(within)))
+        points.append(Point(sum(xs[begin:end]) / (end - begin), mean, min(lows[begin:end]), max(highs[begin:end])))
         begin = end
     return tuple(points)
 

@@ -31,6 +31,7 @@ from collections.abc import Mapping, Sequence
 from paceline.events import (
     CheckpointSaved,
     Evaluated,
+    EventsMerged,
     Record,
     WorkerFailed,
     WorkerFinished,
@@ -192,7 +193,9 @@ def _attempt_time(
         match record.event:
             case WorkerLost(rank=worker) | WorkerLeft(rank=worker) if worker in log.elsewhere:
                 continue
-            case WorkerStarted() | Evaluated() | CheckpointSaved() | WorkerFinished() if record.worker is not None:
+            case WorkerStarted() | Evaluated() | EventsMerged() | CheckpointSaved() | WorkerFinished() if (
+                record.worker is not None
+            ):
                 own.setdefault(record.worker, []).append(record)
             case WorkerLost(rank=worker) | WorkerLeft(rank=worker):
                 own.setdefault(worker, []).append(record)

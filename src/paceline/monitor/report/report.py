@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from paceline.events import StateKept, WorkerFinished, WorkerStarted
+from paceline.events import EventsMerged, StateKept, WorkerFinished, WorkerStarted
 from paceline.monitor.records.run_files import local_path
 from paceline.monitor.records.run_record import RunRecord
 from paceline.monitor.report.attempt_log import AttemptLog, read_attempts
@@ -134,11 +134,13 @@ def _snapshot_cost(logs: Sequence[AttemptLog], ledger: GoodputLedger) -> Snapsho
     events = [record.event for log in logs for record in log.records if isinstance(record.event, StateKept)]
     if not events:
         return None
-    seconds = sum(event.seconds for event in events)
+    records = (record.event for log in logs for record in log.records)
+    merged = [event for event in records if isinstance(event, EventsMerged) and event.kind == "StateKept"]
+    seconds = sum(event.seconds for event in events) + sum(event.sums.get("seconds", 0.0) for event in merged)
     apart = ("start_up", "recovery", "vacant", "idle", "down")
     in_steps = sum(wall for account, wall in ledger.wall_s.items() if account not in apart)
     return SnapshotCost(
-        num=len(events),
+        num=len(events) + sum(event.num for event in merged),
         every=events[-1].every,
         seconds=seconds,
         share=seconds / in_steps if in_steps else 0.0,

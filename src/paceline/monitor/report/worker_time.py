@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Mapping, Sequence
 
 from paceline.events import (
     CheckpointSaved,
     Evaluated,
+    EventsMerged,
     Record,
     StateKept,
     WorkerFinished,
@@ -73,14 +75,24 @@ class WorkerTime:
         self._disturbed = _disturbed(losses, worker)
         saves = [record for record in log.records if isinstance(record.event, CheckpointSaved)]
         self._stalls = {_save(record).step: _save(record).stall_s for record in saves}
-        events = (record.event for record in log.records)
+        events = [record.event for record in log.records]
         self._keeps = {event.step: event.seconds for event in events if isinstance(event, StateKept)}
+        for event in events:
+            if isinstance(event, EventsMerged) and event.last_step is not None:
+                stall_s = event.sums.get("stall_s", 0.0) if event.kind == "CheckpointSaved" else 0.0
+                keep_s = event.sums.get("seconds", 0.0) if event.kind == "StateKept" else 0.0
+                self._stalls[event.last_step] = self._stalls.get(event.last_step, 0.0) + stall_s
+                self._keeps[event.last_step] = self._keeps.get(event.last_step, 0.0) + keep_s
+        self._stall_steps, self._keep_steps = sorted(self._stalls), sorted(self._keeps)
         self._own_saves = {_save(record).step: _save(record) for record in saves if record.worker == worker}
 
     def take(self, item: Record | StepTime) -> None:
         when = min(max(item.time, self._until), self._log.ended)  # the clocks of hosts differ
         if isinstance(item, StepTime):
-            self._step(item, when)
+            if item.num > 1:
+                self._steps(item, when)
+            else:
+                self._step(item, when)
             return
         match item.event:
             case WorkerStarted(startup_s=startup_s):
@@ -99,6 +111,8 @@ class WorkerTime:
                 self._state = "finished"
             case Evaluated(duration_s=duration_s):
                 self._evaluation_s += duration_s
+            case EventsMerged(kind="Evaluated", sums=sums):
+                self._evaluation_s += sums.get("duration_s", 0.0)
             case _:
                 pass
 
@@ -165,6 +179,37 @@ class WorkerTime:
         self.first_step, self.last_step = self.first_step or step_time.step, step_time.step
         self._book(when, parts, owner)
 
+    def _steps(self, told: StepTime, when: float) -> None:
+        """Book steps that were summed up. Those among them that do not count, because the run went back or no worker
+        took them, are that share of each account."""
+        length = when - self._until
+        parts = {phase: max(0.0, told.seconds.get(phase, 0.0)) for phase in PHASES}
+        measured = sum(parts.values())
+        if measured > length:
+            parts = {phase: seconds * length / measured for phase, seconds in parts.items()}
+        if self._state == "starting":
+            self._state, self._incident = "at work", None
+        self._stall_s += _between(self._stalls, self._stall_steps, told.first, told.step - 1)
+        self._keep_s += _between(self._keeps, self._keep_steps, told.first, told.step - 1)
+        self._share_out(parts, max(0.0, length - measured))
+        self._usual = {account: seconds / told.num for account, seconds in parts.items()} | {"recovery": 0.0}
+        self._evaluation_s, self._stall_s = 0.0, self._stalls.get(told.step, 0.0)
+        self._keep_s = self._keeps.get(told.step, 0.0)
+        self.first_step, self.last_step = self.first_step or told.first, told.step
+        began, total_s = self._until, told.seconds.get("total", 0.0)
+        rewound_by = self._rewinds.of(told.step, told.time)
+        lost = (told.step - max(rewound_by.step, told.first - 1)) / (told.step - told.first + 1) if rewound_by else 0.0
+        skipped = min(told.skipped_s / total_s, 1.0) if total_s > 0 else 0.0
+        counted = {account: seconds * (1 - lost) for account, seconds in parts.items()}
+        undone = {account: seconds * skipped for account, seconds in counted.items()}
+        counted = {account: seconds - undone[account] for account, seconds in counted.items()}
+        counted["undone"] = counted.get("undone", 0.0) + sum(undone.values())
+        self._book(began + length * (1 - lost), counted)
+        if rewound_by is not None:
+            is_undone = rewound_by.kind == "spike" or rewound_by.went_on is None
+            account = "undone" if is_undone else "repeated"
+            self._book(when, {account: length * lost}, rewound_by)
+
     def _as_usual(self, length: float) -> dict[str, float]:
         """A disturbed step counts like the one before; what it took longer was lost."""
         usual = sum(self._usual.values())
@@ -210,6 +255,12 @@ class WorkerTime:
                 incident.book(account, seconds)
         self._note(self._until, until, parts)
         self._until = until
+
+
+def _between(seconds: Mapping[int, float], steps: Sequence[int], first: int, last: int) -> float:
+    """The seconds of steps `first` to `last`; `steps` are all of them, in order."""
+    within = steps[bisect.bisect_left(steps, first) : bisect.bisect_right(steps, last)]
+    return sum(seconds[step] for step in within)
 
 
 def _wasted(parts: Mapping[str, float], account: str) -> dict[str, float]:

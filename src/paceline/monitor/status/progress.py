@@ -15,9 +15,10 @@ from typing import Any
 
 from paceline import clock
 from paceline.events import Record, StreamOpened, Warned, WorkerFailed
+from paceline.logs.log_reader import last_lines, lines_of
 from paceline.monitor.console.progress import number_text, rate_text
 from paceline.monitor.records.event_reader import attempt_dir, decode_event
-from paceline.monitor.records.run_files import last_lines, worker_number
+from paceline.monitor.records.run_files import worker_number
 from paceline.monitor.records.run_record import RunRecord
 from paceline.units import duration_text
 
@@ -124,21 +125,13 @@ def _opened(directory: Path) -> StreamOpened | None:
     places = [(worker_number(place.name), place) for place in directory.glob("worker_*")]
     for _, place in sorted((number, place) for number, place in places if number is not None):
         found: StreamOpened | None = None
-        for line in _first_lines(place / "events.jsonl"):
+        for line in itertools.islice(lines_of(place / "events.jsonl"), NUM_FIRST_LINES):
             event = decode_event(line) if '"StreamOpened"' in line else None
             if event is not None and isinstance(event.event, StreamOpened):
                 found = event.event
         if found is not None:
             return found
     return None
-
-
-def _first_lines(path: Path) -> list[str]:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return list(itertools.islice(file, NUM_FIRST_LINES))
-    except FileNotFoundError:
-        return []
 
 
 def _median(values: Iterable[float | None]) -> float | None:

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import json as json_text
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,12 @@ from paceline.events import (
     WorkerLost,
     WorkerStarted,
 )
+from paceline.logs.log_reader import last_lines, lines_of
 from paceline.monitor.console.event_lines import event_line
 from paceline.monitor.records.event_reader import attempt_dir, decode_event
 from paceline.monitor.records.failure import is_echo
 from paceline.monitor.records.processes import process_state, this_host
-from paceline.monitor.records.run_files import last_lines, local_path, worker_number
+from paceline.monitor.records.run_files import local_path, worker_number
 from paceline.monitor.records.run_record import RUNNING, RunRecord
 from paceline.monitor.status.progress import Progress, RunTrouble
 from paceline.units import duration_text, printable
@@ -325,7 +326,7 @@ def _started(record: RunRecord, replaced: Collection[int]) -> dict[int, Record]:
         if worker is None:
             continue
         path = place / "events.jsonl"
-        lines = last_lines(path) if worker in replaced else itertools.islice(_first_lines(path), NUM_FIRST_LINES)
+        lines = last_lines(path) if worker in replaced else itertools.islice(lines_of(path), NUM_FIRST_LINES)
         for line in lines:
             event = decode_event(line) if '"WorkerStarted"' in line else None
             if event is not None and isinstance(event.event, WorkerStarted):
@@ -334,15 +335,7 @@ def _started(record: RunRecord, replaced: Collection[int]) -> dict[int, Record]:
     return found
 
 
-def _first_lines(path: Path) -> Iterator[str]:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            yield from file
-    except FileNotFoundError:
-        return
-
-
 def _supervisor_events(record: RunRecord) -> list[Record]:
     """In the order of their times."""
     path = attempt_dir(record.run_dir, record.attempt) / "events.jsonl"
-    return [event for line in _first_lines(path) if (event := decode_event(line)) is not None]
+    return [event for line in lines_of(path) if (event := decode_event(line)) is not None]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.errors import RunFileError, writing
-from paceline.events import Event, EventLog, WorkerFinished
+from paceline.events import Event, EventLog, Warned, WorkerFinished
 from paceline.plan.job import Assignment, Job
 from paceline.private_files import make_run_directory
 from paceline.worker.record.error_report import release_error_space, reserve_error_space
@@ -34,7 +34,7 @@ class RunFiles:
         with writing(self._events_path):
             make_run_directory(self.run_dir)
             self.worker_dir.mkdir(parents=True, exist_ok=True)
-            self._events = EventLog(self._events_path, worker=assignment.rank)
+            self._events = EventLog(self._events_path, worker=assignment.rank, seals=not job.capture_dir)
             reserve_error_space(self.worker_dir)
         self._ledger: SampleLedger | None = None
         self.capture = ParityCapture(Path(job.capture_dir), assignment.rank) if job.capture_dir else None
@@ -79,7 +79,12 @@ class RunFiles:
         a running one.
         """
         if self._ledger is None:
-            self._ledger = SampleLedger(self.worker_dir / "ledger.jsonl", attempt=self.attempt, origin=origin)
+            self._ledger = SampleLedger(
+                self.worker_dir / "ledger.jsonl",
+                attempt=self.attempt,
+                origin=origin,
+                say=lambda text: self.emit(Warned(text=text)),
+            )
         elif origin is not None:
             self._ledger.begin(origin)
 

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import writing
-from paceline.events import open_log
+from paceline.logs.ledger_runs import merge_ledger
+from paceline.logs.sealed_log import LineLog, Sealing
 from paceline.schedule.micro_batches import MicroBatch
 from paceline.worker.data.step_batch import StepBatch
 
 __all__ = ["ResumeOrigin", "SampleLedger"]
+
+SEAL_BYTES, KEEP_BYTES = 1 << 19, 1 << 16  # of the file; and of its newest lines, that stay as they are
+STEP = '{"step": '  # how the line of a step begins
+GRID = 1000  # steps: all workers' ledgers are cut at the same ones, so that their runs are as long
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,15 +37,24 @@ class ResumeOrigin:
 
 class SampleLedger:
     """Appends one JSON line per committed step to `ledger.jsonl`, flushed at once; raises RunFileError where it
-    cannot.
+    cannot. Old lines are merged when the file has grown, and leave it for a sealed file beside it.
     """
 
-    def __init__(self, path: Path, *, attempt: int, origin: ResumeOrigin | None) -> None:
-        """`origin` is None for a worker that joins a running run, perhaps in place of a lost one."""
+    def __init__(
+        self,
+        path: Path,
+        *,
+        attempt: int,
+        origin: ResumeOrigin | None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        """`origin` is None for a worker that joins a running run, perhaps in place of a lost one. `say` is told where
+        the file cannot be shortened."""
         self._path, self._attempt = path, attempt
         self._waiting: dict[int, tuple[dict[str, Any], list[MicroBatch]]] = {}  # by step, until the round is committed
         with writing(path):
-            self._file = open_log(path)
+            sealing = Sealing(merge=merge_ledger, cut=_cut, over_bytes=SEAL_BYTES)
+            self._log = LineLog(path, sealing=sealing, say=say)
         if origin is None:
             self._write({"joins": True})
         else:
@@ -114,11 +128,31 @@ class SampleLedger:
 
     def close(self) -> None:
         with writing(self._path):
-            self._file.close()
+            self._log.close()
 
     def _write(self, line: dict[str, Any]) -> None:
         with writing(self._path):
-            self._file.write(json.dumps(line) + "\n")
+            self._log.write(json.dumps(line))
+
+
+def _cut(lines: Sequence[str]) -> int:
+    """How many of the oldest lines are sealed: at a step that other workers' ledgers are cut at, where there is one."""
+    kept, most = 0, 0
+    for place in range(len(lines) - 1, -1, -1):
+        kept += len(lines[place]) + 1
+        if kept > KEEP_BYTES:
+            most = most or place + 1
+            if _step(lines[place]) % GRID == 0:
+                return place + 1
+    return most
+
+
+def _step(line: str) -> int:
+    """The step of a line; 1 where it has none."""
+    try:
+        return int(line[len(STEP) : line.index(",")]) if line.startswith(STEP) else 1
+    except ValueError:  # damaged
+        return 1
 
 
 def _ranges(micros: Sequence[MicroBatch]) -> list[list[int]]:

@@ -1,0 +1,217 @@
+"""Lines of a sample ledger that differ only by a constant distance are one: a run of steps.
+
+A worker of a fixed plan runs the same part of each batch: steps 1, 2, 3, ... with positions 0-16, 512-528, 1024-1040.
+Such a run is its first line and three numbers; the epochs that repeat it are a cycle, and four numbers more:
+
+    {"step": 1, "stream": "train", "epoch": 0, "ranges": [[0, 16]], "skipped": false, "more": [96, 1, 512]}
+    {"runs": [<line>, <line>], "more": [40, 98, 1, 0]}
+
+`more` of a run: lines that follow, and from one to the next the steps and positions between them. `more` of a cycle:
+repetitions that follow, and from one to the next the steps, epochs and positions between them. Nothing is lost: the
+lines can be written again from them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+__all__ = ["Run", "Shape", "join_runs", "merge_ledger", "run_of", "runs_in"]
+
+Line = dict[str, Any]
+Ranges = tuple[tuple[int, int], ...]
+KEYS = frozenset({"step", "stream", "epoch", "ranges", "skipped", "whole", "dropped", "behind"})
+LONGEST = 8  # runs of a cycle that are looked for
+
+
+class Shape(NamedTuple):
+    """What lines of a run have in common; positions count from the run's base."""
+
+    stream: str
+    skipped: bool
+    behind: int | None
+    ranges: Ranges
+    whole: tuple[int, int] | None
+    dropped: Ranges | None
+
+
+class Run(NamedTuple):
+    """`num` lines: each `stride` steps and `shift` positions after the one before."""
+
+    shape: Shape
+    step: int
+    epoch: int
+    base: int
+    num: int = 1
+    stride: int = 1
+    shift: int = 0
+
+    @property
+    def last_step(self) -> int:
+        return self.step + (self.num - 1) * self.stride
+
+    def part(self, begin: int, end: int) -> Run:
+        """Lines `begin` to `end` - 1."""
+        step, base = self.step + begin * self.stride, self.base + begin * self.shift
+        return self._replace(step=step, base=base, num=end - begin)
+
+    def before(self, step: int) -> int:
+        """How many lines are of steps before this one."""
+        return min(max(-((self.step - step) // self.stride), 0), self.num)
+
+    def moved(self, steps: int, epochs: int, positions: int) -> Run:
+        return self._replace(step=self.step + steps, epoch=self.epoch + epochs, base=self.base + positions)
+
+    def line(self) -> Line:
+        """The first line as it was written."""
+        shape, base = self.shape, self.base
+        line: Line = {"step": self.step, "stream": shape.stream, "epoch": self.epoch}
+        line |= {"ranges": [[base + a, base + b] for a, b in shape.ranges], "skipped": shape.skipped}
+        if shape.whole is not None:
+            line["whole"] = [base + edge for edge in shape.whole]
+        if shape.dropped is not None:
+            line["dropped"] = [[base + a, base + b] for a, b in shape.dropped]
+        if shape.behind is not None:
+            line["behind"] = shape.behind
+        return line
+
+    def lines(self) -> Iterator[Line]:
+        """All lines as they were written."""
+        return (self.part(index, index + 1).line() for index in range(self.num))
+
+
+def run_of(line: Line) -> Run:
+    """Return the run that a line of a step is; raises KeyError, TypeError or ValueError where it is none."""
+    ranges = [(int(start), int(stop)) for start, stop in line["ranges"]]
+    told, dropped = line.get("whole"), None
+    whole = (int(told[0]), int(told[1])) if told is not None else None
+    if "dropped" in line:
+        dropped = [(int(start), int(stop)) for start, stop in line["dropped"]]
+    base = whole[0] if whole is not None else ranges[0][0] if ranges else dropped[0][0] if dropped else 0
+    shape = Shape(
+        str(line["stream"]),
+        bool(line["skipped"]),
+        int(line["behind"]) if line.get("behind") is not None else None,
+        tuple((start - base, stop - base) for start, stop in ranges),
+        (0, whole[1] - base) if whole is not None else None,
+        tuple((start - base, stop - base) for start, stop in dropped) if dropped is not None else None,
+    )
+    return Run(shape, int(line["step"]), int(line["epoch"]), base)
+
+
+def runs_in(line: Line) -> Iterator[Run]:
+    """Yield the runs that a line holds, of a ledger or of its sealed file; raises errors as `run_of` does."""
+    if "runs" not in line:
+        yield _read_run(line)
+        return
+    runs = [_read_run(one) for one in line["runs"]]
+    times, steps, epochs, positions = map(int, line["more"])
+    for index in range(times + 1):
+        for run in runs:
+            yield run.moved(index * steps, index * epochs, index * positions)
+
+
+def _read_run(line: Line) -> Run:
+    run = run_of(line)
+    if "more" not in line:
+        return run
+    more, stride, shift = map(int, line["more"])
+    if more < 1 or stride < 1:
+        raise ValueError(f"more is {line['more']}")
+    return run._replace(num=more + 1, stride=stride, shift=shift)
+
+
+def join_runs(runs: Iterable[Run]) -> list[Run]:
+    """Join the runs of each stream that follow each other."""
+    joined: list[Run] = []
+    newest: dict[str, int] = {}  # by stream, where its last run stands
+    for run in runs:
+        place = newest.get(run.shape.stream)
+        longer = _longer(joined[place], run) if place is not None else None
+        if longer is not None and place is not None:
+            joined[place] = longer
+        else:
+            newest[run.shape.stream] = len(joined)
+            joined.append(run)
+    return joined
+
+
+def _longer(run: Run, more: Run) -> Run | None:
+    """A run with another one at its end; None where that does not follow it."""
+    if run.shape != more.shape or run.epoch != more.epoch:
+        return None
+    stride = run.stride if run.num > 1 else more.step - run.step
+    shift = run.shift if run.num > 1 else more.base - run.base
+    if stride < 1 or more.step != run.step + run.num * stride or more.base != run.base + run.num * shift:
+        return None
+    if more.num > 1 and (more.stride, more.shift) != (stride, shift):
+        return None
+    return run._replace(num=run.num + more.num, stride=stride, shift=shift)
+
+
+def merge_ledger(lines: Sequence[str]) -> list[str]:
+    """Return what is kept of a ledger's lines: runs and cycles of the steps, all others as they are."""
+    merged: list[str] = []
+    runs: list[Run] = []
+    for text in lines:
+        run = _exact_run(text)
+        if run is not None:
+            runs.append(run)
+            continue
+        merged += _cycles_text(join_runs(runs))
+        merged.append(text)
+        runs.clear()
+    return [*merged, *_cycles_text(join_runs(runs))]
+
+
+def _exact_run(text: str) -> Run | None:
+    """The run of a line that can be written again from it; None for other lines."""
+    try:
+        line = json.loads(text)
+        if not isinstance(line, dict) or "step" not in line or not line.keys() <= KEYS:
+            return None
+        run = run_of(line)
+        return run if run.line() == line else None
+    except (ValueError, TypeError, KeyError, IndexError):
+        return None
+
+
+def _cycles_text(runs: list[Run]) -> Iterator[str]:
+    place = 0
+    while place < len(runs):
+        length, times = _cycle(runs, place)
+        kept = [_run_line(run) for run in runs[place : place + length]]
+        if times == 1:
+            yield from map(json.dumps, kept)
+        else:
+            first, second = runs[place], runs[place + length]
+            yield json.dumps({"runs": kept, "more": [times - 1, *_distance(first, second)]})
+        place += length * times
+
+
+def _cycle(runs: list[Run], place: int) -> tuple[int, int]:
+    """Return how many runs from here on repeat themselves, and how often, where most are saved."""
+    best = (1, 1)
+    for length in range(1, min(LONGEST, len(runs) - place - 1) + 1):
+        distance = _distance(runs[place], runs[place + length])
+        end = place
+        while end + length < len(runs) and _repeats(runs[end], runs[end + length], distance):
+            end += 1
+        times = 1 + (end - place) // length
+        if (times - 1) * length > (best[1] - 1) * best[0]:
+            best = (length, times)
+    return best
+
+
+def _repeats(run: Run, later: Run, distance: tuple[int, int, int]) -> bool:
+    same = (run.shape, run.num, run.stride, run.shift) == (later.shape, later.num, later.stride, later.shift)
+    return same and _distance(run, later) == distance
+
+
+def _distance(run: Run, later: Run) -> tuple[int, int, int]:
+    return later.step - run.step, later.epoch - run.epoch, later.base - run.base
+
+
+def _run_line(run: Run) -> Line:
+    return run.line() if run.num == 1 else {**run.line(), "more": [run.num - 1, run.stride, run.shift]}

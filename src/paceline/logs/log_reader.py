@@ -1,0 +1,109 @@
+"""Reads a log with what was sealed of it, while other processes write and seal it: from its beginning, or its end.
+
+The log is opened first. Its first line says how much of the sealed file belongs to it, and these bytes never change. So
+a reader sees each line once, also where the log is replaced meanwhile.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from paceline.logs.sealed_log import SealedMark, sealed_path
+
+__all__ = ["last_lines", "lines_of", "sealed_lines"]
+
+CHUNK_BYTES = 1 << 18
+
+
+def lines_of(path: Path) -> Iterator[str]:
+    """Yield the lines of a log from the first to the last, sealed ones as they were merged; none where there is no log.
+
+    The last one may be incomplete. Sealed lines that are missing come as one line that is no JSON, and says so.
+    """
+    try:
+        file = open(path, "rb")  # noqa: SIM115  # closed below, when it has been read
+    except FileNotFoundError:
+        return
+    with file:
+        first = file.readline().decode("utf-8", errors="replace")
+        mark = SealedMark.parse(first)
+        if mark is None:
+            if first:
+                yield first.rstrip("\n")
+        else:
+            yield from sealed_lines(path, mark)
+        for line in file:
+            yield line.decode("utf-8", errors="replace").rstrip("\n")
+
+
+def last_lines(path: Path) -> Iterator[str]:
+    """Yield the complete lines of a log from the last to the first, read from its end; none where there is no log."""
+    try:
+        file = open(path, "rb")  # noqa: SIM115  # closed below, when it has been read
+    except FileNotFoundError:
+        return
+    with file:
+        previous: str | None = None
+        for line in _backwards(file):
+            if previous is not None:
+                yield previous
+            previous = line
+        mark = SealedMark.parse(previous) if previous is not None else None
+        if mark is not None:
+            yield from reversed(list(sealed_lines(path, mark)))
+        elif previous is not None:
+            yield previous
+
+
+def _backwards(file: BinaryIO) -> Iterator[str]:
+    place = file.seek(0, os.SEEK_END)
+    rest, is_complete = b"", False  # the beginning of a line whose end lies in the block read before
+    while place > 0:
+        size = min(place, CHUNK_BYTES)
+        place -= size
+        file.seek(place)
+        rest, *lines = (file.read(size) + rest).split(b"\n")
+        if lines and not is_complete:
+            lines.pop()  # what follows the last newline: nothing, or a line that is still being written
+            is_complete = True
+        for line in reversed(lines):
+            yield line.decode("utf-8", errors="replace")
+    if is_complete:
+        yield rest.decode("utf-8", errors="replace")
+
+
+def sealed_lines(path: Path, mark: SealedMark, *, after: SealedMark | None = None) -> Iterator[str]:
+    """Yield the sealed lines of a log up to a mark, from its beginning or from an earlier mark on."""
+    path, begin = sealed_path(path), after.bytes if after is not None else 0
+    try:
+        with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size < mark.bytes:
+                raise EOFError
+            file.seek(begin)
+            members = io.BufferedReader(_Beginning(file, mark.bytes - begin), CHUNK_BYTES)
+            with gzip.GzipFile(fileobj=members) as lines:
+                for line in lines:
+                    yield line.decode("utf-8", errors="replace").rstrip("\n")
+    except (FileNotFoundError, EOFError, gzip.BadGzipFile):
+        yield f"(lines of {path} are lost: it is missing, or damaged)"
+
+
+class _Beginning(io.RawIOBase):
+    """The next bytes of a file, and no more."""
+
+    def __init__(self, file: BinaryIO, num_bytes: int) -> None:
+        self._file, self._left = file, num_bytes
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview | bytearray) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        piece = self._file.read(min(len(buffer), self._left))
+        buffer[: len(piece)] = piece
+        self._left -= len(piece)
+        return len(piece)

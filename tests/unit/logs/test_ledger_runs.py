@@ -1,0 +1,66 @@
+"""Lines of a ledger can be written again from what they were merged to."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.logs.ledger_runs import merge_ledger, runs_in
+
+Line = dict[str, Any]
+
+
+def unmerged(lines: list[str]) -> list[Line]:
+    found: list[Line] = []
+    for text in lines:
+        line = json.loads(text)
+        found += [one for run in runs_in(line) for one in run.lines()] if "step" in line or "runs" in line else [line]
+    return found
+
+
+def step(number: int, epoch: int, start: int, stop: int, **more: Any) -> Line:
+    line = {"step": number, "stream": "train", "epoch": epoch, "ranges": [[start, stop]], "skipped": False}
+    return {**line, **more}
+
+
+def test_a_thousand_epochs_are_a_few_lines() -> None:
+    lines = []
+    for number in range(10_000):
+        epoch, place = divmod(number, 98)
+        lines.append(step(number + 1, epoch, place * 512 + 16, min(place * 512 + 32, 50_000)))
+    merged = merge_ledger([json.dumps(line) for line in lines])
+    assert len(merged) <= 3
+    assert unmerged(merged) == lines
+
+
+def test_two_streams_in_turns_are_two_runs() -> None:
+    lines = [step(number, 0, number * 8, number * 8 + 4) for number in range(1, 101)]
+    lines = [{**line, "stream": "train" if line["step"] % 2 else "other"} for line in lines]
+    merged = merge_ledger([json.dumps(line) for line in lines])
+    assert len(merged) == 2
+    assert sorted(unmerged(merged), key=lambda line: line["step"]) == lines
+
+
+edges = st.integers(0, 40)
+ranges = st.lists(st.tuples(edges, edges).map(list), max_size=2)
+extras = st.fixed_dictionaries(
+    {}, optional={"whole": st.tuples(edges, edges).map(list), "dropped": ranges, "behind": st.integers(0, 3)}
+)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), ranges, st.booleans(), extras), max_size=30))
+@settings(max_examples=60, deadline=None)
+def test_any_lines_of_a_stream_come_back_in_order(told: list[tuple[int, int, Any, bool, Line]]) -> None:
+    lines, number = [], 0
+    for distance, epoch, used, skipped, more in told:
+        number += distance
+        lines.append({"step": number, "stream": "s", "epoch": epoch, "ranges": used, "skipped": skipped, **more})
+    texts = [json.dumps(line) for line in lines]
+    texts[len(texts) // 2 : len(texts) // 2] = ['{"rollback": {}}', "{cut off"]
+    merged = merge_ledger(texts)
+    assert "{cut off" in merged
+    lines.insert(len(lines) // 2, {"rollback": {}})
+    assert unmerged([text for text in merged if text != "{cut off"]) == lines
