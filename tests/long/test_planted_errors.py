@@ -29,9 +29,12 @@ def test_parity_catches_planted_errors_and_names_their_modules(
 
 
 # Each layout with each program that errors are planted into there, and programs of other kinds.
-SOUND: list[tuple[str, Program]] = list(
-    dict.fromkeys((error.plan, error.reference or error.program) for error in ERRORS if "(" not in error.plan)
-)
+SOUND: list[tuple[str, Program]] = [(error.plan, error.reference or error.program) for error in ERRORS]
+WIRED: list[tuple[str, Program]] = [
+    (f"{layout}+{wire}", programs.unclipped_text)
+    for layout in ("replicas=2", "replicas=2+shard=2")
+    for wire in ("onebit", "cast(dtype=bf16,feedback=true)")
+]
 OTHERS: list[tuple[str, Program]] = [
     (plan, program)
     for plan in ("replicas=2", "shard=2", "tensor=2", "stages=2", "replicas=2+shard=2")
@@ -40,7 +43,7 @@ OTHERS: list[tuple[str, Program]] = [
 ]
 
 
-@pytest.mark.parametrize(("plan", "program"), dict.fromkeys([*SOUND, *OTHERS]))
+@pytest.mark.parametrize(("plan", "program"), dict.fromkeys([*SOUND, *OTHERS, *WIRED]))
 def test_without_an_error_nothing_is_caught(plan: str, program: Program, tmp_path: Path) -> None:
     nothing = PlantedError(what="nothing", plan=plan, plant=lambda _: None, expected=(), program=program)
     outcome = Trials(tmp_path)(nothing)

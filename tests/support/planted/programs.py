@@ -48,10 +48,10 @@ class Normed(nn.Module):
 
 
 class Places(nn.Module):
-    """Rotary positions, which begin where the first word of the batch says."""
+    """Rotary positions, which are as far apart as the first word of the batch says."""
 
     def forward(self, words: Tensor) -> tuple[Tensor, Tensor]:
-        place = torch.arange(words.shape[1]) + words[0, 0]
+        place = torch.arange(words.shape[1]) * (1 + words[0, 0] / WORDS)  # an offset would turn all alike: no effect
         angles = place[:, None] / 10.0 ** (torch.arange(WIDTH // 2) / WIDTH)
         return angles.cos(), angles.sin()
 

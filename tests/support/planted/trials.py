@@ -25,6 +25,7 @@ from planted.planting import PlantedError, marks_in, wrap
 __all__ = ["ERRORS", "FAST", "Outcome", "Trials", "table", "table_by_layout"]
 
 STEPS = 3
+LIMIT_S = 900.0  # of a run: a busy machine is no error
 ROOMS = (reductions, losses, random_states, buffers, norms, tensor, pipeline, experts, optimizers)
 ERRORS: tuple[PlantedError, ...] = tuple(error for room in ROOMS for error in room.ERRORS)
 FAST = (
@@ -111,7 +112,7 @@ class Trials:
         shutil.rmtree(place, ignore_errors=True)
         captured = place / "captured"
         ask_for_modules(captured, steps=STEPS, perturbed=perturbed)
-        World(place)(program, workers, plan, capture_dir=str(captured), max_steps=STEPS)
+        World(place)(program, workers, plan, capture_dir=str(captured), max_steps=STEPS, limit_s=LIMIT_S)
         module_records._file.cache_clear()
         module_records._step.cache_clear()
         return captured
