@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+import socket
 import tempfile
 from pathlib import Path
 
@@ -22,3 +24,17 @@ def test_what_a_family_has_left_is_removed_and_nothing_else(tmp_path: Path, monk
     assert sorted(tmp_path.iterdir()) == sorted(made[1:])
     remove_socket_directories("")  # not known: nobody's
     assert sorted(tmp_path.iterdir()) == sorted(made[1:])
+
+
+def test_a_socket_has_room_whatever_the_temporary_directory_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_FAMILY", family := secrets.token_hex(8))
+    longest = tmp_path / ("x" * (120 - len(str(tmp_path))))
+    longest.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(longest))
+    made = make_socket_directory()
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(made / "s"))
+    remove_socket_directories(family)
+    assert not made.exists()
