@@ -6,8 +6,10 @@ weights computes on the slice, and nobody would notice. So these parameters are 
 torch function that takes them. The layers' own forwards, Paceline and optimizers use them as before.
 
 For all other code the rules are: questions about shape, type and gradient are answered for the part. Numbers may be
-combined with numbers at the same place (`p.mul_(0.9)`, an average of the weights). The result is a `PartialTensor`,
-with the same rules. Everything else would need the whole, or numbers of other workers, and is refused.
+combined with numbers at the same place (`p.mul_(0.9)`, an average of the weights). Of a whole tensor the worker's part
+is taken (`p.copy_(whole)`), and where a parameter is elsewhere nothing happens. The result is a `PartialTensor`, with
+the same rules, and so are gradients of these parameters. Everything else would need the whole, or numbers of other
+workers, and is refused.
 """
 
 from __future__ import annotations
@@ -22,16 +24,16 @@ import torch
 import torch.optim.optimizer as optimizer_module
 from torch import Tensor, nn
 
+from paceline.comm.sharded_tensors import TensorSlice
 from paceline.errors import PlanError, Reason
+from paceline.parallel.torch_functions import ABOUT, POINTWISE, mapped, name_of, on_parts, tensors_in
 
 __all__ = ["HeldPart", "PartialParameter", "PartialTensor", "mark_partial", "on_parts"]
-
-# Within it our classes are plain tensors. torch documents this class and has no public name for it.
-on_parts = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]  # see above
 
 TORCH_DIR = str(Path(torch.__file__).parent)
 OWN_DIR = str(Path(__file__).parents[1])
 OPTIMIZERS_DIR, LAYERS_DIR = f"{TORCH_DIR}/optim/", f"{TORCH_DIR}/nn/"
+WATCH_FILE = f"{OWN_DIR}/parallel/parameter_watch.py"  # passes on what user code does to `.data`
 MODULE_FILE, OPTIMIZER_FILE = f"{TORCH_DIR}/nn/modules/module.py", f"{TORCH_DIR}/optim/optimizer.py"
 
 
@@ -43,13 +45,29 @@ class HeldPart:
     whole: tuple[int, ...]
     dim: int | None
     because: str  # "Layout(tensor=2) splits it", for messages
+    ranges: tuple[tuple[int, int], ...] = ()  # of `dim`, that are here
+    is_gradient: bool = False
+
+    @property
+    def gradient(self) -> HeldPart:
+        """The same part of the parameter's gradient."""
+        return dataclasses.replace(self, is_gradient=True)
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """Return what is here of a tensor like the whole parameter."""
+        dim = 0 if self.dim is None else self.dim
+        return TensorSlice(self.whole, dim, self.ranges).take(whole)
 
     def refusal(self, what: str) -> PlanError:
         here = "nothing of it" if self.dim is None else "a part of it"
-        said = (
-            f"{what} needs the whole of {self.name} {list(self.whole)}, but this worker holds {here}: {self.because}."
-        )
+        one = f"the gradient of {self.name}" if self.is_gradient else self.name
+        said = f"{what} needs the whole of {one} {list(self.whole)}, but this worker holds {here}: {self.because}."
         remedy = (
+            "worker.clip_gradients(max_norm) clips by the norm of all gradients, which it returns (float('inf'): it "
+            "clips nothing), and so does worker.stepper(..., clip_norm=). A hook (parameter.register_hook) sees each "
+            "gradient whole."
+            if self.is_gradient
+            else "A constraint on weights can be a parametrization (torch.nn.utils.parametrizations). "
             "A penalty on weights belongs in worker.stepper(..., penalty=fn): fn(name, parameter) gets each parameter "
             "whole. Compute other values of whole weights "
             "before worker.prepare(model), or from a checkpoint."
@@ -114,23 +132,43 @@ def _call(func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...]
     """Run a torch function that met a partial tensor, by the rules above; raises PlanError."""
     if any(one not in (Tensor, nn.Parameter, PartialParameter, PartialTensor) for one in types):
         return NotImplemented  # another class's rules know more: SplitTensor's, for example
-    name = _name_of(func)
+    name = name_of(func)
     with on_parts():
         if name in ABOUT or _is_trusted():
             if name == "reduce_ex":
                 return args[0].detach().__reduce_ex__(*args[1:])
             return func(*args, **kwargs)
+        if name in ("get:grad", "get:_grad", "grad"):
+            return _gradients(func, args, kwargs)
         partial = list(_partial_in((args, kwargs)))
         held = partial[0].held
         if name.removesuffix("_") not in POINTWISE:
             raise held.refusal(f"{name}()" if not name.startswith("get:") else f".{name[4:]}")
-        _check_operands(name, held, partial[0], (args, kwargs))
-        out = func(*args, **kwargs)
+        if held.dim is None and name.startswith("_foreach_"):
+            raise held.refusal(f"{name}()")
+        args, kwargs = _at_its_place((args, kwargs), name=name, held=held, lead=partial[0])
+        try:
+            out = func(*args, **kwargs)
+        except NotImplementedError as error:  # there are no numbers to move to another device
+            raise held.refusal(f"{name}()") from error
         if name.startswith("_foreach_") or not isinstance(out, Tensor):
             return out
         if out.shape != partial[0].shape:
             raise held.refusal(f"{name}() with a tensor of another shape")
         return _followed(out, held)
+
+
+def _gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `p.grad` or `torch.autograd.grad`: gradients of parts are parts, too."""
+    found = func(*args, **kwargs)
+    if isinstance(found, tuple):
+        inputs = kwargs.get("inputs", args[1] if len(args) > 1 else ())
+        inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
+        pairs = zip(found, inputs, strict=True)
+        return tuple(_followed(one, of.held.gradient) if hasattr(of, "held") else one for one, of in pairs)
+    if found is None or found.is_sparse:
+        return found
+    return _followed(found.detach() if found.grad_fn is None else found, args[0].held.gradient)
 
 
 def _followed(out: Any, held: HeldPart) -> Any:
@@ -142,25 +180,43 @@ def _followed(out: Any, held: HeldPart) -> Any:
     return result
 
 
-def _check_operands(name: str, held: HeldPart, lead: Tensor, given: Any) -> None:
-    """Refuse operands that do not meet the part place by place."""
-    if held.dim is None:
-        if name == "copy_" and all(one.is_meta for one in _tensors_in(given)):
-            return  # load_state_dict() with whole weights: another worker has this one
-        raise held.refusal(f"{name}()")
-    if name.startswith("_foreach_"):
-        return  # lists of tensors, each of which torch compares with its partner
-    place = held.dim - len(held.whole)
-    for one in _tensors_in(given):
-        if one.ndim and one.ndim >= -place and one.shape[place] not in (1, lead.shape[place]):
-            raise held.refusal(f"{name}() with a tensor of shape {list(one.shape)}")
+def _at_its_place(given: Any, *, name: str, held: HeldPart, lead: Tensor) -> Any:
+    """Return arguments that meet the part place by place; raises PlanError for others.
+
+    Of whole tensors the worker's part is taken, and where it has nothing their shape is all that is left. So what is
+    written to must be partial itself.
+    """
+    target = given[1].get("out", given[0][0] if _is_in_place(name) else lead)
+    if not isinstance(target, (PartialTensor, PartialParameter, list, tuple)):
+        raise held.refusal(f"{name}() of another tensor")
+
+    def change(one: Tensor) -> Tensor:
+        if isinstance(one, (PartialTensor, PartialParameter)):
+            return one
+        if held.dim is None:
+            return one if one.is_meta or not one.ndim else one.to("meta")
+        place = held.dim - len(held.whole)
+        if name == "set:data" and one.shape == lead.shape:
+            return one
+        meets = one.ndim < -place or one.shape[place] in (1, lead.shape[place]) or name.startswith("_foreach_")
+        if meets and name != "set:data":
+            return one  # torch compares lists of tensors one by one
+        if held.ranges and tuple(one.shape) == held.whole:
+            return held.part_of(one)
+        raise held.refusal(f"{name}() with a tensor of shape {list(one.shape)}")
+
+    return mapped(given, lambda one: change(one) if isinstance(one, Tensor) else one)
+
+
+def _is_in_place(name: str) -> bool:
+    return name.endswith("_") or name in ("set:data", "iadd", "isub", "imul", "itruediv")
 
 
 def _is_trusted() -> bool:
     """Whether Paceline, or an optimizer, has called the torch function: they know that they work on parts."""
     frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]  # the inspect module takes a thousand times as long
     caller = frame.f_back
-    while caller is not None and caller.f_code.co_filename.startswith(TORCH_DIR):
+    while caller is not None and caller.f_code.co_filename.startswith((TORCH_DIR, WATCH_FILE)):
         file = caller.f_code.co_filename
         if file.startswith(OPTIMIZERS_DIR):
             return True
@@ -177,48 +233,4 @@ def _is_trusted() -> bool:
 
 
 def _partial_in(value: Any) -> Iterator[Any]:
-    return (one for one in _tensors_in(value) if isinstance(one, (PartialTensor, PartialParameter)))
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list, dict)):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(one)
-
-
-def _name_of(func: Callable[..., Any]) -> str:
-    """Return the plain name of a torch function: "add" for `Tensor.__iadd__`, "get:shape" for an attribute."""
-    name = getattr(func, "__name__", str(func))
-    if name in ("__get__", "__set__", "__delete__"):
-        return f"{name.strip('_')}:{getattr(getattr(func, '__self__', None), '__name__', '?')}"
-    return name.strip("_") if name.startswith("__") else name
-
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-GETTERS = _names(
-    "dtype device shape ndim requires_grad grad grad_fn layout is_leaf is_cuda is_cpu is_meta is_mps is_xpu is_sparse "
-    "is_quantized is_nested _version _base output_nr is_mkldnn names _backward_hooks _post_accumulate_grad_hooks "
-    "retains_grad is_sparse_csr nbytes itemsize _grad _cdata is_vulkan is_ipu is_xla is_ort is_hpu is_maia is_mtia"
-)
-ABOUT = frozenset(f"get:{name}" for name in GETTERS) | _names(
-    "size dim ndimension numel nelement stride is_contiguous element_size storage_offset is_floating_point is_complex "
-    "is_signed get_device is_pinned is_shared is_inference is_same_size has_names requires_grad_ retain_grad "
-    "register_hook register_post_accumulate_grad_hook set:grad set:requires_grad set:_grad delete:grad "
-    "set:_backward_hooks set:_post_accumulate_grad_hooks hash grad backward data_ptr untyped_storage _is_view "
-    "deepcopy repr format len set:data is_set_to dim_order result_type can_cast is_tensor is_storage zeros_like "
-    "ones_like full_like empty_like new_zeros new_ones new_full new_empty new_tensor"
-)
-FOREACH = _names("add sub mul div addcmul addcdiv lerp copy zero neg abs sqrt pow clamp_min clamp_max")
-POINTWISE = _names(
-    "get:data detach clone to float double half bfloat16 cpu cuda contiguous alias type type_as "
-    "add sub rsub mul div true_divide truediv floordiv floor_divide mod remainder fmod pow neg pos positive abs "
-    "sign exp log sqrt rsqrt square reciprocal clamp clamp_min clamp_max clip maximum minimum where masked_fill "
-    "lerp addcmul addcdiv eq ne lt le gt ge isnan isinf isfinite nan_to_num round floor ceil copy zero fill "
-    "tanh sigmoid iadd isub imul itruediv radd rmul rtruediv rpow "
-    "logical_and logical_or logical_not and or xor invert xlogy equal allclose isclose"
-) | frozenset(f"_foreach_{name}" for name in FOREACH)
+    return (one for one in tensors_in(value) if isinstance(one, (PartialTensor, PartialParameter)))

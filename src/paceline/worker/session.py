@@ -18,6 +18,7 @@ from paceline.comm.flight_recorder import FlightRecorder
 from paceline.comm.messages.json_channel import ChannelClosed
 from paceline.errors import PlanError, SyncError
 from paceline.events import Note, Warned, WorkerStarted
+from paceline.parallel.fully_sharded import sharded_numbers
 from paceline.parallel.offload.memory import refuse_useless
 from paceline.plan import Plan
 from paceline.plan.job import Assignment, Job
@@ -267,6 +268,8 @@ def _call_function(
     try:
         return function(worker)
     except (SyncError, RuntimeError, ConnectionError) as error:
+        if (said := sharded_numbers.explained(error)) is not None:
+            raise said from error
         if lifecycle.blames_server(error):
             raise  # where replicas do not wait for each other, some may have left before
         if is_peer_failure(error):

@@ -28,7 +28,7 @@ from paceline.worker.parts import WorkerParts
 from paceline.worker.state.embedding_tables import require_row_updates, server_table_names
 from paceline.worker.stateful_member import StatefulMember
 from paceline.worker.step.evaluation import Measure, evaluate
-from paceline.worker.step.gradient_pass import LossLike
+from paceline.worker.step.losses import LossLike
 from paceline.worker.step.weight_penalty import Penalty
 
 __all__ = ["Worker"]

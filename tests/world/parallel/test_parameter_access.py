@@ -12,30 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import TensorDataset
 
+from access_models import data, net, plan_of
 from forked import World
 from paceline.errors import PlanError
-from paceline.plan import Batch, Compute, Layout, Plan
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 11), nn.Linear(11, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(x)))
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(2)
-    return nn.Sequential(nn.Linear(5, 6), Block(), Block(), nn.Linear(6, 3))
-
-
-def data() -> TensorDataset:
-    x = torch.randn(24, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return TensorDataset(x, x[:, :3].argmax(1))
+from paceline.plan import Layout
 
 
 def train(worker: Any, each: Callable[[Any, nn.Module], None]) -> list[float]:
@@ -133,10 +114,6 @@ def right(worker: Any) -> list[float]:
 
         found += train(worker, since)
     return found
-
-
-def plan_of(layout: Layout) -> Plan:
-    return Plan(layout=layout, batch=Batch(size=8, micro=2), compute=Compute(precision="fp64"))
 
 
 @pytest.mark.parametrize("zero", [1, 3])

@@ -49,7 +49,8 @@ def reads(parameter: Tensor, shape: tuple[int, ...]) -> dict[str, Any]:
         "of a detached copy": lambda: (parameter.detach().clone() * 2.0).abs().max(),
         "a product": lambda: parameter.flatten(1) @ parameter.flatten(1).T,
         "one number": lambda: float(parameter.detach().flatten()[0]),
-        "a whole tensor written to it": lambda: parameter.data.add_(torch.ones(shape, dtype=parameter.dtype)),
+        "a part added to a whole": lambda: torch.ones(shape, dtype=parameter.dtype).add_(parameter.data),
+        "whether it is equal to another": lambda: torch.equal(parameter.data, parameter.data),
         "noise of its shape": lambda: torch.randn_like(parameter),
     }
 

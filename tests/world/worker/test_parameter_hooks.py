@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
+from access_models import data, net, plan_of
 from forked import World
 from paceline.errors import PlanError, SyncError
-from paceline.plan import Batch, Compute, Layout, ParameterServer, Plan
+from paceline.plan import Batch, Layout, ParameterServer, Plan
 
 LIMIT = 0.01
 LAYOUTS = {
@@ -22,25 +22,6 @@ LAYOUTS = {
     "stages": Layout(stages=2),
     "mixed": Layout(shard=2, tensor=2),
 }
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(x)))
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(2)
-    return nn.Sequential(nn.Linear(5, 6), Block(), Block(), nn.Linear(6, 3))
-
-
-def data() -> TensorDataset:
-    x = torch.randn(24, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return TensorDataset(x, x[:, :3].argmax(1))
 
 
 def clamped(gradient: Tensor) -> Tensor:
@@ -125,10 +106,6 @@ KEPT: list[tuple[Tensor, Tensor]] = []
 def keep(model: nn.Module, micro: tuple[Tensor, Tensor]) -> Tensor:
     KEPT.append(micro)
     return model(micro[0]).sum()
-
-
-def plan_of(layout: Layout, micro: int = 2) -> Plan:
-    return Plan(layout=layout, batch=Batch(size=8, micro=micro), compute=Compute(precision="fp64"))
 
 
 @pytest.fixture(scope="module")

@@ -25,10 +25,11 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function
 
 from paceline.errors import SyncError
 from paceline.parallel.context.token_slices import Range, Ranges, num_tokens, overlaps, slice_of, slices
+from paceline.parallel.second_order import refuse_second_order, refuse_transforms
 from paceline.parallel.tensor.collectives import TensorCollectives, TorchTensorCollectives
 from paceline.parallel.tensor.emulated_group import EmulatedGroup, emulate
 from paceline.parallel.tensor.split_tensor import on_parts
@@ -175,6 +176,7 @@ def _with(tensor: Tensor, *changes: int) -> tuple[int, ...]:
 
 
 def _cross(tensor: Tensor, ahead: Move, back: Move) -> Tensor:
+    refuse_transforms("Layout(context=...)")
     result: Any = _TokenExchange.apply(tensor, ahead, back)
     return result
 
@@ -189,8 +191,8 @@ class _TokenExchange(Function):
         return out.view_as(out) if out is tensor else out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  # torch's stub lets ctx be a keyword
+        refuse_second_order("Layout(context=...)")
         with on_parts():
             return ctx.back(grad_outputs[0]), None, None
 

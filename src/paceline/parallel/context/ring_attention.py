@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function
 
 from paceline.parallel.context import collectives
 from paceline.parallel.context.collectives import ContextCollectives
 from paceline.parallel.context.group_ops import ContextGroupOps
 from paceline.parallel.context.token_slices import Ranges, folded, num_tokens, slices
+from paceline.parallel.second_order import refuse_second_order
 from paceline.parallel.tensor.split_tensor import on_parts
 
 __all__ = ["AttentionCall", "ring_attention"]
@@ -184,8 +185,8 @@ class _RingAttention(Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  # torch's stub lets ctx be a keyword
+        refuse_second_order("Layout(context=...)")
         with on_parts():
             return _backward(ctx.ring, grad_outputs[0], *ctx.saved_tensors)
 

@@ -72,7 +72,8 @@ def distribute_experts(
             parameter.grad = None
             parameter.data = split.part(parameter.detach(), group.index).clone(memory_format=torch.contiguous_format)
             because = f"Layout(experts={group.size}) spreads the experts"
-            mark_partial(parameter, HeldPart(name=name, whole=split.shape, dim=0, because=because))
+            ranges = split.ranges(group.index)
+            mark_partial(parameter, HeldPart(name=name, whole=split.shape, dim=0, because=because, ranges=ranges))
         for name, members in one.members():
             for place, member in enumerate(members):
                 owners.update((f"{name}.{place}.{key}", place // each) for key, _ in member.named_parameters())

@@ -22,9 +22,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function
 
 from paceline.errors import SyncError
+from paceline.parallel.second_order import refuse_second_order, refuse_transforms
 
 __all__ = ["ExpertCollectives", "ExpertForward", "TokenRoute", "dispatch_tokens", "route_of"]
 
@@ -140,6 +141,7 @@ def _travel(
     """Send rows and return those received; with an anchor, backward sends their gradients the other way."""
     if anchor is None:
         return _moved(tensors, sent, received, group)
+    refuse_transforms("Layout(experts=...)")
     came: Any = _ExpertTransfer.apply(anchor, group, sent, received, *tensors)
     return came
 
@@ -185,8 +187,8 @@ class _ExpertTransfer(Function):
         return came
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  # torch's stub lets ctx be a keyword
+        refuse_second_order("Layout(experts=...)")
         _ = ctx.saved_tensors  # a recomputed block runs now, if it has not yet
         leaving = [grad for grad, is_one in zip(grad_outputs, ctx.is_floating, strict=True) if is_one]
         came = iter(_moved(leaving, ctx.received, ctx.sent, ctx.group))
@@ -205,6 +207,6 @@ class _Connected(Function):
         return made.view_as(made)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  # torch's stub lets ctx be a keyword
+        refuse_second_order("Layout(experts=...)")
         return grad_outputs[0], None

@@ -138,7 +138,7 @@ class ShardedModels:
         return found
 
     def gathered(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield the name and the whole of each parameter that forwards of this gradient pass have seen gathered."""
+        """Yield the name and the whole of each parameter that forwards have seen gathered."""
         for model in self._models:
             yield from model.gathered()
 
@@ -228,14 +228,15 @@ class ShardedModel:
             # Registered after torch's own hook, so it runs when the unit's parameters are gathered.
             follow = functools.partial(self._follow, unit)
             unit.register_forward_pre_hook(torch.compiler.disable(follow))
-        watch_access(model, before, self._slots, close=self.close, is_root=apart is None)
+        self._storages = watch_access(model, before, self._slots, close=self.close, is_root=apart is None)
 
     @property
     def num_bytes(self) -> int:
         return sum(local.numel() * local.element_size() for local in map(local_part, self.parameters.values()))
 
     def gathered(self) -> Iterator[tuple[str, Parameter]]:
-        return ((self._names[number], whole) for number, whole in self._gathered.items())
+        found = ((one.name, one.whole) for one in self._storages)
+        return ((name, whole) for name, whole in found if whole is not None)
 
     def before_run(self, *, is_last: bool, is_void: bool) -> None:
         self._is_void = is_void

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from torch.nn import Parameter
 
 from paceline.comm.sharded_tensors import is_sharded, rows_of
 from paceline.errors import PlanError
+from paceline.parallel.fully_sharded import sharded_numbers
+from paceline.parallel.model_copies import refuse_copies
+from paceline.parallel.parameter_watch import TORCH_DATA, data_of, note_data_set
 
 __all__ = ["ShardStorage", "watch_access"]
 
@@ -25,7 +28,6 @@ __all__ = ["ShardStorage", "watch_access"]
 Slot = tuple[nn.Module, str, Parameter]
 
 _OF_TENSORS: dict[str, Any] = dict(vars(torch.Tensor.__mro__[1]))  # what torch's C++ gives to tensors
-_DATA = _OF_TENSORS["data"]
 _STORAGES: dict[int, ShardStorage] = {}  # by id of the sharded parameter
 
 
@@ -41,7 +43,7 @@ class ShardStorage:
         _make_data_assignable()
 
     @property
-    def whole(self) -> Tensor | None:
+    def whole(self) -> Parameter | None:
         """What forwards see while it is gathered."""
         return getattr(self._held, "_unsharded_param", None)
 
@@ -68,12 +70,13 @@ def watch_access(
     *,
     close: Callable[[], None],
     is_root: bool,
-) -> None:
-    """Watch what user code does to a sharded model.
+) -> list[ShardStorage]:
+    """Watch what user code does to a sharded model; returns the storages of its parameters.
 
     `before`: what was registered before. `slots`: where each of torch's FSDPModules has its sharded parameters.
     `close()` frees what is gathered. `is_root`: the model's own forward gathers.
     """
+    sharded_numbers.install()
     names = {id(one): name for name, one in model.named_parameters()}
     storages = _storages_of(slots, names, close)
     for unit, some in slots.items():
@@ -84,9 +87,10 @@ def watch_access(
             old.__class__ = RetiredParameter
     if is_root:
         for module in (model, *slots):
-            vars(module)["__deepcopy__"] = _refuse_copy
+            refuse_copies(module, "Layout(shard=...)", "rows of its parameters")
         watch: Any = torch.compiler.disable(_watch_output)
         model.register_forward_hook(watch)
+    return list(storages.values())
 
 
 def _storages_of(units: Iterable[Any], names: Mapping[int, str], close: Callable[[], None]) -> dict[int, ShardStorage]:
@@ -120,13 +124,14 @@ def _make_data_assignable() -> None:
     from torch.distributed.tensor import DTensor
 
     if "data" not in vars(DTensor):
-        DTensor.data = property(_DATA.__get__, _set_data)  # pyright: ignore[reportAttributeAccessIssue]
+        DTensor.data = property(data_of, _set_data)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _set_data(tensor: Any, value: Any) -> None:
+    note_data_set(tensor)
     storage = _STORAGES.get(id(tensor))
     if storage is None and not (is_sharded(value) and value.placements == tensor.placements):
-        _DATA.__set__(tensor, value)
+        TORCH_DATA.__set__(tensor, value)
         return
     name = "a sharded tensor" if storage is None else storage.name
     if not isinstance(value, Tensor) or value.shape != tensor.shape or value.dtype != tensor.dtype:
@@ -183,14 +188,6 @@ READABLE = {
     *("_backward_hooks", "_post_accumulate_grad_hooks", "_version", "grad_fn", "output_nr"),
 }
 GETTERS = frozenset(_OF_TENSORS[name] for name in READABLE if name in _OF_TENSORS)
-
-
-def _refuse_copy(*_: Any) -> NoReturn:
-    raise PlanError(
-        "copy.deepcopy of a model (or AveragedModel(model), which makes one) under Layout(shard=...): each worker has "
-        "only rows of its parameters, and the copy would gather nothing. Make the copy before worker.prepare(model), "
-        "and prepare it, too: average = worker.prepare(AveragedModel(model)); model = worker.prepare(model)"
-    )
 
 
 def _watch_output(module: nn.Module, args: Any, output: Any) -> None:

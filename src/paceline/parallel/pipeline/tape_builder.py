@@ -14,10 +14,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from paceline.errors import Reason
+from paceline.errors import PlanError, Reason
 from paceline.parallel.meta.tensor_tree import TensorSpec, map_tensors, tensors_in
 from paceline.parallel.model_units import ModelUnit
 from paceline.parallel.pipeline.tape import NewValue, PassedArgument, RandomDraw, SameStage, Tape, TapeCall, TapeValue
+from paceline.parallel.second_order import refuse_transforms
 from paceline.parallel.tensor.split_tensor import on_parts
 
 __all__ = ["EVERY_STAGE", "TapeBuilder", "where"]
@@ -192,8 +193,16 @@ class TapeBuilder:
         return needs
 
     def uses(self, parameter: Tensor, index: int) -> None:
-        """Record that a parameter takes part in what the unit does."""
-        self._uses[self._names[id(parameter)]].add(index)
+        """Record that a parameter takes part in what the unit does; PlanError where it is no parameter of the model."""
+        name = self._names.get(id(parameter))
+        if name is None:
+            raise PlanError(
+                f"the model ran with another tensor in the place of a parameter of {self.units[index].name} "
+                "(torch.func.functional_call, or an assignment to the module), but under Layout(stages=...) stages are "
+                "made of the prepared parameters: use a parametrization (torch.nn.utils.parametrize) that computes the "
+                "weight inside its module, or Layout(replicas=n)"
+            )
+        self._uses[name].add(index)
 
     def join(self, one: int, other: int, reason: str) -> None:
         """Record that two units must be on one stage."""
@@ -302,6 +311,7 @@ def where() -> str:
 
 
 def _storage(tensor: Tensor) -> int:
+    refuse_transforms("Layout(stages=...)")
     with on_parts():
         return StorageWeakRef(tensor.untyped_storage()).cdata
 

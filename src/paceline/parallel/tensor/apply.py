@@ -49,7 +49,8 @@ def apply_plan(model: nn.Module, plan: TensorPlan, group: TensorCollectives) -> 
     ops.owner_sums_gradients_of(summed)
     because = f"Layout(tensor={plan.size}) splits its layer"
     for name, split in splits.items():
-        mark_partial(parameters[name], HeldPart(name=name, whole=split.shape, dim=split.dim, because=because))
+        held = HeldPart(name=name, whole=split.shape, dim=split.dim, because=because, ranges=split.ranges(group.index))
+        mark_partial(parameters[name], held)
     modules = dict(model.named_modules())
     for name in plan.gathered:
         gather_inputs(modules[name])

@@ -24,9 +24,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function
 
 from paceline.errors import SyncError
+from paceline.parallel.second_order import refuse_transforms
 from paceline.parallel.tensor.split_shapes import Sections, num_held, ranges
 
 __all__ = [
@@ -246,6 +247,7 @@ def _num_bytes(tensor: Tensor) -> int:
 
 
 def _cross(tensor: Tensor, ahead: Move, back: Move) -> Tensor:
+    refuse_transforms("Layout(tensor=...)")
     result: Any = _TensorCollective.apply(tensor, ahead, back)
     return result
 
@@ -255,10 +257,12 @@ class _TensorCollective(Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, ahead: Move, back: Move) -> Tensor:
-        ctx.back = back
+        ctx.ahead, ctx.back = ahead, back
         return ahead(tensor)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  # torch's stub lets ctx be a keyword
-        return ctx.back(grad_outputs[0]), None, None
+        if not torch.is_grad_enabled():
+            return ctx.back(grad_outputs[0]), None, None
+        # With create_graph=True: the five operations are each other's backwards, so the two moves change places.
+        return _cross(grad_outputs[0], lambda grad: ctx.back(grad).clone(), ctx.ahead), None, None

@@ -29,7 +29,6 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -40,6 +39,7 @@ from paceline.errors import PlanError, Reason
 from paceline.parallel.tensor import collectives
 from paceline.parallel.tensor.collectives import TensorCollectives
 from paceline.parallel.tensor.split_shapes import CannotSplit, Sections, divided
+from paceline.parallel.torch_functions import attribute_of, mapped, on_parts, tensors_in
 
 __all__ = [
     "Rule",
@@ -57,9 +57,6 @@ __all__ = [
     "whole",
     "wrap",
 ]
-
-# Within it a SplitTensor is the plain tensor of its part. torch documents this class and has no public name for it.
-on_parts: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]  # see above
 
 
 class SplitSpec(NamedTuple):
@@ -161,32 +158,6 @@ def split_tensors_in(value: Any) -> Iterator[SplitTensor]:
                 yield from split_tensors_in(one)
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield every tensor in nested tuples, lists and dictionaries."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list, dict)):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(one)
-
-
-def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return `value` with `change` applied to everything in its tuples, lists and dictionaries."""
-    if isinstance(value, dict):
-        changed = {key: mapped(one, change) for key, one in value.items()}
-        if type(value) is dict:
-            return changed
-        for key, one in changed.items():  # a dictionary of the user's own class keeps its class
-            if one is not value[key]:
-                value[key] = one
-        return value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(one, change) for one in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(mapped(one, change) for one in value)
-    return change(value)
-
-
 Rule = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -226,7 +197,7 @@ class TensorGroupOps:
         except CannotSplit as reason:
             return self.without_rule(func, args, kwargs, reason)
 
-    def on_parts(self) -> AbstractContextManager[None]:
+    def on_parts(self) -> contextlib.AbstractContextManager[None]:
         """Within it a SplitTensor of this group is the plain tensor of its part."""
         return on_parts() if self.combined is None else self.combined.on_parts()
 
@@ -389,8 +360,8 @@ def refused_tokens(num_tokens: int, *, size: int, site: str) -> Reason | None:
 def name_of(func: Callable[..., Any]) -> str:
     """Return the plain name of a torch function: "add" for `Tensor.__iadd__`, "get:shape" for an attribute."""
     name = getattr(func, "__name__", str(func))
-    if name in ("__get__", "__set__", "__delete__"):
-        return f"{name.strip('_')}:{getattr(getattr(func, '__self__', None), '__name__', '?')}"
+    if attribute := attribute_of(func):
+        return attribute
     bare = name.strip("_") if name.startswith("__") else name.removesuffix("_")
     if name.startswith("__") and bare in REFLECTED:
         return REFLECTED[bare]

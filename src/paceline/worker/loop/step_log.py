@@ -19,7 +19,7 @@ from paceline.sync.allreduce.buckets import SentBytes
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.data.stream_position import StreamPosition
 from paceline.worker.parts import WorkerParts
-from paceline.worker.step.gradient_pass import StepOutcome
+from paceline.worker.step.step_outcome import StepOutcome
 
 __all__ = ["PendingStep", "StepLog"]
 

@@ -14,7 +14,7 @@ from paceline.sync.allreduce.gradient_reducer import GradientReducer
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.loop.training_loop import TrainingLoop
 from paceline.worker.state.prepared_models import PreparedModels
-from paceline.worker.step.gradient_pass import StepOutcome
+from paceline.worker.step.step_outcome import StepOutcome
 from paceline.worker.step.weight_penalty import Penalty, WeightPenalty
 
 if TYPE_CHECKING:

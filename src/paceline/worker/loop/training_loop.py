@@ -28,7 +28,7 @@ from paceline.worker.loop.step_mode import StepMode, StepTaker
 from paceline.worker.parts import WorkerParts
 from paceline.worker.state.codec_state import GatheredCodecState
 from paceline.worker.step.grad_scaler import has_grad_scaler
-from paceline.worker.step.gradient_pass import StepInvalidated, StepOutcome
+from paceline.worker.step.step_outcome import StepInvalidated, StepOutcome
 
 if TYPE_CHECKING:
     from paceline.worker.step.pipeline_stages import PipelinePass

@@ -22,7 +22,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -52,59 +52,18 @@ from paceline.worker.step.losses import (
 from paceline.worker.step.micro_batch_observer import MicroBatchObserver, observed
 from paceline.worker.step.model_buffers import UNKNOWN, BufferAverager
 from paceline.worker.step.parameter_hooks import ParameterHooks
+from paceline.worker.step.step_outcome import StepInvalidated, StepOutcome, StepVote, SummedMetadata
 from paceline.worker.topology.parallel_groups import ParallelGroups
 
 if TYPE_CHECKING:
     from paceline.worker.step.pipeline_stages import PipelinePass
 
-__all__ = ["StepExecutor", "StepInvalidated", "StepOutcome", "StepVote"]
+__all__ = ["StepExecutor"]
 
 SERIALS = 16  # batches are compared by their number modulo this: sums of squares stay exact in single precision
 TRAILS = 1 << 24  # hashes of what was gathered: their sums over workers are exact
 
 NOISE_EACH, NOISE_EVERY = 300, 10  # the noise scale is measured in so many first steps, then in every tenth
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StepOutcome:
-    """The result of a pass; equal on all workers."""
-
-    loss: float  # of the whole global batch; NaN when no worker called backward
-    finite: bool  # of the gradients
-    unused: tuple[str, ...]  # parameters that no worker used
-    is_empty: bool  # no worker called backward: the pass only read the data
-    communication_s: float
-    broken: str = ""  # the first parameter here whose gradient is not finite; "": none, or not looked for
-    spike: LossSpike | None = None  # the optimizer does not step
-    is_idle: bool = False  # this replica, which takes steps by itself, had nothing to run
-    is_late: bool = False  # others took the step without this replica's share of it
-    noise_scale: float | None = None  # of gradients, in samples; None: not known yet
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether the optimizer steps; otherwise the gradients have been dropped."""
-        return self.finite and self.spike is None and not self.is_idle and not self.is_late
-
-
-class StepVote(Protocol):
-    """How a pass is committed with the other workers: `Consensus`, or a replica's own vote."""
-
-    @property
-    def wants_change(self) -> bool:
-        """Whether this worker knows of something to be done between two steps."""
-        ...
-
-    def change_is_due(self) -> None:
-        """All workers know that one of them wants a change."""
-        ...
-
-    def vote(self) -> bool:
-        """Wait until all workers have the result; False: it is void."""
-        ...
-
-
-class StepInvalidated(Disrupted):
-    """The members have regrouped, and this pass is void."""
 
 
 class StepExecutor:
@@ -329,7 +288,7 @@ class StepExecutor:
                 "are summed in its backward: call worker.backward(loss) for every micro-batch, with loss * 0 where "
                 "one is to count for nothing; or use zero=2 or 3"
             )
-        self.writes.check(self.shards.gathered())
+        self.writes.check(self.shards.gathered(), self.buffers.modules)
         summed = self._exchange_metadata(batch, gradients)
         mean_loss = summed.loss_sum / summed.weight_sum if summed.weight_sum else None
         scale = (batch.num_here / summed.weight_sum if summed.weight_sum > 0 else 1.0) / self._axes.context.size
@@ -376,7 +335,7 @@ class StepExecutor:
             noise_scale=self.noise.samples,
         )
 
-    def _exchange_metadata(self, batch: StepBatch, gradients: GradientReducer) -> _SummedMetadata:
+    def _exchange_metadata(self, batch: StepBatch, gradients: GradientReducer) -> SummedMetadata:
         """Send the last bucket with the step metadata, and return the sums. Raises SyncError, on all workers, where
         they ran different batches, or different blocks of the model."""
         serial = batch.serial % SERIALS
@@ -405,7 +364,7 @@ class StepExecutor:
                 "blocks, in the same order. Run all and multiply by 0 what is not wanted, or use Layout(replicas=n)"
             )
         self.hooks.compare(marks, mark_squares, size=self._group.size)
-        return _SummedMetadata(
+        return SummedMetadata(
             loss_sum=loss + loss_rest,
             weight_sum=weight * WEIGHT_UNIT + weight_rest,
             wants_change=bool(wishes),
@@ -414,7 +373,7 @@ class StepExecutor:
         )
 
     def _combine_buffers(
-        self, batch: StepBatch, gradients: GradientReducer, summed: _SummedMetadata
+        self, batch: StepBatch, gradients: GradientReducer, summed: SummedMetadata
     ) -> Callable[[], None]:
         """Average the buffers that changed on any worker; returns what sets them."""
         if gradients.carries_buffers:
@@ -442,17 +401,6 @@ class StepExecutor:
         self.nonfinite_gradients, first = gradients.broken()
         self._checks_gradients = True  # so that the next time it is known which worker made them
         return first or ""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _SummedMetadata:
-    """The step metadata, summed over the workers."""
-
-    loss_sum: float
-    weight_sum: float
-    wants_change: bool  # one of them wants a change between two steps
-    changed: list[bool]  # for each buffer: it changed on one of them
-    of_buffers: list[float]  # `BufferAverager.marks`
 
 
 def _why_no_hooks(plan: Plan) -> str:

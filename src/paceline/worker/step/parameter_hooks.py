@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.sharded_tensors import TensorSlice, fill_local, is_sharded, local_part
 from paceline.errors import PlanError, SyncError
@@ -57,10 +58,17 @@ class ParameterHooks:
         self.gather: Gather = lambda _, tensor: (tensor, None)
         self._refusal = refusal
         self._hooked: list[NamedParameter] = []
+        self._looked_at: Sequence[NamedParameter] = ()  # in which `_hooked` were found
+        self._num_registered = -1  # torch's count of all hooks, when they were found
 
     def begin(self, named: Sequence[NamedParameter]) -> None:
         """Have the hooks on these parameters wait. Raises PlanError where the plan cannot show them whole gradients."""
-        self._hooked = [pair for pair in named if _defer(pair[1], self)]
+        if named is self._looked_at and RemovableHandle.next_id == self._num_registered:
+            self._hooked = [pair for pair in self._hooked if _defer(pair[1], self)]  # some may have been removed
+        else:
+            self._hooked = [pair for pair in named if _defer(pair[1], self)]
+            self._looked_at = named
+        self._num_registered = RemovableHandle.next_id
         if self._hooked and self._refusal:
             raise PlanError(f"{self._hooked[0][0]} has a gradient hook (register_hook), but {self._refusal}")
         self.is_deferring = True
@@ -93,7 +101,9 @@ class ParameterHooks:
         Raises RuntimeError for hooks that came during the pass, for what torch refuses, and for those that changed the
         parameter.
         """
-        late = next((name for name, one in itertools.chain(gradients.named, seen) if _is_late(one)), None)
+        late = None
+        if RemovableHandle.next_id != self._num_registered:
+            late = next((name for name, one in itertools.chain(gradients.named, seen) if _is_late(one)), None)
         if late is not None:
             raise RuntimeError(
                 f"a gradient hook (register_hook) was put on {late} within a pass over a batch, say in the model's "

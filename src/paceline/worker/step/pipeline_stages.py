@@ -25,6 +25,7 @@ from paceline.comm.sharded_tensors import local_part
 from paceline.errors import PlanError
 from paceline.parallel.class_name import class_name
 from paceline.parallel.fully_sharded.sharded_model import ShardedModels
+from paceline.parallel.model_copies import refuse_copies
 from paceline.parallel.model_units import ModelUnit
 from paceline.parallel.partial_state import reading_parts
 from paceline.parallel.pipeline.stage_partition import StagePartition, keep_stages
@@ -76,6 +77,7 @@ class PipelineModel:
         self._stage_of_module = {inner: stage_of[unit.name] for unit in units for inner in unit.module.modules()}
         self.headline = self._headline()
         keep_stages(model, partition, self.own_stages)
+        refuse_copies(model, f"Layout(stages={partition.num_stages})", "stages of the others")
         self._is_running = False
         model.register_forward_pre_hook(self._before_forward)
 
@@ -383,8 +385,10 @@ class PipelinePass:
                 if lacking:
                     raise PlanError(
                         f"{name} is used on stage {min(lacking)}, which does not have it: the sample that the "
-                        "model was partitioned by did not use it there. Give worker.prepare(model, sample=...) a batch "
-                        "like those of the training, with all arguments."
+                        "model was partitioned by did not use it there. Where the loss computes a penalty on weights, "
+                        "give it to worker.stepper(..., penalty=fn): fn(name, parameter) gets each parameter whole. "
+                        "Else give worker.prepare(model, sample=...) a batch like those of the training, with all "
+                        "arguments."
                     )
 
     def _output(self, micro: Any) -> Any:

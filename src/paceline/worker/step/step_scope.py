@@ -7,7 +7,7 @@ import dataclasses
 from paceline.comm.group import WorkerGroup
 from paceline.worker.membership.consensus import Consensus
 from paceline.worker.membership.join_run import WorkerContext
-from paceline.worker.step.gradient_pass import StepVote
+from paceline.worker.step.step_outcome import StepVote
 from paceline.worker.topology.parallel_groups import ParallelGroups
 
 __all__ = ["ReplicaVote", "StepScope"]

@@ -1,0 +1,94 @@
+"""Numbers of sharded tensors, as user code reads and writes them: right as in one process, or refused by name.
+
+Of a sum over a sharded tensor each worker has its own part. torch's DTensor gives that part as the number, without a
+word: `float(p.norm())` differs between workers. Random fills draw for each worker's rows, which is another matrix. And
+DTensors meet no plain tensors, so `p.copy_(whole)` fails in torch's words. Here the first two are refused, since to add
+up is a call of all workers. Of plain tensors the worker's rows are taken.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.comm.sharded_tensors import is_sharded, part_like
+from paceline.errors import PlanError
+
+__all__ = ["explained", "install"]
+
+READS = ("item", "tolist", "__float__", "__int__", "__bool__", "__index__", "__complex__", "__format__")
+RANDOM = ("normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_", "bernoulli_")
+WRITES = ("copy_", "add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_", "masked_fill_")
+WHOLE = (
+    "A penalty on weights belongs in worker.stepper(..., penalty=fn): fn(name, parameter) gets each parameter whole. "
+    "worker.clip_gradients(max_norm) returns the norm of all "
+    "gradients. Or gather on all workers, by tensor.full_tensor()"
+)
+TORCH_WORDS = ("torch.Tensor and DTensor", "sharding strategy", "Sharding propagation failed", "DTensorSpec")
+
+
+def install() -> None:
+    """Have torch's DTensors follow these rules, from now on."""
+    from torch.distributed.tensor import DTensor
+
+    if "item" in vars(DTensor):
+        return
+    for names, guard in ((READS, _read), (RANDOM, _drawn), (WRITES, _written)):
+        for name in names:
+            setattr(DTensor, name, _method(guard, name, getattr(DTensor, name)))
+
+
+def explained(error: BaseException) -> PlanError | None:
+    """Return what to say in place of torch's error about an operation that it does not know for DTensors, if it is
+    one."""
+    said = str(error)
+    if not isinstance(error, RuntimeError) or not any(words in said for words in TORCH_WORDS):
+        return None
+    return PlanError(
+        "the script computes with a parameter (or gradient) of which each worker has rows, under Layout(shard=...), "
+        f"and torch does not know how ({said.strip().partition(chr(10))[0][:160]}). {WHOLE}"
+    )
+
+
+def _method(guard: Any, name: str, own: Any) -> Any:
+    @functools.wraps(own)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return guard(name, own, self, args, kwargs)
+
+    return method
+
+
+def _read(name: str, own: Any, self: Any, args: Any, kwargs: Any) -> Any:
+    if any(placement.is_partial() for placement in self.placements):
+        what = f"{name.strip('_')}()"
+        raise PlanError(
+            f"{what} of a number that is a sum over all rows of a tensor, under Layout(shard=...): this worker has its "
+            f"own part of it only. {WHOLE}"
+        )
+    return own(self, *args, **kwargs)
+
+
+def _drawn(name: str, own: Any, self: Any, args: Any, kwargs: Any) -> Any:
+    if any(placement.is_shard() for placement in self.placements):
+        raise PlanError(
+            f"{name}() of a tensor of which each worker has rows, under Layout(shard=...): each would draw other "
+            "numbers than one process. Initialise the model before worker.prepare(model), or draw a whole tensor on "
+            "all workers, with the same seed, and write it: parameter.copy_(whole), parameter.add_(whole)"
+        )
+    return own(self, *args, **kwargs)
+
+
+def _written(name: str, own: Any, self: Any, args: Any, kwargs: Any) -> Any:
+    """Take this worker's rows of plain tensors like the whole; not where autograd follows, which would see others."""
+    if not (torch.is_grad_enabled() and self.requires_grad) and any(one.is_shard() for one in self.placements):
+        args = tuple(_rows(one, self) for one in args)
+        kwargs = {key: _rows(one, self) for key, one in kwargs.items()}
+    return own(self, *args, **kwargs)
+
+
+def _rows(one: Any, like: Any) -> Any:
+    is_whole = isinstance(one, Tensor) and not is_sharded(one) and one.dim() > 0 and one.shape == like.shape
+    return part_like(one.detach(), like) if is_whole else one
