@@ -164,8 +164,8 @@ def _gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     if isinstance(found, tuple):
         inputs = kwargs.get("inputs", args[1] if len(args) > 1 else ())
         inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
-        pairs = zip(found, inputs, strict=True)
-        return tuple(_followed(one, of.held.gradient) if hasattr(of, "held") else one for one, of in pairs)
+        held: list[HeldPart | None] = [getattr(one, "held", None) for one in inputs]
+        return tuple(one if of is None else _followed(one, of.gradient) for one, of in zip(found, held, strict=True))
     if found is None or found.is_sparse:
         return found
     return _followed(found.detach() if found.grad_fn is None else found, args[0].held.gradient)

@@ -26,7 +26,7 @@ def refuse_second_order(layout: str) -> None:
 
 def refuse_transforms(layout: str) -> None:
     """Called before an exchange; raises PlanError within torch.func.grad, jvp, vmap and the like."""
-    if torch._C._are_functorch_transforms_active():  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]  # there is no public name for it
+    if torch._C._are_functorch_transforms_active():  # pyright: ignore[reportPrivateUsage]  # there is no public name for it
         raise PlanError(
             f"a transform of torch.func (grad, jvp, vmap) under {layout}: what its workers exchange cannot be "
             "transformed. Use torch.autograd.grad on the model's output instead, or Layout(replicas=n)"

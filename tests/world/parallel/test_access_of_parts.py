@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.func import functional_call, grad
 
 from access_models import data, net, plan_of
 from forked import World
+from layout_runs import beside
 from paceline.errors import PlanError
 from paceline.plan import Layout
 
@@ -126,12 +128,12 @@ NAMES |= {"gradient_penalty": "", "by_functions": "in the place of", "transforme
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_parts_are_as_in_one_process_or_refused(world: World, layout: Layout) -> None:
+def test_parts_are_as_in_one_process_or_refused(world: World, layout: Layout, tmp_path: Path) -> None:
     expected = world.one_process(train, plan_of(Layout()))
     for found in world(train, 2, plan_of(layout)):
         assert found == pytest.approx(expected, rel=1e-9)
     axis = "shard" if layout.shard > 1 else "tensor" if layout.tensor > 1 else "stages"
-    for texts in World(world.run_dir.parent / "refused")(refused, 2, plan_of(layout), save_at_end=False):
+    for texts in beside(tmp_path)(refused, 2, plan_of(layout), save_at_end=False):
         for name, said in texts.items():
             assert f"Layout({axis}=" in said and NAMES[name] in said, (name, said)
 

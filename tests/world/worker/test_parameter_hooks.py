@@ -136,7 +136,7 @@ def refused(worker: Any, put: Callable[[Any, nn.Module], None], kind: type[Excep
         except kind as error:
             text = str(error)
         break
-    return text, all(bool((a == b).all()) for a, b in zip(before, model.parameters(), strict=True))
+    return text, all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
 def test_what_cannot_be_right_is_refused_before_weights_change(world: World) -> None:

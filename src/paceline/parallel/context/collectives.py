@@ -191,7 +191,7 @@ class _TokenExchange(Function):
         return out.view_as(out) if out is tensor else out
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  # torch's stub lets ctx be a keyword
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         refuse_second_order("Layout(context=...)")
         with on_parts():
             return ctx.back(grad_outputs[0]), None, None

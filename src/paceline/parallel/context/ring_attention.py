@@ -185,7 +185,7 @@ class _RingAttention(Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  # torch's stub lets ctx be a keyword
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         refuse_second_order("Layout(context=...)")
         with on_parts():
             return _backward(ctx.ring, grad_outputs[0], *ctx.saved_tensors)

@@ -187,7 +187,7 @@ class _ExpertTransfer(Function):
         return came
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  # torch's stub lets ctx be a keyword
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         refuse_second_order("Layout(experts=...)")
         _ = ctx.saved_tensors  # a recomputed block runs now, if it has not yet
         leaving = [grad for grad, is_one in zip(grad_outputs, ctx.is_floating, strict=True) if is_one]
@@ -207,6 +207,6 @@ class _Connected(Function):
         return made.view_as(made)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  # torch's stub lets ctx be a keyword
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         refuse_second_order("Layout(experts=...)")
         return grad_outputs[0], None

@@ -261,7 +261,7 @@ class _TensorCollective(Function):
         return ahead(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  # torch's stub lets ctx be a keyword
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         if not torch.is_grad_enabled():
             return ctx.back(grad_outputs[0]), None, None
         # With create_graph=True: the five operations are each other's backwards, so the two moves change places.

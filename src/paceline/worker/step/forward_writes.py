@@ -44,12 +44,21 @@ class ForwardWrites:
         self._versions: list[int] = []  # when the pass began
         self._digests: dict[int, int] = {}  # by place in `_watched`
         self._names: dict[nn.Module, tuple[str, ...]] = {}  # of the modules' parameters; {}: not compared
+        self._gathered: dict[int, int] = {}  # versions of gathered parameters, by id
         self._unversioned: set[int] = set()  # ids of parameters that forwards write without a change
         if not is_alone:
             changes.install()
 
-    def begin(self, parameters: Sequence[tuple[str, Tensor]], modules: Iterable[nn.Module]) -> None:
-        """A pass begins. `parameters`: those that are trained. `modules`: those whose parameters are prepared."""
+    def begin(
+        self,
+        parameters: Sequence[tuple[str, Tensor]],
+        modules: Iterable[nn.Module],
+        gathered: Iterable[tuple[str, Tensor]] = (),
+    ) -> None:
+        """A pass begins. `parameters`: those that are trained. `modules`: those whose parameters are prepared.
+
+        `gathered`: as for `check`.
+        """
         if self._is_alone:
             return
         modules = list(modules)
@@ -69,6 +78,7 @@ class ForwardWrites:
             self._digests = self._digests_at(some)
         with on_parts():
             self._versions = [one._version for one in self._watched]
+        self._gathered = {id(one): one._version for _, one in gathered}
         self._num_passes += 1
         changes.open()
 
@@ -82,7 +92,8 @@ class ForwardWrites:
             return
         through_data, registered = changes.written(), changes.registered
         changes.close()
-        lost = [name for name, one in gathered if one._version or id(one) in through_data]
+        before = self._gathered
+        lost = [name for name, one in gathered if one._version != before.get(id(one), 0) or id(one) in through_data]
         if lost:
             _refuse_written(lost)
         _check_registered(registered, set(modules) if registered else set())

@@ -212,7 +212,7 @@ class StepExecutor:
             gradients.begin(batch.num_passes, step=batch.step, measures=measures)
             self.shards.begin()
             self.hooks.begin(gradients.named)
-            self.writes.begin(gradients.named, self.buffers.modules)
+            self.writes.begin(gradients.named, self.buffers.modules, self.shards.gathered())
             yield
         except Disrupted:
             batch.num_passes -= 1  # the batch will be run again, as the same pass
