@@ -4,7 +4,7 @@
 a property of ours. While a gradient pass runs it keeps what it hands out, whose own versions then tell whether it was
 written to. Outside of passes it does what torch's does, and an ordinary step pays nothing.
 
-torch calls a hook for each parameter and module that is registered. So nobody has to walk over modules in each step.
+torch calls a hook for each parameter and module that is registered. So no step looks at all modules.
 """
 
 from __future__ import annotations
