@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     )
     from paceline.runs.run import run
     from paceline.worker.data.step_batch import StepBatch
+    from paceline.worker.state.weight_average import ExponentialMovingAverage
     from paceline.worker.worker import Worker
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "Cast",
     "CheckpointError",
     "Compute",
+    "ExponentialMovingAverage",
     "Gossip",
     "Guard",
     "Int8",
@@ -117,6 +119,7 @@ _HOMES = {
     "paceline.lr_scaling": ("scaled_lr",),
     "paceline.runs.run": ("run",),
     "paceline.worker.data.step_batch": ("StepBatch",),
+    "paceline.worker.state.weight_average": ("ExponentialMovingAverage",),
     "paceline.worker.worker": ("Worker",),
 }
 

@@ -45,6 +45,7 @@ class StatefulMember(RunMember):
             worker.save()
         """
         self._collectives.require_together("worker.save()")
+        self._parts.prepared.require_own_weights("worker.save()")
         if self.is_first and self._loop.mode.has_left:  # it writes; that another one has left does not change its state
             self._loop.mode.require_common_step("worker.save()")
         self._loop.save()

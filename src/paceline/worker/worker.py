@@ -26,6 +26,7 @@ from paceline.worker.loop.stepper import Stepper, make_stepper
 from paceline.worker.loop.training_loop import TrainingLoop
 from paceline.worker.parts import WorkerParts
 from paceline.worker.state.embedding_tables import require_row_updates, server_table_names
+from paceline.worker.state.weight_average import ExponentialMovingAverage
 from paceline.worker.stateful_member import StatefulMember
 from paceline.worker.step.evaluation import Measure, evaluate
 from paceline.worker.step.losses import LossLike
@@ -121,6 +122,8 @@ class Worker(StatefulMember):
             require_row_updates(thing, self._tables, self._prepared.registry.parameter_names())
             self._prepared.optimizer(thing, name)
             self._loop.follow(thing)
+        elif isinstance(thing, ExponentialMovingAverage):
+            self._prepared.average(thing, name, close=self._parts.executor.shards.close)
         elif callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None)):
             self._loop.mode.check_prepared(thing)
             self._prepared.other(thing, name)

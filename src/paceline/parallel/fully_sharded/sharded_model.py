@@ -378,7 +378,11 @@ def require_splittable(model: nn.Module, named: Sequence[str] = ()) -> None:
         kinds = {p.dtype for _, _, p in _slots_of(unit, inner=(one for _, one in units))}
         if len(kinds) > 1:
             some = " and ".join(sorted(map(_short, kinds)))
-            note(name, f"{name} mixes {some}, but travels as one:", "give its parameters one type.")
+            note(
+                name,
+                f"{name} mixes {some}, but travels as one:",
+                "give its parameters one type, for example model.float() before worker.prepare(model).",
+            )
     if found:
         raise PlanError.listing(f"Layout(shard=...) cannot split {class_name(model)}", found)
 

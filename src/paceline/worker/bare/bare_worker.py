@@ -78,6 +78,8 @@ class BareWorker:
             self._optimizers[self._new_name("optimizer", name)] = thing
             thing.register_step_pre_hook(self._before_optimizer)  # pyrefly: ignore[bad-argument-type]
             thing.register_step_post_hook(self._after_optimizer)  # pyrefly: ignore[bad-argument-type]
+        elif isinstance(held := getattr(thing, "_state", None), Optimizer):  # an ExponentialMovingAverage
+            self._optimizers[self._new_name("average", name)] = held
         return thing
 
     def stepper(

@@ -177,6 +177,7 @@ class TrainingLoop:
         self, batch: StepBatch, gradients: GradientReducer, run: Callable[[], Iterator[Any]], *, names_unused: bool
     ) -> Iterator[Any]:
         """Make a gradient pass by `run`, again where a member was lost meanwhile, and note the seconds that it took."""
+        self._prepared.require_own_weights("a step")
         self.mode.before_step(batch)
         step = self.step_log.begin_pass(batch)
         if batch.num_passes == 0:

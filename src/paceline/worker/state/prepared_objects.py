@@ -15,7 +15,7 @@ from paceline.events import Event, Warned
 from paceline.parallel.class_name import class_name
 from paceline.parallel.offload.memory import memory_for, why_no_disk
 from paceline.parallel.offload.optimizer_state import OffloadedState
-from paceline.plan import Plan
+from paceline.plan import ParameterServer, Plan
 from paceline.sync.local.weight_averaging import WeightAveraging
 from paceline.worker.state.optimizer_check import (
     require_own_parameters,
@@ -24,6 +24,7 @@ from paceline.worker.state.optimizer_check import (
 )
 from paceline.worker.state.resumed_state import ResumedState
 from paceline.worker.state.state_registry import StateRegistry
+from paceline.worker.state.weight_average import AverageState, ExponentialMovingAverage, state_of
 from paceline.worker.step.model_buffers import BufferAverager
 from paceline.worker.topology.parallel_groups import StateOwner
 
@@ -107,6 +108,37 @@ class PreparedObjects:
         warning = why_no_disk(compute)
         if warning is not None and len(self.registry.offloaded) == 1:
             self._emit(Warned(text=warning))
+
+    def average(self, average: ExponentialMovingAverage, name: str | None, *, close: Callable[[], None]) -> None:
+        """Register an average of a model's weights, begin it with the present ones, and fill it.
+
+        `close()` frees rows that are gathered at present. Raises PlanError where replicas have different weights.
+        """
+        if self._plan.is_local or isinstance(self._plan.sync, ParameterServer):
+            raise PlanError(
+                f"ExponentialMovingAverage under {self._plan.sync!r}: between two agreements each replica has other "
+                "weights, or they are on servers, so each would average something else. Use sync=AllReduce(), or "
+                "average the checkpoints of the run"
+            )
+        state = state_of(average)
+        require_own_parameters(state, self.registry)
+        full_name = self.registry.name_for("average", name)
+        state.close = close
+        state.begin()
+        self.registry.optimizers[full_name] = state
+        if self._resumed.has_optimizer(full_name) or not self._resumed.step:
+            self._resumed.fill_optimizer(full_name)
+        else:
+            text = (
+                f"the checkpoint has no average {full_name!r}: it begins with the weights of step {self._resumed.step}"
+            )
+            self._emit(Warned(text=text))
+
+    def require_own_weights(self, what: str) -> None:
+        """Raise RuntimeError while averages are in a model in place of its weights."""
+        for one in self.registry.optimizers.values():
+            if isinstance(one, AverageState):
+                one.require_own_weights(what)
 
     def other(self, thing: Any, name: str | None) -> None:
         """Register a scheduler or another stateful object, and fill it."""

@@ -68,7 +68,7 @@ class StateRegistry:
 
     def _refuse_alike(self, kind: str, name: str) -> None:
         """Raise ValueError where the tensors of something new and of something known could have the same names."""
-        starts = {"model": f"{name}.", "optimizer": f"{name}.state."}
+        starts = {"model": f"{name}.", "optimizer": f"{name}.state.", "average": f"{name}.state."}
         known = {one: f"{one}." for one in self.models} | {one: f"{one}.state." for one in self.optimizers}
         for other, start in known.items() if kind in starts else ():
             if start.startswith(starts[kind]) or starts[kind].startswith(start):
