@@ -1,7 +1,7 @@
 """Programs as users write them, under every kind of plan: each is as in one process, or refused by name.
 
     python benchmarks/program_matrix.py [--programs mlp,gpt2,...] [--plans "shard=2 tensor=2"]
-    python benchmarks/program_matrix.py --write page.md
+    python benchmarks/program_matrix.py --write docs/reference/programs-and-plans.md
 
 Each program (benchmarks/trials) runs in plain torch, in one process, without any code of Paceline's steps; then under
 Paceline with one worker, and under each plan. A cell says the largest relative difference of any loss to plain torch's

@@ -66,7 +66,7 @@ def table(rows: Sequence[Row], plans: Sequence[str]) -> Iterator[str]:
     yield f"| program | {ONE} | {' | '.join(f'`{one}`' for one in plans)} |"
     yield f"|---|---|{'---|' * len(plans)}"
     for row in rows:
-        shown = [_shown(row.cells[plan], refusals) for plan in ("", *plans)]
+        shown = [_shown(row.cells.get(plan), refusals) for plan in ("", *plans)]
         yield f"| `{row.program}`: {PROGRAMS[row.program].about} | {' | '.join(shown)} |"
     yield ""
     yield f"In all: {summary(rows)}."
@@ -86,7 +86,9 @@ def written(page: str, rows: Sequence[Row], plans: Sequence[str], day: str) -> s
     return "\n".join([f"{head}{HEADING}", f"Made on {day} ({machine}).", "", *table(rows, plans)]) + "\n"
 
 
-def _shown(cell: Cell, refusals: list[str]) -> str:
+def _shown(cell: Cell | None, refusals: list[str]) -> str:
+    if cell is None:
+        return "-"  # not run
     if cell.state == "same":
         return f"{cell.difference:.0e}" if cell.difference else "0"
     if cell.state == "refused":
