@@ -116,7 +116,7 @@ def test_a_record_is_written_over_where_there_is_no_room_for_another_file(
     with pytest.raises(OSError, match="No space left"):  # not into blocks that the file does not have
         run_files.replace_text(tmp_path / "run.json", "x" * 100_000)
     assert RunRecord.load(tmp_path).state == "failed"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "run.json"]
 
 
 def test_an_error_is_written_over_the_spare_file_where_there_is_no_room(tmp_path: Path) -> None:
