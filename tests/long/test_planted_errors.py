@@ -33,7 +33,7 @@ SOUND: list[tuple[str, Program]] = [(error.plan, error.reference or error.progra
 WIRED: list[tuple[str, Program]] = [
     (f"{layout}+{wire}", programs.unclipped_text)
     for layout in ("replicas=2", "replicas=2+shard=2")
-    for wire in ("onebit", "cast(dtype=bf16,feedback=true)")
+    for wire in ("onebit", "int8", "topk(ratio=0.25)")
 ]
 OTHERS: list[tuple[str, Program]] = [
     (plan, program)

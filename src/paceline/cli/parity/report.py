@@ -260,7 +260,7 @@ def _sentences(row: ParityVerdict) -> list[str]:
         lines.append(f"{row.plan.wire!r} rounds gradients to 16 bits: allow for it with --tolerance {WIRE:.0e}")
     elif not row.plan.wire.exact and not isinstance(row.plan.wire, Cast):
         lines.append(f"{row.plan.wire!r} sends a part of each gradient: judge it by held-out losses, not by parity")
-        if row.plan.wire.feedback and row.found.wire.value <= row.tolerance.numbers:
+        if row.found.wire.where and row.found.wire.value <= row.tolerance.numbers:
             rest = _figure(row.found.wire.value)
             lines.append(f"what it sends and keeps adds up to the gradients, to {rest}: nothing is lost")
     return lines

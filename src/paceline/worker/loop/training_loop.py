@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from paceline.comm.group import Disrupted
 from paceline.events import Note, StreamOpened
-from paceline.plan import AllReduce
 from paceline.sync.allreduce.gradient_reducer import GradientReducer
 from paceline.worker.data.batch_stream import BatchStream, StreamSource
 from paceline.worker.data.step_batch import StepBatch
@@ -185,7 +184,7 @@ class TrainingLoop:
         self._recorder.begin("forward and backward", batch.step)
         self._capture_modules(batch)
         wire = self._files.wire_capture
-        if wire is not None and self._plan.wire.feedback and isinstance(self._plan.sync, AllReduce):
+        if wire is not None and wire.can_check(self._plan):
             wire.step = batch.step
             gradients.observe_wire(wire)
         began, data_s = time.perf_counter(), batch.data_s

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.group import WorkerGroup
+from paceline.plan import AllReduce, Int8, OneBit, Plan, TopK
 from paceline.sync.allreduce.buckets import WireShares
 
 __all__ = ["WireCapture"]
@@ -32,6 +33,11 @@ class WireCapture:
         self._path = directory / f"wire_worker_{worker_rank}.jsonl"
         self._kept: dict[str, Tensor] = {}
         self.step = 0
+
+    @staticmethod
+    def can_check(plan: Plan) -> bool:
+        """Whether a plan's wire adds up exactly; others round the sum, too, to 16 bits, which no replica keeps."""
+        return isinstance(plan.sync, AllReduce) and isinstance(plan.wire, (Int8, OneBit, TopK)) and plan.wire.feedback
 
     def settled(self, shares: Mapping[str, WireShares], group: WorkerGroup) -> None:
         """A bucket's step is taken; all workers of `group` call it, with the same parameters."""
