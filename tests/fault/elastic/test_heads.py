@@ -48,7 +48,7 @@ def test_where_the_heads_machine_is_gone_a_member_with_all_state_goes_on_as_the_
     hosts: list[NamespaceHost], tmp_path: Path
 ) -> None:
     plan = "replicas=1-2+batch(size=20,micro=2)+compute(precision=fp64)"
-    fields = {"workers": 2, "silence_s": 3.0, "grace_s": 5.0, "save_every": 3}
+    fields = {"workers": 2, "silence_s": 3.0, "grace_s": 5.0, "save_every": 3, "max_steps": 10_000}
     with spread(tmp_path, hosts[0], plan=plan, job=fields) as job:
         east, west = [job.start(host) for host in hosts]
         job.reached(3)
@@ -62,7 +62,8 @@ def test_where_the_heads_machine_is_gone_a_member_with_all_state_goes_on_as_the_
         assert int(step) == max(west.ledger_steps()), "no step is lost"
         said = f"--hosts 1 --head west:{PORT} --run-dir {west.folder / 'run'}"
         assert said in " ".join(west.output.split())
-        again = job.start(hosts[1], job={"hosts": 1, "head": f"{hosts[1].address}:{PORT}"})
+        head = f"{hosts[1].address}:{PORT}"
+        again = job.start(hosts[1], job={"hosts": 1, "head": head, "max_steps": int(step) + 4})
         assert again.end() == 0, again.output
     rows = map(json.loads, (again.folder / "run" / "metrics.jsonl").read_text().splitlines())
     assert min(row["step"] for row in rows if row["attempt"] == 2) == int(step) + 1
