@@ -82,7 +82,7 @@ def write_worker(run: Path, steps: int, workers: int) -> None:
         seconds = {"data": 0.0001 + noise * 1e-5, "compute": 0.01 + noise * 1e-3, "communication": 0.002 - noise * 1e-4}
         seconds |= {"optimizer": 0.001 + noise * 1e-5, "total": 0.0135 + noise * 1e-3}
         loss, samples = 2.0 / step**0.1 + noise * 0.01, batch.num_samples
-        counts: dict[str, int] = {"num_wire_bytes": 4_000_000, "num_raw_bytes": 4_000_000}
+        counts: dict[str, Any] = {"num_wire_bytes": 4_000_000, "num_raw_bytes": 4_000_000}
         log.emit(
             StepDone(
                 step=step, epoch=batch.epoch, num_samples=samples, loss=loss, metrics={"lr": 0.001}, seconds=seconds,
@@ -109,13 +109,12 @@ def copied(path: Path, target: Path, change: Any) -> None:
     """Write a log and its sealed file again, with every line changed."""
     with open(path, encoding="utf-8") as file:
         own = file.read().splitlines()
-    mark = SealedMark.parse(own[0])
-    if mark is not None:
+    first: list[str] = []
+    if (mark := SealedMark.parse(own[0])) is not None:
         sealed = [change(line) for line in _sealed(path, own)]
         member = gzip.compress(("\n".join(sealed) + "\n").encode(), compresslevel=6, mtime=0)
         sealed_path(target).write_bytes(member)
-        own = own[1:]
-    first = [] if mark is None else [SealedMark(bytes=len(member), lines=mark.lines).text()]
+        first, own = [SealedMark(bytes=len(member), lines=mark.lines).text()], own[1:]
     target.write_text("\n".join([*first, *map(change, own)]) + "\n")
 
 

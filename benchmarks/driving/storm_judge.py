@@ -57,7 +57,7 @@ def violations(storm: Storm, like: dict[int, float]) -> list[str]:
 def _ends(storm: Storm) -> Iterator[str]:
     """Each start that did not finish has an exit status that fits what was done to it, and says why."""
     for start in storm.starts:
-        if start.exit_code == 0:
+        if start.exit_code is None or start.exit_code == 0:
             continue
         kinds = [fault.kind for fault in start.faults]
         earlier = [

@@ -65,9 +65,9 @@ class Turned(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         query, key, value = self.qkv(self.norm(x)).split(WIDTH, dim=2)
-        query, key = (self._turn(one, cos, sin) for one in (query, key))
-        heads = (one.unsqueeze(1) for one in (query, key, value))
-        return x + self.out(F.scaled_dot_product_attention(*heads, is_causal=True).squeeze(1))
+        query, key, value = (self._turn(query, cos, sin), self._turn(key, cos, sin), value)
+        query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+        return x + self.out(F.scaled_dot_product_attention(query, key, value, is_causal=True).squeeze(1))
 
     def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         left, right = x.split(WIDTH // 2, dim=2)

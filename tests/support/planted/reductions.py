@@ -108,7 +108,7 @@ def _over_other_workers(_: Any) -> None:
     wrap(GradientBuckets, "_group_of", make)
 
 
-def _scattered(unit: str, change: Callable[[Tensor, Tensor], None]) -> Plant:
+def _scattered(unit: str, change: Callable[[Tensor, Tensor], object]) -> Plant:
     """Change what comes of a unit's sum by rows: change(rows, what was sent)."""
 
     def make(before: Any) -> Any:

@@ -101,7 +101,7 @@ def test_members_wait_for_each_other_until_the_coordinator_has_decided(members: 
         now += 1.0
         for worker in membership.workers:
             membership.heard(worker, now)
-        told = [one for one in membership.tick(now, load=load) if not isinstance(one, StartReplica)]
+        told.extend(one for one in membership.tick(now, load=load) if not isinstance(one, StartReplica))
     assert the(told, MembershipView).members == tuple(range(members)), "once more, with all of them"
     assert now < meeting_s(members, load)
 

@@ -189,7 +189,8 @@ def test_report_and_status_of_sealed_events_say_what_they_say_of_all_lines(
                 else:
                     for number, event in enumerate(worker_events(1500, random.Random(worker))):
                         clock.now += 0.5
-                        log.emit(dataclasses.replace(event, rank=worker) if hasattr(event, "rank") else event)
+                        known: Any = event
+                        log.emit(dataclasses.replace(known, rank=worker) if hasattr(event, "rank") else event)
                         if number % 600 == 599:
                             log._log.seal()
                 log.close()

@@ -29,6 +29,7 @@ def olmoe() -> nn.Module:
     """transformers #48687: with "batched_mm" the router had a wrong gradient, and the loss was right."""
     from transformers import OlmoeConfig, OlmoeForCausalLM
 
+    chosen: Any = {"experts_implementation": "batched_mm"}  # declared by a base class of configurations
     config = OlmoeConfig(
         vocab_size=WORDS,
         hidden_size=32,
@@ -40,7 +41,7 @@ def olmoe() -> nn.Module:
         norm_topk_prob=False,
         pad_token_id=0,
         use_cache=False,
-        experts_implementation="batched_mm",
+        **chosen,
     )
     return OlmoeForCausalLM(config)
 

@@ -21,6 +21,10 @@ UNKNOWN = r"buffer \S+ of shape \[\d\] changed .* is not known: (in a trial|no t
 class Block(nn.Module):
     """Keeps an average of what comes, its sum, and perhaps its largest value."""
 
+    average: Tensor
+    total: Tensor
+    largest: Tensor
+
     def __init__(self, *, is_largest_kept: bool) -> None:
         super().__init__()
         self.layer, self.is_largest_kept = nn.Linear(6, 6), is_largest_kept

@@ -67,6 +67,7 @@ def run(worker: Any) -> dict[str, Any]:
         average.update()
         break
     own = worker.state_dict(model)
+    averaged, loss = {}, float("nan")
     with pytest.raises(KeyError), average.swapped_in():
         averaged = worker.state_dict(model)
         loss = worker.evaluate(model, Text(4), {"loss": next_word})["loss"]

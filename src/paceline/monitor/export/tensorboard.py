@@ -146,7 +146,8 @@ class _Mean:
                 points |= {"loss_range/least": min(numbers), "loss_range/most": max(numbers)}
         self.num = 0
         self._values.clear()
-        return *self._place, points
+        when, step = self._place
+        return when, step, points
 
 
 def _scalars(row: Step) -> dict[str, float]:

@@ -31,12 +31,13 @@ class UserCheckpoints:
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """While it lasts, calls between units do not keep their arguments."""
-        names = vars(torch_checkpoint)
-        names[REENTRANT], names[OTHER] = self, self._without_reentrant
+        setattr(torch_checkpoint, REENTRANT, self)
+        setattr(torch_checkpoint, OTHER, self._without_reentrant)
         try:
             yield
         finally:
-            names[REENTRANT], names[OTHER] = self._reentrant, self._other
+            setattr(torch_checkpoint, REENTRANT, self._reentrant)
+            setattr(torch_checkpoint, OTHER, self._other)
 
     def recomputed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the forward of a unit that is about to be called, so that it recomputes if that was asked for."""
