@@ -52,9 +52,10 @@ class Run(NamedTuple):
         return self.step + (self.num - 1) * self.stride
 
     def part(self, begin: int, end: int) -> Run:
-        """Lines `begin` to `end` - 1."""
-        step, base = self.step + begin * self.stride, self.base + begin * self.shift
-        return self._replace(step=step, base=base, num=end - begin)
+        """Lines `begin` to `end` - 1. One line alone is as it was read: it has no distance to a next one."""
+        step, base, num = self.step + begin * self.stride, self.base + begin * self.shift, end - begin
+        stride, shift = (self.stride, self.shift) if num > 1 else (1, 0)
+        return Run(self.shape, step, self.epoch, base, num, stride, shift)
 
     def before(self, step: int) -> int:
         """How many lines are of steps before this one."""

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.logs.ledger_runs import merge_ledger, runs_in
+from paceline.logs.ledger_runs import join_runs, merge_ledger, run_of, runs_in
 
 Line = dict[str, Any]
 
@@ -42,6 +42,15 @@ def test_two_streams_in_turns_are_two_runs() -> None:
     merged = merge_ledger([json.dumps(line) for line in lines])
     assert len(merged) == 2
     assert sorted(unmerged(merged), key=lambda line: line["step"]) == lines
+
+
+def test_one_line_of_a_run_is_equal_to_the_run_that_it_is_alone() -> None:
+    """Else a worker that came later would seem to disagree with those whose steps were joined."""
+    alone = [run_of(step(number, 0, number * 12, number * 12 + 4, whole=[number * 12, 40])) for number in (1, 2, 3)]
+    (joined,) = join_runs(run_of(step(number, 0, number * 12, number * 12 + 4)) for number in (1, 2, 3))
+    assert joined.num == 3 and joined.part(0, 3) == joined
+    assert [joined.part(index, index + 1).shift for index in range(3)] == [one.shift for one in alone] == [0, 0, 0]
+    assert joined.part(1, 2) == run_of(step(2, 0, 24, 28))
 
 
 edges = st.integers(0, 40)
