@@ -119,12 +119,17 @@ def opened_by(mark: str) -> Opened:
                     target = os.readlink(fd)
                     if target.startswith("socket:["):
                         inodes.add(target[8:-1])
-                    elif target.startswith(("/memfd:", "/dev/shm", "/tmp")):
+                    elif target.startswith(("/memfd:", "/dev/shm", "/tmp")) and not _is_program(target):
                         found.files |= {str(fd), target}
             found.files |= {str(process / name) for name in ("mem", "environ")}
             found.unix |= _unix(process, inodes)
             found.tcp |= _tcp(process, inodes)
     return found
+
+
+def _is_program(path: str) -> bool:
+    """What a process imports just now; who may read that is decided by who installed it."""
+    return path.startswith((sys.prefix, sys.base_prefix)) or path.endswith((".py", ".pyc", ".so"))
 
 
 def _unix(process: Path, inodes: set[str]) -> set[str]:
