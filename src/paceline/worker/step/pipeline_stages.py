@@ -353,6 +353,7 @@ class PipelinePass:
 
     def try_forward(self, micro: Any) -> None:
         """Run the forward of a micro-batch once more, without gradients; all workers of the stages must call it."""
+        self.staged.shards.close()  # recorded are registered parameters, not those that another forward has gathered
         self._worker.pipeline = self.staged.pipeline(1)
         self._learn(self._loss, [micro])
         self._worker.around = lambda _: contextlib.nullcontext()
