@@ -33,6 +33,7 @@ __all__ = ["HeldPart", "PartialParameter", "PartialTensor", "mark_partial", "on_
 TORCH_DIR = str(Path(torch.__file__).parent)
 OWN_DIR = str(Path(__file__).parents[1])
 OPTIMIZERS_DIR, LAYERS_DIR = f"{TORCH_DIR}/optim/", f"{TORCH_DIR}/nn/"
+SCALER_DIR = f"{TORCH_DIR}/amp/"  # divides number by number; an overflow on one worker is shown to those of all
 WATCH_FILE = f"{OWN_DIR}/parallel/parameter_watch.py"  # passes on what user code does to `.data`
 MODULE_FILE, OPTIMIZER_FILE = f"{TORCH_DIR}/nn/modules/module.py", f"{TORCH_DIR}/optim/optimizer.py"
 
@@ -218,7 +219,7 @@ def _is_trusted() -> bool:
     caller = frame.f_back
     while caller is not None and caller.f_code.co_filename.startswith((TORCH_DIR, WATCH_FILE)):
         file = caller.f_code.co_filename
-        if file.startswith(OPTIMIZERS_DIR):
+        if file.startswith((OPTIMIZERS_DIR, SCALER_DIR)):
             return True
         if file.startswith(LAYERS_DIR) and file != MODULE_FILE:
             return False  # a layer that was not split, or a function of layers
