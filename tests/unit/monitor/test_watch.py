@@ -280,7 +280,7 @@ def test_a_host_that_follows_a_head_writes_no_file_of_the_run(workers: Workers) 
     workers.step(1)
     watch.poll()
     assert watch.finish("finished", 0)["steps"] == 1  # complete with the two workers of this host
-    assert sorted(path.name for path in workers.run.iterdir()) == ["attempt_1", "run.json"]
+    assert sorted(path.name for path in workers.run.iterdir()) == [".lock", "attempt_1", "run.json"]  # the head's
 
 
 def test_the_metrics_endpoint_is_told_and_noted_while_it_serves(workers: Workers) -> None:

@@ -16,6 +16,7 @@ from paceline.errors import PlanError, SyncError
 from paceline.parallel.expert.apply import ExpertParallelModel, distribute_experts
 from paceline.parallel.expert.find_experts import find_experts
 from paceline.parallel.tensor.emulated_group import EmulatedGroup, emulate
+from paceline.parallel.torch_functions import on_parts
 
 
 class Exchange:
@@ -66,7 +67,8 @@ def assert_same(results: list[Result], model: nn.Module, inputs: Sequence[Tensor
         here = [dict(one.named_parameters())[name] for _, one, _, _ in results]
         grads = [torch.zeros_like(one) if one.grad is None else one.grad for one in here if not one.is_meta]
         assert len(grads) == (1 if name in distributed.owners else len(results)), name
-        found = torch.cat(grads) if name in distributed.splits else torch.stack(grads).sum(0)
+        with on_parts():
+            found = torch.cat(grads) if name in distributed.splits else torch.stack(grads).sum(0)
         expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         torch.testing.assert_close(found, expected, msg=lambda text, name=name: f"{name}: {text}")
 
