@@ -25,15 +25,14 @@ Of a wire with error feedback the gradients may differ, and what follows them: w
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from paceline.cli.parity.compare import Difference
+from paceline.cli.parity.distances import distance, figure, floor_of, noise_of
 from paceline.cli.parity.module_records import (
-    Array,
     ModuleReader,
     StepRecords,
     TensorRecord,
@@ -64,9 +63,9 @@ class Departure:
     worker: int | None = None
 
     def __str__(self) -> str:
-        by = f"by {_figure(self.difference)}"
+        by = f"by {figure(self.difference)}"
         if self.noise:
-            by += f" (tolerance {_figure(MARGIN * self.noise)}, from rounding)"
+            by += f" (tolerance {figure(MARGIN * self.noise)}, from rounding)"
         return f"first departs in {self.module}, {self.phase} of step {self.step}: {self.what} differs {by}"
 
 
@@ -147,13 +146,13 @@ class _Search:
     def _compare(self, name: str) -> list[_Judged]:
         """Compare a file of named tensors, of all workers, in the reference's order of modules."""
         theirs, noisy = self._theirs.whole(name, 0), self._noisy.whole(name, 0)
-        noises = {key: _distance(noisy.get(key), tensor) for key, tensor in theirs.items()}
-        floor = _floor(noises.values(), theirs.values())
+        noises = {key: distance(noisy.get(key), tensor) for key, tensor in theirs.items()}
+        floor = floor_of(noises.values(), theirs.values())
         judged: list[_Judged] = []
         for worker in range(self._ours.num_workers):
             ours = self._ours.whole(name, worker)
             for key in theirs.keys() | ours.keys() if ours else ():
-                difference = _distance(ours.get(key), theirs.get(key))
+                difference = distance(ours.get(key), theirs.get(key))
                 judged.append(
                     _Judged(name=key, difference=difference, noise=max(noises.get(key, 0.0), floor), worker=worker)
                 )
@@ -328,8 +327,8 @@ class _Search:
         """The first tensor of a forward, or gradient of a backward, in the reference's order over all micro-batches."""
         ours, noisy = self._ours.step(step), self._noisy.step(step)
         records = [one for one in theirs.records if one.is_gradient == is_gradient and one.key and not one.is_void]
-        noises = {one.place: _noise(one, theirs, noisy) for one in records}
-        floor = _floor(noises.values(), [theirs.array(one) for one in records[:1]])
+        noises = {one.place: noise_of(one, theirs, noisy) for one in records}
+        floor = floor_of(noises.values(), [theirs.array(one) for one in records[:1]])
         first: tuple[int, int, _Judged] | None = None
         for micro in sorted(theirs.micros):
             sequence = [one for one in records if one.micro == micro]
@@ -361,7 +360,7 @@ class _Search:
             whole = part_of(b, part.pieces)
             if whole is None or a.shape != whole.shape:
                 continue
-            difference = _distance(a, whole, scale=rms(b))
+            difference = distance(a, whole, scale=rms(b))
             if worst is None or not difference <= worst.difference:
                 worst = _Judged(name=record.module, difference=difference, noise=noise, worker=part.worker)
         return worst
@@ -420,35 +419,3 @@ def _departure(step: int, phase: str, module: str, what: str, judged: _Judged) -
         noise=judged.noise,
         worker=judged.worker,
     )
-
-
-def _noise(record: TensorRecord, theirs: StepRecords, noisy: StepRecords) -> float:
-    found = [noisy.array(one) for one in noisy.parts(record)]
-    return _distance(found[0], theirs.array(record)) if found else 0.0
-
-
-def _floor(noises: Iterable[float], arrays: Iterable[Array]) -> float:
-    """The least noise that a tensor is taken to have: the median of its kind, or one rounding."""
-    finite = [noise for noise in noises if math.isfinite(noise) and noise > 0]
-    types = {array.dtype for array in arrays if array.dtype.kind == "f"}
-    rounding = max((float(np.finfo(kind).eps) for kind in types), default=0.0)
-    return max(float(np.median(finite)) if finite else 0.0, rounding)
-
-
-def _distance(a: Array | None, b: Array | None, *, scale: float | None = None) -> float:
-    """rms(a - b) over rms(b), or over another scale; infinite where one of them is missing or not finite."""
-    if a is None or b is None or a.shape != b.shape:
-        return math.inf
-    with np.errstate(invalid="ignore"):
-        difference = rms(np.where(a == b, 0.0, a.astype(np.float64) - b.astype(np.float64)))
-    if difference == 0.0:
-        return 0.0
-    size = rms(b) if scale is None else scale
-    if not math.isfinite(difference) or not math.isfinite(size):
-        same = np.array_equal(np.isfinite(a), np.isfinite(b))
-        return 0.0 if same and not math.isfinite(size) else math.inf
-    return difference / size if size > 0 else math.inf
-
-
-def _figure(value: float) -> str:
-    return f"{value:.1e}" if math.isfinite(value) else "without bound"

@@ -83,7 +83,7 @@ class Coordinator:
         # Some worker is taking steps, or will from state that only memory has.
         self._has_begun = restart_plan is not None and restart_plan.begins_at is not None
         self._cannot_fork = False  # the warm parent is lost, so no worker can be forked
-        self._emit: Callable[[Event], None] = _drop_event
+        self._emit: Callable[[Event], None] = lambda _: None
         initial = [*self.ranks, *(worker for remote_host in remote_hosts for worker in remote_host.workers)]
         self._unreachable = UnreachableHosts(self.remote_hosts.hosts_of(initial))
         self._exits = WorkerExits(range(job.workers or 0))
@@ -257,9 +257,7 @@ class Coordinator:
         self.close_admission()
 
     def close_admission(self, *, keep_listening: bool = False) -> socket.socket | None:
-        """Admit no more hosts. With `keep_listening` the listening socket is returned, and hosts that come wait
-        there.
-        """
+        """Admit no more hosts. With `keep_listening` the listening socket is returned; hosts that come wait there."""
         return None if self._admission is None else self._admission.close(keep_listening=keep_listening)
 
     # Called when other hosts join, leave or are lost.
@@ -451,7 +449,3 @@ class Coordinator:
         """Tell each host which neighbor host receives copies of its snapshots."""
         if self.replication is not None:
             self.remote_hosts.assign_neighbors(self.address, self.replication)
-
-
-def _drop_event(event: Event) -> None:
-    """Drop the event: used until a record exists."""
