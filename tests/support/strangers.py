@@ -27,6 +27,7 @@ __all__ = ["TOKEN", "AnotherUser", "Opened", "another_user", "needs_root", "open
 
 TOKEN = b"a token of sufficient length"
 NOBODY = 65534
+CHECKOUT = str(Path(__file__).parents[2])
 LISTENS = "0A"  # in /proc/net/tcp
 ACCEPTS = 1 << 16  # in /proc/net/unix: it is a listening socket
 
@@ -129,7 +130,7 @@ def opened_by(mark: str) -> Opened:
 
 def _is_program(path: str) -> bool:
     """What a process imports just now; who may read that is decided by who installed it."""
-    return path.startswith((sys.prefix, sys.base_prefix)) or path.endswith((".py", ".pyc", ".so"))
+    return path.startswith((sys.prefix, sys.base_prefix, CHECKOUT)) or path.endswith((".py", ".pyc", ".so"))
 
 
 def _unix(process: Path, inodes: set[str]) -> set[str]:
