@@ -56,10 +56,10 @@ def assert_harmless(user: AnotherUser, seen: Opened, folder: Path) -> None:
 
 
 @needs_root
-def test_another_user_cannot_harm_a_run_while_it_regroups(folder: Path) -> None:
+def test_another_user_cannot_harm_a_run_while_it_regroups(folder: Path, tmp_path: Path) -> None:
     """A worker is killed, and another user knocks at every socket while the others regroup."""
     train = write_program(folder)
-    with closing(Announcements(folder / "pipe")) as pipe, another_user(folder) as user:
+    with closing(Announcements(tmp_path / "pipe")) as pipe, another_user(folder) as user:
         words = ("run", train, "--workers", "2", "--plan", ELASTIC)
         with command(*PACELINE, *words, "--tell", pipe.path, "--tell-at", "4", cwd=folder) as program:
             told = program.told(pipe, 2)
@@ -74,9 +74,9 @@ def test_another_user_cannot_harm_a_run_while_it_regroups(folder: Path) -> None:
 
 
 @needs_root
-def test_another_user_cannot_harm_parameter_servers(folder: Path) -> None:
+def test_another_user_cannot_harm_parameter_servers(folder: Path, tmp_path: Path) -> None:
     train = write_program(folder)
-    with closing(Announcements(folder / "pipe")) as pipe, another_user(folder) as user:
+    with closing(Announcements(tmp_path / "pipe")) as pipe, another_user(folder) as user:
         words = ("run", train, "--workers", "2", "--plan", SERVERS, "--epochs", "6")
         with command(*PACELINE, *words, "--tell", pipe.path, cwd=folder) as program:
             (one,) = program.told(pipe, 1)

@@ -312,7 +312,9 @@ def pretend_time(worker: Any, costs: Sequence[StageCost], folder: Path) -> None:
             return arrived
 
         def send(self, message: StageMessage, tensors: Mapping[int, Tensor]) -> None:
-            stamp(message).write_text(str(now_s[0]))
+            written = stamp(message).with_suffix(".part")  # a trial sends what is named alike again
+            written.write_text(str(now_s[0]))
+            written.replace(stamp(message))
             super().send(message, tensors)
 
     def stamp(message: StageMessage) -> Path:
