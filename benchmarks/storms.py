@@ -62,7 +62,7 @@ def one_storm(root: Path, plan: StormPlan, seed: int, like: dict[int, float], ki
         broken = violations(storm, like)
     except StandStill as error:
         broken = [f"stand-still: {error}"]
-    except Exception:
+    except Exception:  # a judge that fails is a violation, too, and the sweep goes on
         broken = [f"the judge failed: {traceback.format_exc()[-1500:]}"]
     if not broken:
         shutil.rmtree(folder, ignore_errors=True)

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from driving.runs import Stand, state_of, struck
@@ -367,12 +367,3 @@ def name_of(pid: int) -> str:
 
 def _end_with_the_driver() -> None:
     set_parent_death_signal(signal.SIGKILL)
-
-
-@contextlib.contextmanager
-def noted(storm: Storm) -> Iterator[Storm]:
-    """For tests: a storm whose processes do not outlive this."""
-    try:
-        yield storm
-    finally:
-        storm._end_all()  # pyright: ignore[reportPrivateUsage]

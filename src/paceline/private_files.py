@@ -46,7 +46,7 @@ def read_private(path: Path) -> bytes:
                 expected = os.fstat(own.fileno()).st_uid
             if owner != expected:
                 raise LaunchError(
-                    f"{path} belongs to user {owner}, who has not started this run: nothing in it was read. Use a run "
+                    f"{path} belongs to user {owner}, not to this run's user: nothing in it was read. Use a run "
                     "directory in which no other user may write"
                 )
         return file.read()

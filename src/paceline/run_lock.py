@@ -52,7 +52,7 @@ def release(run_dir: Path) -> None:
 
 
 def newer_start(run_dir: Path, attempt: int) -> str | None:
-    """Return who has begun a later attempt in a run's directory ("attempt 3, process 4711 on host b"); None: nobody."""
+    """Return the start of a later attempt in this directory ("attempt 3, process 4711 on host b"), or None."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # damaged: reported elsewhere
         fields = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
         newest = max((int(each["attempt"]) for each in fields["attempts"]), default=0)

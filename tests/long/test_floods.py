@@ -1,4 +1,4 @@
-"""Twenty thousand strangers, from many addresses and from the host's own: who holds the token gets in within a second.
+"""Twenty thousand strangers, from many addresses and from the host's own: a true token gets in within a second.
 
 Some connect and leave, some stay silent, and some send a byte a second. Each flood comes from processes of its own.
 """

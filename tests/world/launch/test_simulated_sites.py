@@ -94,9 +94,9 @@ def test_the_example_trains_on_its_sites_and_leaves_none_behind(tmp_path: Path) 
 
 @needs_network
 @pytest.mark.needs("tc")
-@pytest.mark.parametrize(("signum", "statuses"), [(signal.SIGINT, (130, 76)), (signal.SIGTERM, (143,))])
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_the_example_that_is_stopped_while_it_starts_leaves_no_site_behind(
-    tmp_path: Path, signum: int, statuses: tuple[int, ...]
+    tmp_path: Path, signum: int, status: int
 ) -> None:
     before = namespaces()
     with started(tmp_path, "--", "--epochs", "100000") as example:
@@ -109,8 +109,9 @@ def test_the_example_that_is_stopped_while_it_starts_leaves_no_site_behind(
         # As a terminal does it: Ctrl-C is for all that the command has started.
         os.killpg(example.pid, signum) if signum == signal.SIGINT else example.send_signal(signum)
         said += example.communicate(timeout=120)[0]
-    # Each site gets the terminal's Ctrl-C by itself: one may see first that another one has gone (76).
-    assert example.returncode in statuses, said
+    # Each site gets the terminal's Ctrl-C by itself: one may see first that the other one has gone.
+    saw_loss = signum == signal.SIGINT and "was lost: it closed the connection" in said
+    assert example.returncode == (76 if saw_loss and "failed before the first step" in said else status), said
     assert namespaces() == before
 
 

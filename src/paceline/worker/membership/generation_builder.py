@@ -32,7 +32,7 @@ __all__ = ["ElasticMembership", "GenerationBuilder", "meeting_s"]
 def meeting_s(members: int, load: float) -> float:
     """How long members that have to form a generation at once wait for each other.
 
-    It is longer than the coordinator gives them, with all extensions: it hears who is alive, and decides. A member that
+    It is longer than the coordinator's limit with all extensions: it hears the heartbeats, and decides. A member that
     gave up before would only name itself.
     """
     limits = Limits(least=1, most=members)
