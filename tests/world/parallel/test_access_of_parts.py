@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,23 @@ def gradient_penalty(model: Any, micro: Any) -> Tensor:
     return loss + torch.stack([one.square().sum() for one in found]).sum()
 
 
+def weighed_by_slopes(worker: Any, *, fetched: str) -> list[float]:
+    """A loss weighed by its gradient, as methods for several tasks have it; parameters are `fetched` when?"""
+    model: Any = worker.prepare(net())
+    held = list(model.parameters())
+
+    def loss_of(model: Any, micro: Any) -> Tensor:
+        loss = F.cross_entropy(model(micro[0]), micro[1])
+        asked = held if fetched == "early" else list(model.parameters())
+        if fetched == "backward":
+            loss.backward(inputs=held, retain_graph=True)
+        found = torch.autograd.grad(loss, asked, retain_graph=True, allow_unused=True)
+        return loss * (1 + sum(one.square().sum() for one in found if one is not None))
+
+    step = worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), forward=loss_of)
+    return [float(step(batch)) for batch in worker.batches(data())]
+
+
 def by_functions(model: Any, micro: Any) -> Tensor:
     half = {name: one * 0.5 for name, one in model.named_parameters()}
     return functional_call(model, half, (micro[0],)).sum()
@@ -107,6 +125,8 @@ def refused(worker: Any) -> dict[str, str]:
         attempt("a gradient's norm", lambda: float(weight.grad.norm()))
     attempt("a norm", lambda: [float(one.detach().norm()) for one in model.parameters()])
     attempt("a random fill", lambda: [nn.init.normal_(one) for one in model.parameters()])
+    attempt("noise", lambda: [torch.randn_like(one) for one in model.parameters()])
+    attempt("a mask", lambda: [F.dropout(one.detach()) for one in model.parameters()])
     if worker.plan.layout.tensor == 1:
         attempt("a copy", lambda: copy.deepcopy(model))
     for forward in (gradient_penalty, by_functions, transformed, l2):
@@ -115,6 +135,9 @@ def refused(worker: Any) -> dict[str, str]:
         if forward in (l2, transformed) and worker.plan.layout.shard > 1:
             continue  # torch's words, which the run replaces; right
         attempt(forward.__name__, lambda forward=forward: losses_of(worker, forward))
+    if worker.plan.layout.shard > 1:
+        for fetched in ("early", "backward"):
+            attempt(fetched, lambda fetched=fetched: weighed_by_slopes(worker, fetched=fetched))
     return texts
 
 
@@ -122,6 +145,10 @@ NAMES = {
     "a gradient's norm": "clip_gradients",
     "a norm": "penalty=",
     "a random fill": "",
+    "noise": "",
+    "a mask": "",
+    "early": "gathered copy",
+    "backward": "gathered copy",
     "a copy": "ExponentialMoving",
 }
 NAMES |= {"gradient_penalty": "", "by_functions": "in the place of", "transformed": "torch.func", "l2": "penalty="}
@@ -141,4 +168,11 @@ def test_parts_are_as_in_one_process_or_refused(world: World, layout: Layout, tm
 def test_gradients_of_gradients_are_right_under_tensor_parallel(world: World) -> None:
     expected = world.one_process(second_order, plan_of(Layout()))
     for found in world(second_order, 2, plan_of(Layout(tensor=2))):
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_gradients_that_forward_asks_for_are_those_of_one_process(world: World) -> None:
+    slopes = functools.partial(weighed_by_slopes, fetched="in forward")
+    expected = world.one_process(slopes, plan_of(Layout()))
+    for found in world(slopes, 2, plan_of(Layout(shard=2, zero=3))):
         assert found == pytest.approx(expected, rel=1e-9)

@@ -17,11 +17,14 @@ from layout_runs import (
     assert_same,
     beside,
     by_plain_loop,
+    next_word,
     plan_of,
+    prepared,
     train,
     without_dropout,
     workers_of,
 )
+from paceline.errors import PlanError
 from paceline.plan import Batch, Layout, Plan
 from tensor_models import hugging_face
 
@@ -49,6 +52,21 @@ def plainly(worker: Any) -> dict[str, Any]:
 
 def test_the_plain_loop_does_too(world: World, oracle: dict[str, Any]) -> None:
     assert_same(world(plainly, 2, plan_of(Layout(context=2))), oracle)
+
+
+def asked_for(worker: Any) -> str:
+    model, _ = prepared(worker, drop=0.0)
+    words, next_words = torch.utils.data.default_collate([Text(2)[0], Text(2)[1]])
+    try:
+        torch.autograd.grad(next_word(model(words), next_words), [model.norm.weight])
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_a_gradient_over_a_slice_of_the_tokens_is_refused(world: World) -> None:
+    for said in world(asked_for, 2, plan_of(Layout(context=2))):
+        assert "norm.weight: under Layout(context=2)" in said
 
 
 @pytest.mark.parametrize("recompute", ["blocks", "selective"])

@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 from forked import WorkersFailed, World
 from paceline.comm.sharded_tensors import full_tensor
+from paceline.errors import PlanError
 from paceline.parallel.partial_state import reading_parts
 from paceline.plan import Batch, Cast, Compute, Guard, Layout, Plan
 
@@ -201,6 +202,39 @@ def thawing(worker: Any) -> Any:
 def test_parameters_that_are_thawed(world: World, zero: Any) -> None:
     plan = Plan(layout=Layout(shard=2, zero=zero), batch=BATCH, compute=EXACT)
     same(world(thawing, 2, plan), world.one_process(thawing, plan_of(plan)))
+
+
+class Adapted(nn.Module):
+    """A frozen layer in 16 bits, of an odd size, with a low-rank adapter in fp32, as LoRA has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(7, 7).to(torch.bfloat16).requires_grad_(False)
+        self.down, self.up = nn.Linear(7, 3, bias=False), nn.Linear(3, 7, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.base(x.to(torch.bfloat16)).float() + self.up(self.down(x))
+
+
+def adapted(worker: Any) -> Any:
+    torch.manual_seed(4)
+    model = worker.prepare(nn.Sequential(nn.Linear(6, 7), nn.Sequential(Adapted(), Adapted()), nn.Linear(7, 4)))
+    trained = [one for one in model.parameters() if one.requires_grad]
+    step = worker.stepper(model, worker.prepare(torch.optim.AdamW(trained, lr=0.02)), F.cross_entropy)
+    losses = [float(step(batch)) for batch in worker.batches(dataset())]
+    if worker.plan.layout.shard > 1:
+        model.requires_grad_(True)
+        with pytest.raises(PlanError, match="bfloat16 and float32"):
+            for batch in worker.batches(dataset()):
+                step(batch)
+    return losses
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_adapters_in_fp32_on_a_frozen_base_in_16_bits(world: World, zero: Any) -> None:
+    expected = world.one_process(adapted, Plan(batch=BATCH))
+    for found in world(adapted, 2, Plan(layout=Layout(shard=2, zero=zero), batch=BATCH)):
+        assert found == pytest.approx(expected, rel=2e-3)
 
 
 def test_gradients_that_travel_in_sixteen_bits_between_replicas(world: World) -> None:

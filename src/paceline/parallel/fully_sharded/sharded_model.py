@@ -219,6 +219,7 @@ class ShardedModel:
         gather_modules = set(self._units[: len(experts)])
         inner = [*(module for _, module in experts), *(block for _, block in blocks if apart is None)]
         self._slots = {unit: _slots_of(unit, inner=() if unit in gather_modules else inner) for unit in self._units}
+        self._mixed = [unit for unit, slots in self._slots.items() if len({p.dtype for _, _, p in slots}) > 1]
         held = model.parameters() if apart is None else [p for slots in self._slots.values() for _, _, p in slots]
         self.parameters = {id(parameter): parameter for parameter in held}
         self._of_experts = {id(split) for unit in gather_modules for _, _, split in self._slots[unit]}
@@ -240,6 +241,13 @@ class ShardedModel:
 
     def before_run(self, *, is_last: bool, is_void: bool) -> None:
         self._is_void = is_void
+        for unit in self._mixed:
+            if len(kinds := _trained_types(self._slots[unit])) > 1:
+                raise PlanError(
+                    f"parameters of a unit that have different types ({' and '.join(kinds)}) are trained under "
+                    "Layout(shard=...) since some were thawed (requires_grad_()), but its gradients travel as one: "
+                    "give them one type, for example model.float() before worker.prepare(model)"
+                )
         for unit in self._units:
             unit.set_requires_gradient_sync(not self._is_late and (is_last or self.zero > 1), recurse=False)
             unit.set_reshard_after_backward(not self._is_late and (is_last or self.zero == 3), recurse=False)
@@ -375,13 +383,13 @@ def require_splittable(model: nn.Module, named: Sequence[str] = ()) -> None:
             )
     units = units_of(model, named)
     for name, unit in [*units, ("what is in no block", model)]:
-        kinds = {p.dtype for _, _, p in _slots_of(unit, inner=(one for _, one in units))}
+        kinds = _trained_types(_slots_of(unit, inner=(one for _, one in units)))
         if len(kinds) > 1:
-            some = " and ".join(sorted(map(_short, kinds)))
             note(
                 name,
-                f"{name} mixes {some}, but travels as one:",
-                "give its parameters one type, for example model.float() before worker.prepare(model).",
+                f"{name} mixes {' and '.join(kinds)}, but its gradients travel as one:",
+                "give what is trained in it one type, for example model.float() before worker.prepare(model). What is "
+                "frozen may have another one.",
             )
     if found:
         raise PlanError.listing(f"Layout(shard=...) cannot split {class_name(model)}", found)
@@ -438,6 +446,11 @@ def _slots_of(unit: nn.Module, *, inner: Iterable[nn.Module]) -> list[Slot]:
     others = set(itertools.chain.from_iterable(one.modules() for one in inner if one is not unit))
     modules = [one for one in unit.modules() if one not in others]
     return [(one, name, parameter) for one in modules for name, parameter in one.named_parameters(recurse=False)]
+
+
+def _trained_types(slots: Iterable[Slot]) -> list[str]:
+    """The types of the parameters that are trained."""
+    return sorted({_short(parameter.dtype) for _, _, parameter in slots if parameter.requires_grad})
 
 
 def _short(dtype: torch.dtype) -> str:

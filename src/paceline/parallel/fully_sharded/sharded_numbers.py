@@ -20,7 +20,13 @@ from paceline.errors import PlanError
 __all__ = ["explained", "install"]
 
 READS = ("item", "tolist", "__float__", "__int__", "__bool__", "__index__", "__complex__", "__format__")
-RANDOM = ("normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_", "bernoulli_")
+# operations that draw a number for each place of a tensor; of all their overloads
+RANDOM = (
+    *("rand_like", "randn_like", "randint_like", "normal", "normal_", "uniform", "uniform_", "random", "random_"),
+    *("exponential", "exponential_", "log_normal", "log_normal_", "cauchy", "cauchy_", "geometric", "geometric_"),
+    *("bernoulli", "bernoulli_", "binomial", "multinomial", "poisson", "native_dropout", "_fused_dropout"),
+    *("rrelu_with_noise", "rrelu_with_noise_", "rrelu_with_noise_functional", "_standard_gamma", "_sample_dirichlet"),
+)
 WRITES = ("copy_", "add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_", "masked_fill_")
 WHOLE = (
     "A penalty on weights belongs in worker.stepper(..., penalty=fn): fn(name, parameter) gets each parameter whole. "
@@ -36,9 +42,15 @@ def install() -> None:
 
     if "item" in vars(DTensor):
         return
-    for names, guard in ((READS, _read), (RANDOM, _drawn), (WRITES, _written)):
+    for names, guard in ((READS, _read), (WRITES, _written)):
         for name in names:
             setattr(DTensor, name, _method(guard, name, getattr(DTensor, name)))
+    # Functions of torch meet no method of DTensors. Its dispatcher has a table of operations with a handler of their own.
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers  # pyright: ignore[reportPrivateUsage]  # there is no public one
+    for name in RANDOM:
+        packet = getattr(torch.ops.aten, name, None)  # some are new in torch 2.13
+        for overload in () if packet is None else packet.overloads():
+            handlers[getattr(packet, overload)] = _drawn
 
 
 def explained(error: BaseException) -> PlanError | None:
@@ -71,14 +83,14 @@ def _read(name: str, own: Any, self: Any, args: Any, kwargs: Any) -> Any:
     return own(self, *args, **kwargs)
 
 
-def _drawn(name: str, own: Any, self: Any, args: Any, kwargs: Any) -> Any:
-    if any(placement.is_shard() for placement in self.placements):
-        raise PlanError(
-            f"{name}() of a tensor of which each worker has rows, under Layout(shard=...): each would draw other "
-            "numbers than one process. Initialise the model before worker.prepare(model), or draw a whole tensor on "
-            "all workers, with the same seed, and write it: parameter.copy_(whole), parameter.add_(whole)"
-        )
-    return own(self, *args, **kwargs)
+def _drawn(operation: Any, args: Any, kwargs: Any) -> Any:
+    name = str(operation).split(".")[1]
+    raise PlanError(
+        f"{name}() of a tensor of which each worker has rows, under Layout(shard=...): each would draw other "
+        "numbers than one process. Initialise the model before worker.prepare(model), or draw a whole tensor on "
+        "all workers, with the same seed (torch.randn(parameter.shape, generator=...)), and write it: "
+        "parameter.copy_(whole), parameter.add_(whole)"
+    )
 
 
 def _written(name: str, own: Any, self: Any, args: Any, kwargs: Any) -> Any:

@@ -24,6 +24,7 @@ from paceline.parallel.check.model_hints import ModelHints
 from paceline.parallel.check.model_support import require_fit, require_open
 from paceline.parallel.fully_sharded.sharded_model import ShardedModel, ShardedModels
 from paceline.parallel.model_units import names_matching
+from paceline.parallel.gradient_queries import refuse_gradients_at
 from paceline.parallel.partial_state import PartialStateGuard, is_partial, reading_parts
 from paceline.parallel.recompute import turn_caches_off
 from paceline.parallel.remote_embeddings import use_remote_tables
@@ -107,6 +108,7 @@ class ModelLayout:
             shard=lambda one: self._shard(one, is_fresh=is_fresh, hints=hints),
         )
         carry_hooks(before, model)
+        self._guard_gradients(model)
         if self._tables is not None:
             use_remote_tables(model, self._tables)
 
@@ -133,6 +135,24 @@ class ModelLayout:
         left = before - {id(parameter) for parameter in model.parameters()}
         for known in (self.split_ids, self.partial_ids, self._expert_ids):
             known.difference_update(left)  # another parameter may get the number
+
+    def _guard_gradients(self, model: nn.Module) -> None:
+        """Refuse what asks autograd for gradients at parameters that get none there, or a part."""
+        layout = self._plan.layout
+        for name, parameter in model.named_parameters():
+            if is_sharded(parameter):
+                why = f"Layout(shard={layout.shard}) computes with a gathered copy of it, so there is no gradient here"
+            elif self._axes.context.size > 1:
+                why = f"under Layout(context={layout.context}) this worker has the part of its slice of each sequence"
+            elif model in self._stages:
+                why = f"Layout(stages={layout.stages}) computes its gradient after the loss, on the workers that have it"
+            elif self.is_of_experts(parameter):
+                why = f"under Layout(experts={layout.experts}) it gets tokens of several workers' losses"
+            elif id(parameter) in self.partial_ids:
+                why = f"under Layout(tensor={layout.tensor}) this worker has a part of its gradient"
+            else:
+                continue
+            refuse_gradients_at(parameter, name, why)
 
     @property
     def _changes_layers(self) -> bool:
