@@ -23,8 +23,8 @@ from paceline.parallel.apply import place, send_from_first
 from paceline.parallel.check.model_hints import ModelHints
 from paceline.parallel.check.model_support import require_fit, require_open
 from paceline.parallel.fully_sharded.sharded_model import ShardedModel, ShardedModels
-from paceline.parallel.model_units import names_matching
 from paceline.parallel.gradient_queries import refuse_gradients_at
+from paceline.parallel.model_units import names_matching
 from paceline.parallel.partial_state import PartialStateGuard, is_partial, reading_parts
 from paceline.parallel.recompute import turn_caches_off
 from paceline.parallel.remote_embeddings import use_remote_tables
@@ -145,7 +145,9 @@ class ModelLayout:
             elif self._axes.context.size > 1:
                 why = f"under Layout(context={layout.context}) this worker has the part of its slice of each sequence"
             elif model in self._stages:
-                why = f"Layout(stages={layout.stages}) computes its gradient after the loss, on the workers that have it"
+                why = (
+                    f"Layout(stages={layout.stages}) computes its gradient after the loss, on the workers that have it"
+                )
             elif self.is_of_experts(parameter):
                 why = f"under Layout(experts={layout.experts}) it gets tokens of several workers' losses"
             elif id(parameter) in self.partial_ids:
