@@ -45,8 +45,9 @@ def install() -> None:
     for names, guard in ((READS, _read), (WRITES, _written)):
         for name in names:
             setattr(DTensor, name, _method(guard, name, getattr(DTensor, name)))
-    # Functions of torch meet no method of DTensors. Its dispatcher has a table of operations with a handler of their own.
-    handlers: Any = DTensor._op_dispatcher._custom_op_handlers  # pyright: ignore[reportPrivateUsage]  # there is no public one
+    # Functions of torch meet no method of DTensors. Its dispatcher has a table of operations with a handler of their
+    # own, which is not public.
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers  # pyright: ignore[reportPrivateUsage]  # as said
     for name in RANDOM:
         packet = getattr(torch.ops.aten, name, None)  # some are new in torch 2.13
         for overload in () if packet is None else packet.overloads():
