@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from paceline.errors import PlanError, Reason
 
 __all__ = ["refuse_gradients_at"]
 
-_REFUSED: dict[int, tuple[weakref.ref[nn.Parameter], str, str]] = {}  # by id: the parameter, its name, and why
+_REFUSED: dict[int, tuple[weakref.ref[Tensor], str, str]] = {}  # by id: the parameter, its name, and why
 
 
-def refuse_gradients_at(parameter: nn.Parameter, name: str, why: str) -> None:
+def refuse_gradients_at(parameter: Tensor, name: str, why: str) -> None:
     """Refuse from now on what asks autograd for the gradient at `parameter`; `why` names the layout and what happens
     under it."""
     _install()
@@ -30,7 +30,7 @@ def refuse_gradients_at(parameter: nn.Parameter, name: str, why: str) -> None:
     _REFUSED[number] = weakref.ref(parameter, lambda gone: _forget(number, gone)), name, why
 
 
-def _forget(number: int, gone: weakref.ref[nn.Parameter]) -> None:
+def _forget(number: int, gone: weakref.ref[Tensor]) -> None:
     if number in _REFUSED and _REFUSED[number][0] is gone:  # another parameter may have the number by now
         del _REFUSED[number]
 
