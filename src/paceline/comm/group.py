@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.errors import SyncError
+from paceline.host_memory import free_bytes
+from paceline.units import bytes_text
 
 __all__ = [
     "CompletedTransfer",
@@ -39,6 +41,7 @@ DIRECT_SUM_BYTES = 1 << 18  # of all members' tensors: up to here a sum is nothi
 DIRECT_BYTES = 8 << 20  # sent or received by a member at once; above it bandwidth counts, which a ring uses as well
 FIRST_BYTES, LENGTH_BYTES = 4096, 8  # of an object's first message, which is enough for most objects
 FIRST_PAYLOAD_BYTES = FIRST_BYTES - LENGTH_BYTES
+SMALL_OBJECT_BYTES = 64 << 20  # for which every host has room
 SIGNATURE_BYTES = 32  # at the beginning of an object; zeros where nothing is signed
 _object_key = b""
 
@@ -270,7 +273,8 @@ class Group:
         self.begin_all_gather(_first_message(payload), firsts, what="gathered objects").wait()
         parts: list[Tensor] = []
         for index, first in enumerate(firsts):
-            part, rest = (payload, payload[FIRST_PAYLOAD_BYTES:]) if index == self.index else _parse_first(first)
+            is_own = index == self.index
+            part, rest = (payload, payload[FIRST_PAYLOAD_BYTES:]) if is_own else _parse_first(first, index)
             if len(rest):
                 self.broadcast(rest, source=index, what="gathered objects")
             parts.append(part)
@@ -281,7 +285,7 @@ class Group:
         payload = to_bytes(value if is_source else None)
         first = _first_message(payload)
         self.broadcast(first, source=source, what="broadcast object")
-        part, rest = (payload, payload[FIRST_PAYLOAD_BYTES:]) if is_source else _parse_first(first)
+        part, rest = (payload, payload[FIRST_PAYLOAD_BYTES:]) if is_source else _parse_first(first, source)
         if len(rest):
             self.broadcast(rest, source=source, what="broadcast object")
         return value if is_source else from_bytes(part, self.device)
@@ -354,12 +358,23 @@ def _first_message(payload: Tensor) -> Tensor:
     return first
 
 
-def _parse_first(first: Tensor) -> tuple[Tensor, Tensor]:
+def _parse_first(first: Tensor, source: int) -> tuple[Tensor, Tensor]:
     """Return an object's bytes, as far as they have arrived, and the part of them that is still to be filled."""
     length = int(first[:LENGTH_BYTES].view(torch.int64))
-    part = torch.empty(length, dtype=torch.uint8)
+    part = room_for_object(length, f"an object of worker {source}")
     part[:FIRST_PAYLOAD_BYTES] = first[LENGTH_BYTES : LENGTH_BYTES + length]
     return part, part[FIRST_PAYLOAD_BYTES:]
+
+
+def room_for_object(num_bytes: int, what: str) -> Tensor:
+    """Return room for so many bytes, which another worker has announced. Raises SyncError where this host has less."""
+    free = free_bytes() if num_bytes > SMALL_OBJECT_BYTES else None
+    if num_bytes < 0 or (free is not None and num_bytes > free):
+        raise SyncError(
+            f"{what} is announced with {num_bytes:,} bytes"
+            + ("" if free is None else f", and this host has {bytes_text(free)} of memory left")
+        )
+    return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 def _lost(what: str, error: RuntimeError) -> SyncError:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +19,10 @@ from paceline.comm.memory_checkpoint import (
     SnapshotHeader,
     SnapshotSlot,
 )
+from paceline.launch.io.authentication import AuthenticatedConnection
 from paceline.launch.io.event_loop import EventLoop
 from paceline.launch.job.restart_plan import StoredSnapshot
+from paceline.launch.snapshots.snapshot_connection import SnapshotConnection
 from paceline.launch.snapshots.snapshot_replication import SnapshotReplication
 from paceline.launch.snapshots.snapshot_store import SnapshotStore
 
@@ -153,6 +157,48 @@ def test_workers_do_not_wait_for_a_host_that_has_no_room_and_that_is_said_once(
     assert "host far has no room for copies of them (No space left on device)" in said
 
 
+@pytest.mark.parametrize(
+    ("num_bytes", "mark"),
+    [
+        (1 << 50, {"step": 1, "index": FIRST_BYTE, "index_bytes": 1 << 50}),  # more than any host has
+        (1 << 70, {"step": 1, "index": FIRST_BYTE, "index_bytes": 1 << 70}),
+        (8, {"step": 1, "index": FIRST_BYTE, "index_bytes": 1 << 50}),  # more than the bytes that come
+        (8, {"step": 1, "index": FIRST_BYTE + 16, "index_bytes": -8}),
+        (8, {"step": 1, "index": FIRST_BYTE - 8, "index_bytes": 16}),
+        (8, {"step": 1 << 70, "index": FIRST_BYTE, "index_bytes": 8}),
+        (8, {"step": 1.5, "index": FIRST_BYTE, "index_bytes": 8}),
+        (8, {"step": 1, "index": FIRST_BYTE, "index_bytes": 8, "is_for_all": "x"}),
+    ],
+)
+def test_a_snapshot_takes_no_memory_beyond_what_comes_and_what_there_is(
+    two: Two, num_bytes: int, mark: dict[str, Any]
+) -> None:
+    """From a host that holds the token: it is refused, or that connection ends; the supervisor goes on."""
+    answers, ends = list[Mapping[str, Any]](), list[str]()
+
+    def proved(sock: socket.socket) -> None:
+        def heard(message: Mapping[str, Any]) -> None:
+            answers.append(message)
+
+        connection = SnapshotConnection(sock, two.loop, on_message=heard, on_close=ends.append)
+        connection.send({"op": "load", "worker": 7, "mark": mark, "bytes": num_bytes})
+        if num_bytes == 8:
+            connection._put(b"x" * 8)
+            connection.send({"op": "whole", "worker": 7, "signature": ""})
+
+    call = AuthenticatedConnection(TOKEN, two.loop, on_proved=proved, on_failed=lambda *why: pytest.fail(str(why)))
+    call.begin(socket.AF_INET, ("127.0.0.1", two.second.port))
+    is_refused = num_bytes == 1 << 50  # which is said once all has come
+
+    def is_over() -> bool:
+        incoming = two.second._incoming
+        return bool(ends) or (is_refused and bool(incoming) and "of memory are left" in incoming[0]._receiver._refusal)
+
+    two.until(is_over)
+    assert answers == [] and two.copies() == set()
+    assert sum(slot.num_bytes for one in two.memory_checkpoints[1]._copies.values() for slot in one.slots) < 1 << 20
+
+
 def test_workers_do_not_wait_for_a_host_that_cannot_be_reached(two: Two) -> None:
     two.second.close()
     two.link()
@@ -166,7 +212,7 @@ def test_workers_do_not_wait_for_a_host_that_cannot_be_reached(two: Two) -> None
 def test_a_host_gets_what_its_workers_begin_with_from_another_one(two: Two) -> None:
     two.link()
     two.keep(0, 10, b"a" * LARGE)
-    two.keep(1, 10, b"b")
+    two.keep(1, 10, b"bbbb")
     two.until(lambda: two.copies() == {(0, 10), (1, 10)})
     done, failed = list[str](), list[str]()
     with (

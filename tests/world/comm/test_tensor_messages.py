@@ -267,10 +267,19 @@ def test_a_listener_that_stands_still_is_lost_where_its_caller_does_not_wait_for
         os.close(theirs)
 
 
-def test_a_message_that_is_too_large_ends_its_connection() -> None:
-    lost = pytest.raises(ServerLost, match="it was lost")
-    with echo() as (endpoint, _, _), closing(TensorClient(endpoint, SECRET, name="it", timeout_s=10)) as caller, lost:
-        caller.answer(caller.begin({"op": "x", "text": "x" * tensor_messages.HEADER_BYTES}))
+def test_a_frame_or_a_header_that_is_too_large_ends_its_connection() -> None:
+    """So a stranger has ZeroMQ collect a piece at most; a large header travels in pieces."""
+    with echo() as (endpoint, _, _):
+        with closing(TensorClient(endpoint, SECRET, name="it", timeout_s=10)) as caller:
+            text = "x" * (3 * tensor_messages.PIECE_BYTES)
+            answer = caller.answer(caller.begin({"op": "x", "text": text}, [torch.arange(3.0)]))
+            assert answer.header["text"] == text and torch.equal(answer.tensors[0], torch.arange(3.0))
+            with pytest.raises(RuntimeError, match="a header in 65 pieces; at most 67,108,864 bytes travel in one"):
+                caller.answer(caller.begin({"op": "x", "text": "x" * tensor_messages.HEADER_BYTES}))
+        with closing(TensorClient(endpoint, SECRET, name="it", timeout_s=10)) as caller:
+            caller._socket.send(b"x" * (tensor_messages.FRAME_BYTES + 1))
+            with pytest.raises(ServerLost, match="it was lost"):
+                caller.answer(caller.begin({"op": "x"}))
 
 
 def test_whose_message_takes_longer_than_the_silence_is_heard_all_the_while() -> None:

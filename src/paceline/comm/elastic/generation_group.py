@@ -30,6 +30,7 @@ from paceline.comm.group import (
     WorkerGroup,
     first_line,
     from_bytes,
+    room_for_object,
     to_bytes,
 )
 from paceline.comm.peer_sockets.process_group import PeerProcessGroup, create_peer_group
@@ -273,7 +274,7 @@ class ElasticGroup:
         group = self._transport()
         size = torch.zeros(1, dtype=torch.int64)
         group.receive(size, source=source, what="the size of a state")
-        payload = torch.empty(int(size), dtype=torch.uint8)
+        payload = room_for_object(int(size), f"the state that worker {source} sends")
         group.receive(payload, source=source, what="a state")
         return from_bytes(payload, group.device)
 

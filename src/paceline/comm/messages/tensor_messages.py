@@ -5,7 +5,8 @@ is read, both sides prove a secret (`paceline.comm.messages.token_handshake`). O
 socket in a directory of this user alone. Between hosts it is encrypted and authenticated by ZeroMQ's CURVE, with keys
 that follow from the secret. Nothing is unpickled: a header is JSON, and a tensor is a dtype, a shape and its bytes.
 These are sent from where they lie and used where they arrive. A large tensor travels in pieces and is joined by the
-receiver. Each piece that arrives is a sign of life, even over a link that needs minutes for the whole.
+receiver, and a large header, too. Each piece that arrives is a sign of life, even over a link that needs minutes for
+the whole; and a stranger cannot have ZeroMQ collect more than a piece.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ HELLO = b"paceline"
 SMALL_BYTES = 1 << 14  # up to here ZeroMQ may have received a tensor together with others, at an odd address
 HEADER_BYTES = 1 << 26  # the largest header
 BACKLOG = 4096  # connections that the system keeps until they are accepted
-PIECE_BYTES = 1 << 20  # of a large tensor
+PIECE_BYTES = 1 << 20  # of a large tensor or header
+FRAME_BYTES = PIECE_BYTES + 1024  # the largest that is received, with what CURVE adds
+HEADER_PIECES = "header_pieces"
 # Detects hosts that have vanished; the system of a process that is only stopped still answers.
 KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 30, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 3}
 
@@ -82,7 +85,6 @@ class TensorServer:
         self._secret = secret
         self._context = zmq.Context()
         self._socket = _socket(self._context, zmq.ROUTER, is_v6=":" in address)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, HEADER_BYTES)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, round(HANDSHAKE_TIMEOUT_S * 1000))  # silent strangers go by then
         self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
         _cut_off_after(silence_s, self._socket)
@@ -325,6 +327,7 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: zmq.SocketType, *, is
     made.setsockopt(zmq.IPV6, int(is_v6))
     made.setsockopt(zmq.SNDHWM, 0)  # nothing is ever dropped because a receiver is slow
     made.setsockopt(zmq.RCVHWM, 0)
+    made.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES)  # who sends more is disconnected, stranger or not
     made.setsockopt(zmq.LINGER, LINGER_MS)  # otherwise an unclosed socket would wait forever for a lost receiver
     for option, value in KEEPALIVE.items():
         made.setsockopt(option, value)
@@ -358,12 +361,14 @@ def _encoded_frames(header: Mapping[str, Any], tensors: Sequence[Tensor]) -> lis
         if one.dtype not in KINDS:
             raise TypeError(f"a tensor of {one.dtype} cannot be sent to a parameter server: only {', '.join(DTYPES)}")
     forms = [[str(one.dtype).removeprefix("torch."), [*one.shape]] for one in tensors]
-    told = json.dumps({**header, "tensors": forms} if forms else header).encode()
-    return [told, *(piece for one in tensors for piece in _pieces(_bytes_of(one)))]
+    told = _pieces(memoryview(json.dumps({**header, "tensors": forms} if forms else header).encode()))
+    if len(told) > 1:
+        told.insert(0, memoryview(json.dumps({HEADER_PIECES: len(told)}).encode()))
+    return [*told, *(piece for one in tensors for piece in _pieces(_bytes_of(one)))]
 
 
 def _pieces(whole: memoryview) -> list[memoryview]:
-    """Return the frames of a tensor; at least one."""
+    """Return the frames of a tensor or a header; at least one."""
     return [whole[at : at + PIECE_BYTES] for at in range(0, max(1, len(whole)), PIECE_BYTES)]
 
 
@@ -374,8 +379,8 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 def _decoded_message(frames: Sequence[zmq.Frame]) -> TensorMessage:
     """Read a message of a client that has proved the secret; ValueError if it is malformed."""
-    header = decode(frames[0].bytes)
-    pieces, tensors = [*frames[1:]], list[Tensor]()
+    header, num_frames = _header_of(frames)
+    pieces, tensors = [*frames[num_frames:]], list[Tensor]()
     for dtype, shape in header.pop("tensors", []):
         if not all(type(one) is int and one >= 0 for one in shape):
             raise ValueError(f"a tensor of the shape {shape}")
@@ -388,6 +393,17 @@ def _decoded_message(frames: Sequence[zmq.Frame]) -> TensorMessage:
     if pieces:
         raise ValueError(f"a message of {len(tensors)} tensors, and {len(pieces)} frames more")
     return TensorMessage(header, tuple(tensors))
+
+
+def _header_of(frames: Sequence[zmq.Frame]) -> tuple[dict[str, Any], int]:
+    """Return the header of a message, and in how many frames it came."""
+    header = decode(frames[0].bytes)
+    count = header.get(HEADER_PIECES)
+    if count is None:
+        return header, 1
+    if type(count) is not int or not 1 < count <= HEADER_BYTES // PIECE_BYTES:
+        raise ValueError(f"a header in {count!r} pieces; at most {HEADER_BYTES:,} bytes travel in one")
+    return decode(b"".join(frame.bytes for frame in frames[1 : 1 + count])), 1 + count
 
 
 def _tensor(kind: torch.dtype, shape: Sequence[int], pieces: Sequence[zmq.Frame]) -> Tensor:

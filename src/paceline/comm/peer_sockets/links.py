@@ -1,8 +1,12 @@
 """Moves bytes between the members of a group over their connections; one thread serves all of them.
 
 A message has a header of 16 bytes (tag and length), and the bytes follow. Nothing else is ever read from a connection.
-A receive names a peer and a tag; messages of one tag arrive in the order in which they were sent. A message that nobody
-expects yet waits in memory. A send is begun by its caller, and the thread goes on with what the system did not take.
+A receive names a peer and a tag; messages of one tag arrive in the order in which they were sent. A send is begun by
+its caller, and the thread goes on with what the system did not take.
+
+A message that nobody expects yet waits in memory, which grows as its bytes arrive, whatever its header announced.
+Beyond `UNASKED_BYTES` of one peer its connection is not read until this worker asks for something of it: the peer
+waits. If this worker asks for another message meanwhile, more is read, up to `MOST_OF_MEMORY` of the host's memory.
 """
 
 from __future__ import annotations
@@ -19,12 +23,18 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 
+from paceline.host_memory import memory_limit_bytes
+from paceline.units import bytes_text
+
 __all__ = ["LinkTransfer", "PeerLinks", "PeerLost"]
 
 HEADER = struct.Struct("<qQ")  # tag, number of bytes
 MAX_BYTES = 1 << 42  # of a message
 READ_BYTES = 8 << 20  # from one connection, before the next one has its turn
 BUFFER_BYTES = 4 << 20  # of the system, for each connection
+UNASKED_BYTES = 1 << 30  # of one peer, that wait for somebody who asks for them, before its connection is left alone
+MOST_OF_MEMORY = 0.25  # that such messages of one peer may take while this worker asks for another one
+PIECE_BYTES = 4 << 20  # by which the memory of such a message grows
 NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
@@ -42,6 +52,29 @@ class LinkTransfer:
         self.is_done, self.error = False, ""
 
 
+class _Unasked:
+    """A message that nobody has asked for yet."""
+
+    __slots__ = ("length", "num_bytes", "pieces")
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.num_bytes = 0  # of all pieces; the last one need not be full
+        self.pieces: list[bytearray] = []
+
+    def grow(self) -> memoryview:
+        """Return room for the bytes that come next; empty when all are there."""
+        self.pieces.append(piece := bytearray(min(PIECE_BYTES, self.length - self.num_bytes)))
+        self.num_bytes += len(piece)
+        return memoryview(piece)
+
+    def copy_to(self, into: memoryview) -> None:
+        at = 0
+        for piece in self.pieces:
+            into[at : at + len(piece)] = piece
+            at += len(piece)
+
+
 class _Link:
     """The connection to one peer, for the thread; `lock` guards everything in it."""
 
@@ -49,10 +82,12 @@ class _Link:
         self.sock, self.lock, self.end = sock, threading.Lock(), ""
         self.outgoing: deque[LinkTransfer] = deque()
         self.expected: defaultdict[int, deque[LinkTransfer]] = defaultdict(deque)
-        self.arrived: defaultdict[int, deque[bytearray]] = defaultdict(deque)
+        self.arrived: defaultdict[int, deque[_Unasked]] = defaultdict(deque)
+        self.num_unasked_bytes = 0  # of `arrived`, and of `current`
+        self.is_left_alone = False  # it is not read: more has come than anybody asks for
         self.header = bytearray(HEADER.size)
         self.to_read = memoryview(self.header)
-        self.current: LinkTransfer | bytearray | None = None  # what `to_read` belongs to; None: the header
+        self.current: LinkTransfer | _Unasked | None = None  # what `to_read` belongs to; None: the header
         self.tag = 0
 
 
@@ -64,7 +99,8 @@ class PeerLinks:
         self._links = {peer: _Link(sock) for peer, sock in sockets.items()}
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
-        self._blocked: set[int] = set()  # peers whose connections have to be watched for writing, too
+        self._changed: set[int] = set()  # peers whose connections have to be watched for something else
+        self._most_unasked_bytes = max(UNASKED_BYTES, int(MOST_OF_MEMORY * (memory_limit_bytes() or 0)))
         self._is_closed = False
         for sock in (self._wake, self._woken, *sockets.values()):
             sock.setblocking(False)
@@ -98,15 +134,22 @@ class PeerLinks:
                 found = waiting.popleft()
                 if not waiting:
                     del link.arrived[tag]
-                if len(found) != into.nbytes:
-                    return self._ended(transfer, _wrong_length(peer, len(found), into.nbytes))
-                if found:
-                    into[:] = found
-                transfer.is_done = True
+                link.num_unasked_bytes -= found.num_bytes
+                if found.length != into.nbytes:
+                    self._ended(transfer, _wrong_length(peer, found.length, into.nbytes))
+                else:
+                    found.copy_to(into)
+                    transfer.is_done = True
             elif link.end:
                 return self._ended(transfer, link.end)
+            elif isinstance(link.current, _Unasked) and link.tag == tag:
+                self._go_on_into(peer, link, link.current, transfer, into)
             else:
                 link.expected[tag].append(transfer)
+            if link.is_left_alone and not _has_enough(link):
+                link.is_left_alone = False
+                self._changed.add(peer)
+                self._nudge()
         return transfer
 
     def wait(self, transfer: LinkTransfer, limit_s: float | None) -> bool:
@@ -140,7 +183,7 @@ class PeerLinks:
         while not self._is_closed:
             for key, events in self._selector.select():
                 if key.data is None:
-                    self._watch_blocked()
+                    self._watch_changed()
                     continue
                 link = self._links[key.data]
                 with link.lock:
@@ -155,16 +198,29 @@ class PeerLinks:
         for sock in (self._wake, self._woken):
             sock.close()
 
-    def _watch_blocked(self) -> None:
+    def _watch_changed(self) -> None:
         with contextlib.suppress(*NOT_NOW):
             while self._woken.recv(4096):
                 pass
-        for peer in list(self._blocked):
-            self._blocked.discard(peer)
+        for peer in list(self._changed):
+            self._changed.discard(peer)
             link = self._links[peer]
             with link.lock:
                 if not link.end:
-                    self._selector.modify(link.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
+                    self._watch(peer, link)
+                    self._read(peer, link)  # bytes that TLS holds
+
+    def _watch(self, peer: int, link: _Link) -> None:
+        """Watch a connection for what it waits for; called by the thread, with the lock."""
+        events = 0 if link.is_left_alone else selectors.EVENT_READ
+        events |= selectors.EVENT_WRITE if link.outgoing else 0
+        is_watched = link.sock in self._selector.get_map()
+        if events and is_watched:
+            self._selector.modify(link.sock, events, peer)
+        elif events:
+            self._selector.register(link.sock, events, peer)
+        elif is_watched:
+            self._selector.unregister(link.sock)
 
     def _nudge(self) -> None:
         with contextlib.suppress(OSError):
@@ -185,10 +241,10 @@ class PeerLinks:
                 link.outgoing.popleft()
                 transfer.is_done = done = True
             if is_thread:
-                self._selector.modify(link.sock, selectors.EVENT_READ, peer)
+                self._watch(peer, link)
         except NOT_NOW:
             if not is_thread:
-                self._blocked.add(peer)
+                self._changed.add(peer)
                 self._nudge()
         except OSError as error:
             self._end(peer, link, f"connection closed by peer {peer} ({error.strerror or error})")
@@ -199,7 +255,12 @@ class PeerLinks:
         """Read what has arrived; called with the lock."""
         num_read = 0
         try:
-            while num_read < READ_BYTES or _has_decrypted(link.sock):  # a selector does not know of these bytes
+            # A selector does not know of bytes that TLS holds, nor of a message without any.
+            while num_read < READ_BYTES or _has_decrypted(link.sock) or not link.to_read.nbytes:
+                if _has_enough(link):
+                    link.is_left_alone = True
+                    self._watch(peer, link)
+                    return
                 if link.to_read.nbytes:
                     count = link.sock.recv_into(link.to_read)
                     if not count:
@@ -234,33 +295,37 @@ class PeerLinks:
                 link.current = transfer
                 link.to_read = transfer.left[0] if transfer.left else memoryview(b"")
             else:
-                link.current = waiting = bytearray(length)
-                link.to_read = memoryview(waiting)
+                link.current, link.to_read = _Unasked(length), memoryview(b"")
             link.tag = tag
+            return True
+        if isinstance(current, _Unasked) and current.num_bytes < current.length:
+            if link.num_unasked_bytes >= self._most_unasked_bytes:
+                self._end(peer, link, _too_far_ahead(peer, link.num_unasked_bytes))
+                return False
+            link.to_read = current.grow()
+            link.num_unasked_bytes += link.to_read.nbytes
             return True
         link.current, link.to_read = None, memoryview(link.header)
         if isinstance(current, LinkTransfer):
             current.is_done = True
             current.left.clear()
             self._tell()
-        elif expected := link.expected.get(link.tag):  # somebody has asked for it meanwhile
-            transfer = expected.popleft()
-            if not expected:
-                del link.expected[link.tag]
-            self._fill(peer, transfer, current)
         else:
             link.arrived[link.tag].append(current)
         return True
 
-    def _fill(self, peer: int, transfer: LinkTransfer, found: bytearray) -> None:
-        wanted = sum(view.nbytes for view in transfer.left)
-        if wanted != len(found):
-            self._ended(transfer, _wrong_length(peer, len(found), wanted))
+    def _go_on_into(self, peer: int, link: _Link, found: _Unasked, transfer: LinkTransfer, into: memoryview) -> None:
+        """Somebody asks for the message that is just arriving: the rest of it goes to its place; called with the
+        lock."""
+        if found.length != into.nbytes:
+            self._ended(transfer, _wrong_length(peer, found.length, into.nbytes))
+            self._end(peer, link, transfer.error)
             return
-        for view in transfer.left:
-            view[:] = found
-        transfer.is_done = True
-        self._tell()
+        found.copy_to(into)
+        link.num_unasked_bytes -= found.num_bytes
+        link.current, link.to_read = transfer, into[found.num_bytes - link.to_read.nbytes :]
+        if not link.to_read.nbytes:
+            self._next_part(peer, link)
 
     def _end(self, peer: int, link: _Link, reason: str) -> None:
         """End a connection and all that waits for it; called with the lock."""
@@ -294,6 +359,19 @@ class PeerLinks:
 
 def _has_decrypted(sock: socket.socket) -> bool:
     return isinstance(sock, ssl.SSLSocket) and sock.pending() > 0
+
+
+def _has_enough(link: _Link) -> bool:
+    """Whether more has come from a peer than may wait, and nobody asks for anything of it."""
+    is_asked_for = bool(link.expected) or isinstance(link.current, LinkTransfer)
+    return link.num_unasked_bytes > UNASKED_BYTES and not is_asked_for
+
+
+def _too_far_ahead(peer: int, num_bytes: int) -> str:
+    return (
+        f"peer {peer} has sent {bytes_text(num_bytes)} that this worker has not asked for, while it waits for another "
+        "message of that peer: the workers are in different calls, or one is too far ahead"
+    )
 
 
 def _wrong_length(peer: int, length: int, wanted: int) -> str:

@@ -22,15 +22,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline.comm.memory_checkpoint import FIRST_BYTE, ReplicationStatus, SnapshotHeader, SnapshotSlot
+from paceline.host_memory import free_bytes
 from paceline.launch.io.authentication import AuthenticatedConnection, AuthenticatedListener
 from paceline.launch.io.event_loop import EventLoop
 from paceline.launch.snapshots.snapshot_connection import SnapshotConnection
 from paceline.launch.snapshots.snapshot_store import SnapshotStore
+from paceline.units import bytes_text
 
 __all__ = ["HostAddress", "SnapshotReplication"]
 
 RETRY_S = 1.0
 MAX_FAILED_ATTEMPTS = 3  # failed attempts in a row after which the neighbor counts as unreachable
+MAX_NUMBER = 1 << 62  # in a snapshot's header, where it has eight bytes
 HostAddress = tuple[str, int]  # an address and a port
 
 
@@ -133,11 +136,15 @@ class _SnapshotReceiver:
 
     def load(self, message: Mapping[str, Any]) -> SnapshotSlot | None:
         """Start one snapshot; return the slot for its bytes."""
-        self._worker, self._mark, self._refusal = int(message["worker"]), SnapshotHeader(**message["mark"]), ""
+        self._worker, self._mark, self._refusal = int(message["worker"]), _mark_of(message), ""
+        num_bytes = FIRST_BYTE + int(message["bytes"])
         try:
             slot = self._memory_checkpoints.room_for(self._worker)
             slot.clear()
-            slot.reserve(FIRST_BYTE + int(message["bytes"]))
+            free = free_bytes()
+            if free is not None and num_bytes - slot.num_bytes > free:
+                raise OSError(f"it has {bytes_text(num_bytes)}, and {bytes_text(free)} of memory are left")
+            slot.reserve(num_bytes)
             self._slot = slot
         except OSError as error:
             self._slot, self._refusal = None, error.strerror or str(error)
@@ -369,6 +376,17 @@ def _send(connection: SnapshotConnection, worker: int, slot: SnapshotSlot, token
     num_bytes = mark.index + mark.index_bytes - FIRST_BYTE
     connection.send_slot({"op": "load", "worker": worker, "mark": dataclasses.asdict(mark)}, slot, num_bytes, then=then)
     return True
+
+
+def _mark_of(message: Mapping[str, Any]) -> SnapshotHeader:
+    """Return the header that a snapshot is to have; ValueError where its bytes are not those that are announced."""
+    mark = SnapshotHeader(**message["mark"])
+    numbers = (mark.step, mark.index, mark.index_bytes, message["bytes"])
+    if not all(type(one) is int and 0 <= one < MAX_NUMBER for one in numbers) or type(mark.is_for_all) is not bool:
+        raise ValueError(f"a snapshot with the header {message['mark']}")
+    if mark.index < FIRST_BYTE or mark.index + mark.index_bytes != FIRST_BYTE + message["bytes"]:
+        raise ValueError(f"a snapshot of {message['bytes']:,} bytes with the header {message['mark']}")
+    return mark
 
 
 def _signature(token: bytes, worker: int, slot: SnapshotSlot, mark: SnapshotHeader) -> str:
