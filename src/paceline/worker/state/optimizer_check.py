@@ -18,6 +18,9 @@ from paceline.worker.state.state_registry import StateRegistry
 
 __all__ = ["require_own_parameters", "require_possible_steps", "require_storable_state"]
 
+# Known to treat each number by itself, with any options: a trial takes longer than a start may. Tests try them.
+BY_NUMBER = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop)
+
 
 def require_own_parameters(optimizer: Optimizer, registry: StateRegistry) -> None:
     """Raise ValueError for an optimizer that has a name already, or holds parameters of no prepared model."""
@@ -38,6 +41,8 @@ def require_possible_steps(optimizer: Optimizer, registry: StateRegistry, plan: 
     The parts of tensor and expert parallel are plain tensors, so the optimizer cannot see the whole. Fully sharded
     parameters are DTensors: torch gives the optimizer norms and products of the whole.
     """
+    if type(optimizer) in BY_NUMBER:
+        return
     names = registry.parameter_names()
     held = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
     split = {name: p for name, p in held.items() if name in registry.slices}
@@ -56,17 +61,11 @@ def require_possible_steps(optimizer: Optimizer, registry: StateRegistry, plan: 
             f"under {layout!r} each worker has only a part of {next(iter(split))}, and would take other steps. Use "
             f"shard or stages in place of {axes}, or an optimizer that treats each number by itself, such as AdamW."
         )
-
-    if layout.shard > 1 and not _is_known_on_rows(optimizer) and (why := why_not_sharded(optimizer)) is not None:
+    if layout.shard > 1 and (why := why_not_sharded(optimizer)) is not None:
         raise PlanError(
             f"{name} was tried on sharded parameters, but {why}. Under {layout!r} use an optimizer that treats each "
             "number by itself, such as AdamW, or replicas, stages or tensor in place of shard."
         )
-
-
-def _is_known_on_rows(optimizer: Optimizer) -> bool:
-    """Whether it is one of torch's own that are known to take the same steps on rows."""
-    return type(optimizer) in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop)
 
 
 def require_storable_state(optimizer: Optimizer, registry: StateRegistry, plan: Plan) -> str | None:
