@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from paceline.comm.group import total
 from paceline.comm.memory_checkpoint import SnapshotSlot
 from paceline.events import Note
 from paceline.worker.loop.training_loop import TrainingLoop
@@ -45,9 +46,9 @@ class WorkerLifecycle:
         self._loop.mode.end()
         self._parts.executor.shards.close()
         self._loop.step_log.leave()
-        self._loop.step_log.require_trained(has_optimizer=bool(self._parts.prepared.registry.optimizers))
         self._consensus.rejoin_group()
         if not self._consensus.is_newcomer:  # one that never came to a loop over batches has nothing to end
+            self._require_trained()
             self._consensus.run(self._save_last)
         self._saver.close()
         if self._files.capture is not None:
@@ -58,6 +59,19 @@ class WorkerLifecycle:
                     registry.optimizers, registry.parameter_names(), models.whole_state, models.state_keys
                 )
         self._finish()
+
+    def _require_trained(self) -> None:
+        """Raise RuntimeError, on all workers, where the run was to train and no replica has changed any weight."""
+        log, has_optimizer = self._loop.step_log, bool(self._parts.prepared.registry.optimizers)
+        is_apart = self._parts.plan.is_local or self._parts.plan.is_asynchronous
+        # Where replicas take steps by themselves, one that was lost may have been the only one that trained.
+        of_lost = float(is_apart and self._consensus.generation > 0)
+
+        def add_up() -> list[float]:
+            trained, *others = log.training_counts
+            return total(self._group, [trained + of_lost, *others], what="whether the run has trained")
+
+        log.require_trained(self._consensus.run(add_up), has_optimizer=has_optimizer)
 
     def _save_last(self) -> None:
         """Save the state of the end, where it is not saved yet; an operation of all workers."""

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from forked import WorkersFailed, World
 from paceline.events import StepDone, decode
 from paceline.monitor.audit.audit import audit
-from paceline.plan import AllReduce, Batch, Compute, Plan
+from paceline.plan import AllReduce, Batch, Compute, Gossip, Layout, LocalSGD, ParameterServer, Plan
 
 EXACT = Compute(precision="fp64")
 PLAN = Plan(batch=Batch(size=16, micro=4), compute=EXACT, sync=AllReduce(bucket_bytes=200))
@@ -220,6 +220,27 @@ def test_a_run_in_which_no_step_has_trained_fails_and_one_that_was_not_to_train_
     assert world(functools.partial(train, how="trained"), 1, PLAN) == [3], (
         "nothing is left to do, and that is no failure"
     )
+
+
+@pytest.mark.parametrize("sync", [LocalSGD(every=2), Gossip(every=1), ParameterServer(staleness=None)], ids=str)
+def test_replicas_that_take_steps_by_themselves_fail_where_none_of_them_has_trained(world: World, sync: Any) -> None:
+    plan = Plan(layout=Layout(replicas=2), batch=PLAN.batch, compute=EXACT, sync=sync)
+
+    def train(worker: Any, *, how: str) -> int:
+        model = worker.prepare(net())
+        step = worker.stepper(model, sgd(worker, model), lambda output, target: F.cross_entropy(output, target) * scale)
+        for batch in worker.batches(dataset(64)):
+            is_other = worker.rank == 0 and not plan.is_asynchronous
+            scale = 1.0 if how == "one" and worker.step == 2 and not is_other else math.inf
+            step(batch)
+        return worker.step
+
+    with pytest.raises(WorkersFailed) as caught:
+        world(functools.partial(train, how="none"), 2, plan)
+    assert caught.value.errors.keys() == {0, 1}
+    for said in caught.value.errors.values():
+        assert "the run has trained nothing: in all its 4 steps losses or gradients were not finite" in said
+    assert world(functools.partial(train, how="one"), 2, plan, fresh=True) == [4, 4], "one replica has, in one step"
 
 
 def test_an_error_that_is_caught_leaves_no_trace_of_its_pass(world: World) -> None:

@@ -187,6 +187,7 @@ class BetweenSteps:
 
     def begin_at(self, step: int) -> None:
         """The run goes on from a checkpoint."""
-        self.log.step = self.saved_at_step = self._equal_before = self._equal_at = step
+        self.log.begin_at(step)
+        self.saved_at_step = self._equal_before = self._equal_at = step
         self._numerical_guard.begin(step)
         self._memory_checkpointer.begin(step)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -69,11 +69,21 @@ class StepLog:
     def state_dict(self) -> dict[str, int]:
         """The counts, for a newcomer, which begins with the batch that is under way here."""
         under_way = sum(not step.is_committed for step in self._open.values())
-        return {"step": self.step, "batches": self._num_batches - under_way, "skips": self._num_skips}
+        return {
+            "step": self.step,
+            "batches": self._num_batches - under_way,
+            "skips": self._num_skips,
+            "trained": self._num_trained,
+        }
 
     def load_state_dict(self, counts: Mapping[str, int]) -> None:
         """Count on from a member's counts."""
         self.step, self._num_batches, self._num_skips = counts["step"], counts["batches"], counts["skips"]
+        self._num_trained = counts.get("trained", 1)
+
+    def begin_at(self, step: int) -> None:
+        """Count on from a checkpoint. The steps before it may have trained: together they count as one that has."""
+        self.step, self._num_trained = step, int(step > 0)
 
     def open(self, batch: StepBatch, cursor: StreamPosition) -> None:
         """A stream hands out a batch."""
@@ -181,21 +191,27 @@ class StepLog:
         step = self._open.get(stream)
         return step is not None and step.is_committed
 
-    def require_trained(self, *, has_optimizer: bool) -> None:
+    @property
+    def training_counts(self) -> list[float]:
+        """This worker's steps that have changed weights; and of those that were to, how many were left out, and for
+        how many no optimizer stepped. Sums over all workers are what `require_trained` asks for."""
+        return [self._num_trained, self._num_left_out, self._num_unstepped]
+
+    def require_trained(self, counts: Sequence[float], *, has_optimizer: bool) -> None:
         """Raise RuntimeError where not one of the run's steps has changed any weight, though it was to train.
 
-        A run that takes no step, goes on from its own end, or passes over data without backward and optimizer, was not.
-        Where replicas take steps by themselves, others' steps count as well.
+        `counts` are all workers' `training_counts`, added up: the steps of any replica count, also of those that take
+        them by themselves. A run that takes no step, goes on from its own end, or passes over data without backward
+        and optimizer, was not to train.
         """
-        of_others = self._scope.counts_later or self._scope.is_alone or self.step != self._num_committed
-        was_to_train = has_optimizer and self._num_left_out + self._num_unstepped > 0
-        if self._num_trained or of_others or not was_to_train:
+        num_trained, num_left_out, num_unstepped = counts
+        if num_trained or not has_optimizer or not num_left_out + num_unstepped:
             return
         count = "its only step" if self.step == 1 else f"all its {self.step:,} steps"
         why = (
             "no prepared optimizer stepped. Prepare the optimizer and call optim.step() for every batch, or use "
             "worker.stepper(...)"
-            if self._num_unstepped
+            if num_unstepped
             else "losses or gradients were not finite, or leapt, and no worker took the step. Lower the learning rate, "
             "clip (clip_norm=1.0), or look at the data of the first steps"
         )
@@ -232,7 +248,7 @@ class StepLog:
         batch = step.batch
         self.step += 1
         self._num_committed += 1
-        self._num_trained += not step.is_skipped
+        self._num_trained += step.outcome is not None and step.outcome.is_taken
         self._num_left_out += step.is_skipped and step.outcome is not None
         batch.step = self.step
         step.is_committed = True

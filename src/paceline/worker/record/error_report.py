@@ -44,6 +44,7 @@ def write_error(error: BaseException, assignment: Assignment, *, step: int) -> N
         "time": clock.now(),
         "usage": isinstance(error, PlanError),
         "echo": is_peer_failure(error),
+        "log": str(log if (log := path.with_name("stderr.log")).exists() else path),
         "says_all": isinstance(error, PacelineError) and not isinstance(error, SyncError),
     }
     temporary = path.with_suffix(".new")
