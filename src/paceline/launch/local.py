@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from paceline.launch.fork.warm_parent_client import ENTRY, WarmParent
 from paceline.launch.inline import INLINE_TIMEOUT_S, run_inline
 from paceline.launch.io.event_loop import EventLoop
 from paceline.launch.io.signals import Interrupted, StopSignals
-from paceline.launch.job.outcome import JobOutcome, interrupted
+from paceline.launch.job.outcome import JobOutcome, interrupted, only_hosts_lost
 from paceline.launch.job.placement import assign, assignment_template
 from paceline.launch.job.restart_plan import RestartPlan
 from paceline.launch.snapshots.snapshot_replication import SnapshotReplication
@@ -138,12 +139,20 @@ def launch(
         if is_inline:
             entry = warm.entry if warm is not None else ENTRY
             return run_inline(supervisor, assignments[0], entry=entry, loop=loop, signals=signals)
-        outcome = supervisor.run()
+        outcome = _stopped_meanwhile(supervisor.run(), signals, has_begun=supervisor.has_begun)
         if outcome.may_restart:
             parent_stack.pop_all()
             if isinstance(node_role, Coordinator):
                 retained.listener = node_role.close_admission(keep_listening=True)
         return outcome
+
+
+def _stopped_meanwhile(outcome: JobOutcome, signals: StopSignals, *, has_begun: bool) -> JobOutcome:
+    """Return the outcome; where a signal to all hosts showed itself first as the loss of another host, that signal."""
+    if outcome.may_restart or not only_hosts_lost(outcome):
+        return outcome
+    taken = [signum for signum in signals.take() if not has_begun or signum == signal.SIGINT]
+    return interrupted(taken[0], outcome.exits) if taken else outcome
 
 
 def _replication(

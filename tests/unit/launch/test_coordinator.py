@@ -100,6 +100,34 @@ def test_a_signal_that_workers_got_too_is_a_stop_and_no_failure(both: HeadAndMem
     assert both.state() == "stopped"
 
 
+@pytest.mark.parametrize("is_ending", [False, True])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_before_the_first_step_a_signal_to_all_hosts_is_no_loss_of_the_one_that_ended_first(
+    both: HeadAndMember, signum: signal.Signals, is_ending: bool
+) -> None:
+    both.member.close()
+    both.loop.turn(1.0)
+    if is_ending:  # the workers have been told to end because of the loss
+        both.head.tick(time.monotonic() + FAILURE_REPORTS_S + 0.1)
+    both.head.exited(ended(0, 1, error={"echo": True, "message": "lost contact with a peer"}))
+    both.head.interrupted(signum)
+    both.head.exited(ended(1, None, sent_by_us=True))
+    assert both.state() == "stopped"
+    assert both.head.outcome is not None and both.head.outcome.exit_code == 128 + signum
+
+
+def test_after_the_first_step_a_lost_host_is_a_reason_to_run_again_though_sigterm_came(both: HeadAndMember) -> None:
+    both.notice(0, "begun")
+    both.member.close()
+    both.loop.turn(1.0)
+    both.head.tick(time.monotonic() + FAILURE_REPORTS_S + 0.1)
+    both.head.interrupted(signal.SIGTERM)
+    for worker in range(2):
+        both.head.exited(ended(worker, None, sent_by_us=True))
+    assert both.state() == "failed"
+    assert both.head.outcome is not None and both.head.outcome.exit_code == TOO_FEW
+
+
 def test_a_signal_after_a_failure_does_not_hide_it(both: HeadAndMember) -> None:
     both.head.exited(ended(0, 1))
     both.head.interrupted(signal.SIGINT)

@@ -103,6 +103,43 @@ def test_a_signal_ends_the_waiting(port: int, token_file: str) -> None:
     assert interrupted.value.signum == signal.SIGTERM
 
 
+@pytest.mark.parametrize("first", ["coordinator", "member"])
+def test_a_signal_that_came_to_one_host_that_waits_is_no_loss_to_the_other(
+    first: str, port: int, token_file: str
+) -> None:
+    signals = {"coordinator": StopSignals(), "member": StopSignals()}
+    said: dict[str, list[str]] = {"coordinator": [], "member": []}
+    has_begun = threading.Event()
+
+    class Said(list[str]):
+        def append(self, text: str) -> None:
+            super().append(text)
+            if text.endswith("has come: 2 of 3"):
+                signals[first].note(signal.SIGINT)
+            elif "has left: it was stopped" in text:
+                signals["coordinator"].note(signal.SIGTERM)
+
+    def host(name: str) -> int:
+        said[name] = Said()
+        if name == "member":
+            assert has_begun.wait(10.0)
+        with pytest.raises(Interrupted) as interrupted:
+            attend(said[name], signals[name], head=f"127.0.0.1:{port}", token_file=token_file, hosts=3)
+        return interrupted.value.signum
+
+    class Looked(StopSignals):
+        def check(self) -> None:
+            has_begun.set()  # it listens already
+            super().check()
+
+    signals["coordinator"] = Looked()
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(host, ["coordinator", "member"]))
+    assert found == ([signal.SIGINT] * 2 if first == "coordinator" else [signal.SIGTERM, signal.SIGINT])
+    if first == "coordinator":
+        assert said["member"] == ["the coordinator gave up: interrupted by SIGINT"]
+
+
 def test_a_job_on_several_hosts_needs_a_token(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PACELINE_TOKEN", raising=False)
     with pytest.raises(LaunchError, match="The job has no token"):

@@ -292,7 +292,7 @@ class Coordinator:
         if at_once and self._controller is not None:
             return  # its workers count as lost, and the other replicas go on or save without them
         if at_once or not self._has_begun:
-            self._end.stop(signum, by=f" on host {remote_host.host}")
+            self._end.stop(signum, by=f" on host {remote_host.host}", to_all_hosts=not self._has_begun)
             return
         reason, controller = f"{signal_text(signum)} came on host {remote_host.host}", self._controller
         # Ctrl-C is a person's, and is meant for the whole run.

@@ -124,10 +124,11 @@ class HostAdmission:
             {} if self._replication is None else {COORDINATOR_INDEX: (self._address, self._replication.port)}
         )
 
-    def give_up(self, reason: str) -> None:
-        """Refuse the hosts that came, with the reason."""
+    def give_up(self, reason: str, *, signum: int | None = None) -> None:
+        """Refuse the hosts that came, with the reason; a signal that came here ends them as well."""
+        said = {"op": "refused", "reason": f"the coordinator gave up: {reason}", "again": False, "signal": signum}
         for remote_host in self._remote_hosts:
-            remote_host.link.send({"op": "refused", "reason": f"the coordinator gave up: {reason}", "again": False})
+            remote_host.link.send(said)
             remote_host.link.flush(FAREWELL_S)
             remote_host.link.close()
         self.close()
@@ -153,6 +154,9 @@ class HostAdmission:
                 remote_host = self._on_hello(link, address, message)
             elif self._coordinator is not None:
                 self._coordinator.remote_hosts.on_message(remote_host, message)
+            elif message.get("op") == "leaving" and remote_host in self._remote_hosts:
+                link.close()
+                closed(ConnectionError("it was stopped"))
 
         def closed(error: Exception) -> None:
             self._unnamed.discard(link)

@@ -81,7 +81,7 @@ class JobEnd:
             self.ask_to_leave(f"{signal_text(signum)} came", controller, by_person=signum == signal.SIGINT)
             return
         if self._num_signals == 1 or not self.is_ending:
-            self.stop(signum)
+            self.stop(signum, to_all_hosts=not has_begun or signum == signal.SIGINT)
             return
         self._remote_hosts.broadcast({"op": "kill"})
         if self._local_workers is not None:
@@ -116,14 +116,16 @@ class JobEnd:
             self.exits.finish = finish
             self.leave_by = self.leave_by or time.monotonic() + self._grace_s
 
-    def stop(self, signum: int, *, by: str = "") -> None:
-        """End all workers because of a signal; `by` says where it came, if not here."""
-        if self.is_ending:
-            if self._is_restarting:
-                self.exits.stop(signum, by=by, anyway=True)
-            return
-        self.exits.stop(signum, by=by)
-        self.terminate(STOP_S)
+    def stop(self, signum: int, *, by: str = "", to_all_hosts: bool = False) -> None:
+        """End all workers because of a signal; `by` says where it came, if not here. `to_all_hosts`: other hosts may
+        have got it as well, and be lost for that."""
+        if not self.is_ending:
+            self.exits.stop(signum, by=by, to_all_hosts=to_all_hosts)
+            self.terminate(STOP_S)
+        elif self._is_restarting:
+            self.exits.stop(signum, by=by, anyway=True)
+        elif to_all_hosts and self.exits.stopped is None:
+            self.exits.stop(signum, by=by, to_all_hosts=True)
 
     def terminate(self, grace_s: float) -> None:
         """Send SIGTERM to all workers on all hosts, and SIGKILL `grace_s` seconds later."""

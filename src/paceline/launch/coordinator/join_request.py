@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.launch.coordinator.host_agent import HostAgent
-from paceline.launch.coordinator.remote_hosts import SILENCE_S
+from paceline.launch.coordinator.remote_hosts import FAREWELL_S, SILENCE_S
 from paceline.launch.io.authentication import AuthenticatedConnection
 from paceline.launch.io.event_loop import EventLoop, MessageStream
+from paceline.launch.io.signals import STOP_SIGNALS
 from paceline.launch.snapshots.snapshot_replication import SnapshotReplication
 from paceline.plan.job import Job
 
@@ -40,6 +41,7 @@ class JoinRequest:
         self.member: HostAgent | None = None
         self.failed = ""
         self.final = False  # retrying is useless
+        self.signum: int | None = None  # the signal that stopped the coordinator
         self._call = AuthenticatedConnection(terms.token, loop, on_proved=self._proved, on_failed=self._fail)
         self._link: MessageStream | None = None
         self._connect(number)
@@ -55,6 +57,13 @@ class JoinRequest:
         self._call.tick(now)
         if self._link is not None and self.member is None and now - self._link.last_received > SILENCE_S:
             self._fail(f"the coordinator sent nothing for {SILENCE_S:.0f} s")
+
+    def withdraw(self, signum: int) -> None:
+        """Tell the coordinator that a signal stopped this host; it may have counted on it already."""
+        if self._link is not None:
+            self._link.send({"op": "leaving", "signal": signum, "reason": ""})
+            self._link.flush(FAREWELL_S)
+            self._link.close()
 
     def close(self) -> None:
         """Close the connection unless a `HostAgent` has taken it over."""
@@ -87,6 +96,8 @@ class JoinRequest:
         if self.member is not None:
             self.member.on_message(message)
         elif message.get("op") == "refused":
+            if isinstance(message.get("signal"), int) and message["signal"] in STOP_SIGNALS:
+                self.signum = message["signal"]
             self._fail(str(message.get("reason")), final=not message.get("again"))
         elif message.get("op") == "welcome":
             self._become_member(message)

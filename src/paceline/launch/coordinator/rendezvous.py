@@ -28,7 +28,7 @@ from paceline.launch.coordinator.host_admission import HostAdmission
 from paceline.launch.coordinator.host_agent import HostAgent
 from paceline.launch.coordinator.join_request import JobTerms, JoinRequest
 from paceline.launch.io.event_loop import EventLoop
-from paceline.launch.io.signals import StopSignals
+from paceline.launch.io.signals import Interrupted, StopSignals
 from paceline.launch.job.restart_plan import RestartPlan
 from paceline.launch.snapshots.snapshot_replication import SnapshotReplication
 from paceline.launch.snapshots.snapshot_store import SnapshotStore
@@ -184,7 +184,8 @@ class _Rendezvous:
                 admission.tick(time.monotonic())
             return admission.welcome()
         except BaseException as error:  # also Interrupted and KeyboardInterrupt: the sockets must be closed
-            admission.give_up(str(error) or type(error).__name__)
+            signum = error.signum if isinstance(error, Interrupted) else None
+            admission.give_up(str(error) or type(error).__name__, signum=signum)
             raise
 
     def _try_to_join(self, host_index: int | None) -> HostAgent | None:
@@ -207,8 +208,14 @@ class _Rendezvous:
                 if join_request.member.is_late:
                     self._say(f"joined the run {join_request.member.run_dir} at {point}; waiting for work")
                 return join_request.member
+        except Interrupted as early:
+            join_request.withdraw(early.signum)
+            raise
         finally:
             join_request.close()
+        if join_request.signum is not None:
+            self._say(join_request.failed)
+            raise Interrupted(join_request.signum)
         if join_request.final:
             raise LaunchError(f"This host cannot join the job at {point}: {join_request.failed}")
         again_at = time.monotonic() + RETRY_S

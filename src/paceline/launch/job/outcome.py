@@ -27,6 +27,7 @@ __all__ = [
     "interrupted",
     "is_root_loss",
     "lost_worker",
+    "only_hosts_lost",
     "read_error",
     "saved_and_left",
     "verdict",
@@ -177,6 +178,16 @@ def verdict(exits: Sequence[WorkerExit], *, keeps_state: bool = False) -> JobOut
 def is_root_loss(ended: WorkerExit) -> bool:
     """Return whether this worker was lost by itself, not as a consequence of another worker's end."""
     return ended.is_loss and not ended.sent_by_us and not (ended.error or {}).get("echo")
+
+
+def only_hosts_lost(outcome: JobOutcome) -> bool:
+    """Return whether a job failed because a host was lost, and for nothing else."""
+    return bool(outcome.failures) and all(map(_came_of_lost_host, outcome.failures))
+
+
+def _came_of_lost_host(ended: WorkerExit) -> bool:
+    error = ended.error or {}
+    return error.get("kind") == "HostLost" or bool(error.get("echo")) or ended.sent_by_us
 
 
 def _was_taken(ended: WorkerExit) -> bool:
@@ -333,11 +344,18 @@ class WorkerExits:
     def has_failures(self) -> bool:
         return any(ended.failed for ended in self.by_worker.values())
 
-    def stop(self, signum: int, *, by: str = "", anyway: bool = False) -> None:
-        """Record that a signal stopped the job. A job that has already failed stays failed, unless `anyway`."""
+    def stop(self, signum: int, *, by: str = "", anyway: bool = False, to_all_hosts: bool = False) -> None:
+        """Record that a signal stopped the job. A job that has already failed stays failed, unless `anyway`.
+
+        `to_all_hosts`: the signal may have gone to all hosts at once, and one of them ended first. So a lost host is no
+        failure.
+        """
         # A signal to a whole control group also ends the workers, and such ends are not failures.
         failures = [ended for ended in self.by_worker.values() if ended.failed]
-        if anyway or all(ended.signal == signum or ended.exit_code == 128 + signum for ended in failures):
+        if anyway or all(
+            ended.signal == signum or ended.exit_code == 128 + signum or (to_all_hosts and _came_of_lost_host(ended))
+            for ended in failures
+        ):
             self._signum, self._by = signum, by
 
     # What follows.
