@@ -154,6 +154,56 @@ def test_a_partly_committed_last_step_shows_up_though_its_epoch_is_unfinished(ru
     assert not audit(run).is_clean
 
 
+def test_the_newest_steps_of_a_run_that_goes_on_are_under_way_and_of_one_that_has_ended_a_problem(run: Path) -> None:
+    lines = [(worker, step, line) for worker, step, line in steps(workers=3, last=9) if step <= (5, 9, 7)[worker]]
+    write_attempt(run, 1, iter(lines), workers=3)
+    with open(ledger(run, 1, 2), "a") as file:
+        file.write('{"step": 8, "stre')  # being written
+    record = RunRecord.begin_attempt(run, job={}, workers=3)
+    result = audit(run)
+    assert (result.verdict, states(result)) == ("nothing to prove yet", ["unfinished"])
+    assert [epoch.last_step for epoch in result.epochs] == [5]
+    assert result.notes == ("attempt 1 goes on: steps 6-9 are under way, not yet in the ledgers of all workers",)
+    edit(ledger(run, 1, 1), 3, ranges=[])  # a step that all have written is judged as ever
+    assert states(audit(run)) == ["broken"]
+    record.end_attempt("stopped", 75)
+    result = audit(run)
+    assert not result.is_clean and "step 6 of attempt 1 (train) is in the ledgers of workers 1, 2" in str(result)
+
+
+def test_under_asynchronous_updates_steps_after_one_that_nobody_has_written_yet_are_under_way(run: Path) -> None:
+    lines = [one for one in in_turns(behind=[0] * 14) if one[1] not in (5, 11, 13)]
+    write_attempt(run, 1, iter(lines), workers=2, staleness=3)
+    record = RunRecord.begin_attempt(run, job={}, workers=2)
+    result = audit(run)  # worker 0 has come to step 9, and step 5 is lost all the same
+    assert states(result) == ["broken", "unfinished"]
+    assert result.notes[0] == "attempt 1 goes on: steps 10-14 are under way, not yet in the ledgers of all workers"
+    record.end_attempt("finished", 0)
+    assert states(audit(run)) == ["broken", "broken"]
+
+
+def test_a_worker_that_was_lost_long_ago_keeps_no_later_step_under_way(run: Path) -> None:
+    lines = [(int(step > 1), step, line) for _, step, line in in_turns(behind=[0] * 14) if step != 12]
+    write_attempt(run, 1, iter(lines), workers=2, staleness=3)
+    RunRecord.begin_attempt(run, job={}, workers=2)
+    result = audit(run)
+    assert states(result) == ["exact", "unfinished"]
+    assert result.notes[0] == "attempt 1 goes on: steps 13-14 are under way, not yet in the ledgers of all workers"
+
+
+def test_a_run_that_has_just_begun_is_no_problem(run: Path) -> None:
+    record = RunRecord.begin_attempt(run, job={}, workers=2)
+    (run / "attempt_1").mkdir()
+    assert audit(run).verdict == "nothing to prove yet"
+    write_attempt(run, 1, steps(workers=1, last=2), workers=1)
+    (run / "attempt_1" / "worker_1").mkdir()
+    result = audit(run)
+    assert result.verdict == "nothing to prove yet"
+    assert "steps 1-2 are under way, not yet in the ledgers of all workers; worker 1 has none" in str(result)
+    record.end_attempt("failed", 1)
+    assert not audit(run).is_clean
+
+
 def test_steps_after_the_checkpoint_that_a_later_attempt_continued_from_are_void(run: Path) -> None:
     write_attempt(run, 1, steps(workers=2, last=6), workers=2)
     write_attempt(run, 2, steps(workers=3, first=5, last=6), workers=3, from_step=4)
@@ -319,7 +369,7 @@ def test_a_directory_that_is_no_run_is_a_usage_error(tmp_path: Path, capsys: pyt
 
 
 def test_a_run_without_ledgers_proves_nothing(run: Path) -> None:
-    RunRecord.begin_attempt(run, job={}, workers=1)
+    RunRecord.begin_attempt(run, job={}, workers=1).end_attempt("failed", 1)
     assert main_audit(run) == 1
     assert audit(run).verdict == "not clean"
 

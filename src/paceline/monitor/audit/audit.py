@@ -8,6 +8,8 @@ epochs of up to ten million samples, and for ten million samples in all, spread 
 Steps that follow each other alike are proved as blocks: of each the first step, and that the next one begins where it
 ends. Where something is wrong, the steps around it are looked at one by one.
 
+Of a run that goes on, the newest steps may be in the ledgers of some workers only. They are under way, and left out.
+
 Under asynchronous updates (`ParameterServer(staleness=...)`) the ledgers also record how stale each update was. None
 may be staler than the plan allows.
 
@@ -33,6 +35,7 @@ from paceline.monitor.audit.epoch import (
 )
 from paceline.monitor.audit.epoch_columns import EpochColumns
 from paceline.monitor.audit.ledger_reader import MOST_LISTED, AttemptLedger, RunLedgers, StalenessSeen
+from paceline.monitor.audit.settled_steps import attempt_under_way
 from paceline.monitor.records.run_files import local_path
 from paceline.monitor.records.run_record import RunRecord
 from paceline.units import printable, workers_text
@@ -71,17 +74,20 @@ def audit(run_dir: Path | str) -> AuditResult:
     run_dir = Path(run_dir)
     if not any(run_dir.glob("attempt_*")):
         RunRecord.load(run_dir)  # says what is wrong with the name
-    ledgers = RunLedgers(run_dir)
+    under_way = attempt_under_way(run_dir)
+    ledgers = RunLedgers(run_dir, under_way=under_way)
     problems, notes = list(ledgers.problems), list(ledgers.notes)
     for attempt in ledgers.attempts:
         problems += _partial_steps(attempt)
-        notes += _void_note(attempt)
+        notes += _under_way_note(attempt) if attempt.is_under_way else _void_note(attempt)
     for stream, lag in sorted(ledgers.lags.items()):
         problems += _too_far_behind(stream, lag)
         notes.append(_how_far_behind(stream, lag))
     notes += _unprovable(ledgers)
     problems += _missing_ledgers(run_dir, ledgers.attempts)
-    if not ledgers.attempts:
+    if not ledgers.attempts and under_way is not None:
+        notes.append(f"attempt {under_way} goes on, and no worker has begun its ledger yet")
+    elif not ledgers.attempts:
         problems.append("there is no ledger: no step was committed, and nothing is proved")
     last_epochs = dict(sorted(ledgers.epochs))  # the last epoch of each stream wins
     for stream, last in last_epochs.items():
@@ -183,10 +189,22 @@ def _missing_ledgers(run_dir: Path, attempts: list[AttemptLedger]) -> list[str]:
         return []
     if newest.has_wholes:  # an elastic run: any member's ledger has the whole steps
         return []
+    if newest.is_under_way and not newest.has_steps:  # the others are about to begin
+        return []
     return [
         f"attempt {newest.number} had {record.workers} workers, but only {here} of their directories are here: "
         f"copy attempt_{newest.number}/worker_* from the other hosts, then audit again"
     ]
+
+
+def _under_way_note(attempt: AttemptLedger) -> list[str]:
+    if attempt.void_steps is None:
+        return []
+    first, last = attempt.void_steps
+    steps = f"step {first} is" if first == last else f"steps {first}-{last} are"
+    has = "has" if len(attempt.silent) == 1 else "have"
+    late = f"; {workers_text(attempt.silent)} {has} none" if attempt.silent else ""
+    return [f"attempt {attempt.number} goes on: {steps} under way, not yet in the ledgers of all workers{late}"]
 
 
 def _void_note(attempt: AttemptLedger) -> list[str]:

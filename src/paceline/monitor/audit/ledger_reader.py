@@ -17,6 +17,7 @@ from paceline.logs.ledger_runs import Run, join_runs, runs_in
 from paceline.logs.log_reader import lines_of
 from paceline.logs.sealed_log import sealed_path
 from paceline.monitor.audit.epoch_columns import EpochColumns, StreamHeader, block_of
+from paceline.monitor.audit.settled_steps import settled_step
 from paceline.monitor.audit.step_alignment import aligned
 from paceline.monitor.records.attempt_history import ResumePoint, lineage, parse_ledger_line, resume_point_of
 from paceline.monitor.records.run_files import local_path, worker_number
@@ -72,12 +73,14 @@ class AttemptLedger:
     has_wholes: bool = False  # an elastic run: every member that committed a step noted all of its positions
     rollbacks: dict[int, Rollback] = dataclasses.field(default_factory=dict[int, Rollback])  # by from_step
     void_steps: tuple[int, int] | None = None  # the first and the last
+    is_under_way: bool = False  # the run goes on: later steps than `until_step` are not in all ledgers yet
 
 
 class RunLedgers:
     """Everything the ledgers below `run_dir` hold; `problems` lists what could not be read or contradicts itself."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, *, under_way: int | None = None) -> None:
+        """`under_way`: the attempt at which the run is at work while it is read."""
         self.problems: list[str] = []
         self.notes: list[str] = []
         self.epochs: dict[tuple[str, int], EpochColumns] = {}
@@ -85,6 +88,9 @@ class RunLedgers:
         self._paths: dict[tuple[int, int], Path] = {}
         self.attempts = self._find_attempts(run_dir)
         self.begun_elsewhere = self._find_line()
+        for attempt in self.attempts:
+            if attempt.number == under_way:
+                self._settle(attempt)
         starts = self.begun_elsewhere.starts if self.begun_elsewhere else ()
         self._starts = {(stream, epoch): position for stream, epoch, position in starts}
         for attempt in self.attempts:
@@ -140,11 +146,18 @@ class RunLedgers:
             last.until_step = stretch.until
         return last.begun if last is not None and last.begun.source is not None else None
 
+    def _settle(self, attempt: AttemptLedger) -> None:
+        """Look how far all workers of an attempt under way have come: what is read later, has these steps at least."""
+        attempt.is_under_way = True
+        ledgers = [self._paths[attempt.number, worker] for worker in attempt.workers]
+        settled = settled_step(ledgers, from_step=attempt.begun.from_step)
+        attempt.until_step = min(attempt.until_step, attempt.begun.from_step if attempt.silent else settled)
+
     def _read(self, attempt: AttemptLedger, worker: int) -> None:
         streams: dict[str, StreamHeader] = {}
         waiting: list[Run] = []  # steps since the last other line
         has_stepped = False
-        for where, line in self._lines(self._paths[attempt.number, worker]):
+        for where, line in self._lines(self._paths[attempt.number, worker], is_growing=attempt.is_under_way):
             try:
                 if "step" in line or "runs" in line:
                     has_stepped = True
@@ -292,8 +305,9 @@ class RunLedgers:
                 f"attempt {attempt.number}: its workers disagree on the rollback after step {rollback.from_step}"
             )
 
-    def _lines(self, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The lines of a ledger; a damaged one is a problem, unless it is the last: a kill can cut that one off."""
+    def _lines(self, path: Path, *, is_growing: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The lines of a ledger; a damaged one is a problem, unless it is the last: a kill can cut that one off, and
+        one that is being written `is_growing`."""
         damaged: str | None = None
         name, sealed = local_path(path), sealed_path(path)
         sealed_too = f" (with those of {sealed.name})" if sealed.exists() else ""
@@ -309,7 +323,7 @@ class RunLedgers:
                 damaged = where
             else:
                 yield where, line
-        if damaged:
+        if damaged and not is_growing:
             self.notes.append(
                 f"{damaged}, the last, was cut off and is ignored: its step was not committed by this worker"
             )
