@@ -389,10 +389,10 @@ class EventLog:
     """Appends events to one file, a line each, flushed at once: a killed process loses nothing it had said.
 
     With `seals` old events are summed up when the file has grown (`StepsMerged`), and leave it for a sealed file beside
-    it.
+    it. `worker` is None for the supervisor.
     """
 
-    def __init__(self, path: Path, *, worker: int | None, seals: bool = False) -> None:
+    def __init__(self, path: Path, *, worker: int | None, seals: bool = True) -> None:
         self.worker = worker
         sealing = Sealing(merge=merge_events, cut=cut_events) if seals else None
         self._log = LineLog(path, sealing=sealing, say=lambda text: self.emit(Warned(text=text)))

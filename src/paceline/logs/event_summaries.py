@@ -1,7 +1,9 @@
-"""Old events of a worker, summed up: a thousand steps are one `StepsMerged`, a frequent kind is one `EventsMerged`.
+"""Old events of a worker or supervisor, summed up: a thousand steps are one `StepsMerged`, and events of a frequent
+kind one `EventsMerged`.
 
 Steps that a report has to see by themselves stay as they are: the first one of a process, those that were skipped, came
-too late or took part in a recovery, and those that took far longer than usual. Where they are more than a few of a
+too late or took part in a recovery, and those that took far longer than usual. So do the workers that came, left and
+were lost, whose events a report counts one by one; the sealed file is compressed. Where they are more than a few of a
 hundred, the rest of them is summed up, too: a log may not grow without limit because something happens at every step.
 """
 
@@ -26,7 +28,17 @@ KEEP_S = 20.0  # readers that are no later than this see each line as it was wri
 KEEP_BYTES, MOST_BYTES = 1 << 18, 2 << 20  # of the newest lines: at least; and at most, however young they are
 STEP = '{"event": "StepDone"'  # how the line of a step begins
 COUNTS = ("num_dropped", "num_bytes_sent", "num_wire_bytes", "num_raw_bytes")
-NEVER = ("WorkerStarted", "WorkerFinished", "StepsMerged", "EventsMerged")  # summed up
+OF_MEMBERS = (
+    "WorkerStarted",
+    "WorkerFinished",
+    "WorkerFailed",
+    "WorkerLost",
+    "WorkerLeft",
+    "WorkerJoined",
+    "Regrouped",
+)
+OF_RUN = ("RunStarted", "Restarted", "RunFinished")
+NEVER = (*OF_MEMBERS, *OF_RUN, "StepsMerged", "EventsMerged")  # summed up: a report needs each of them
 
 
 def cut_events(lines: Sequence[str]) -> int:
@@ -47,7 +59,7 @@ def _time(line: str) -> float:
 
 
 def merge_events(lines: Sequence[str]) -> list[str]:
-    """Return what is kept of a worker's events; a line that cannot be read is kept."""
+    """Return what is kept of the events of a worker, or of the supervisor; a line that cannot be read is kept."""
     read = [(line, _fields(line)) for line in lines]
     steps = [fields for _, fields in read if fields is not None and fields["event"] == "StepDone"]
     alone = _standing_alone(steps, [fields for _, fields in read if fields is not None])

@@ -6,6 +6,14 @@ Such a run is its first line and three numbers; the epochs that repeat it are a 
     {"step": 1, "stream": "train", "epoch": 0, "ranges": [[0, 16]], "skipped": false, "more": [96, 1, 512]}
     {"runs": [<line>, <line>], "more": [40, 98, 1, 0]}
 
+Where shares are uneven, or each step is another worker's, the same few runs come in an irregular order. They are a
+mixture: the kinds of run, the distances that occur between one run and the next, and which of them comes when.
+
+    {"runs": [<line>, <line>], "next": [[0, 0, 0, 0], [1, 1, 0, 512], [0, 2, 0, 1024]], "order": [0, 1, 2, 1, 1, 2]}
+
+`next`: a run's place in `runs`, and the steps, epochs and positions that it begins after the end of the run before.
+Steps count from the run before, epochs and positions from that of the same stream; the first ones from the listed runs.
+
 `more` of a run: lines that follow, and from one to the next the steps and positions between them. `more` of a cycle:
 repetitions that follow, and from one to the next the steps, epochs and positions between them. Nothing is lost: the
 lines can be written again from them.
@@ -20,9 +28,12 @@ from typing import Any, NamedTuple
 __all__ = ["Run", "Shape", "join_runs", "merge_ledger", "run_of", "runs_in"]
 
 Line = dict[str, Any]
+Kind = tuple["Shape", int, int, int]  # of runs that differ only in where they begin
 Ranges = tuple[tuple[int, int], ...]
 KEYS = frozenset({"step", "stream", "epoch", "ranges", "skipped", "whole", "dropped", "behind"})
 LONGEST = 8  # runs of a cycle that are looked for
+LEAST_SAVED = 8  # runs that a cycle replaces; one that replaces fewer may be part of a mixture
+LEAST_MIXED = 16  # runs of a mixture
 
 
 class Shape(NamedTuple):
@@ -107,6 +118,9 @@ def runs_in(line: Line) -> Iterator[Run]:
         yield _read_run(line)
         return
     runs = [_read_run(one) for one in line["runs"]]
+    if "order" in line:
+        yield from _mixed_runs(runs, line)
+        return
     times, steps, epochs, positions = map(int, line["more"])
     for index in range(times + 1):
         for run in runs:
@@ -152,7 +166,7 @@ def _longer(run: Run, more: Run) -> Run | None:
 
 
 def merge_ledger(lines: Sequence[str]) -> list[str]:
-    """Return what is kept of a ledger's lines: runs and cycles of the steps, all others as they are."""
+    """Return what is kept of a ledger's lines: runs, cycles and mixtures of the steps, all others as they are."""
     merged: list[str] = []
     runs: list[Run] = []
     for text in lines:
@@ -160,10 +174,10 @@ def merge_ledger(lines: Sequence[str]) -> list[str]:
         if run is not None:
             runs.append(run)
             continue
-        merged += _cycles_text(join_runs(runs))
+        merged += _shortest_text(join_runs(runs))
         merged.append(text)
         runs.clear()
-    return [*merged, *_cycles_text(join_runs(runs))]
+    return [*merged, *_shortest_text(join_runs(runs))]
 
 
 def _exact_run(text: str) -> Run | None:
@@ -178,17 +192,97 @@ def _exact_run(text: str) -> Run | None:
         return None
 
 
+def _shortest_text(runs: list[Run]) -> Iterator[str]:
+    """The lines of runs: long cycles, and what lies between them as a mixture where that is shorter."""
+    begin = place = 0
+    while place < len(runs):
+        length, times = _cycle(runs, place)
+        if (times - 1) * length < LEAST_SAVED:
+            place += 1
+            continue
+        yield from _irregular_text(runs[begin:place])
+        yield _cycle_text(runs, place, length, times)
+        begin = place = place + length * times
+    yield from _irregular_text(runs[begin:])
+
+
+def _irregular_text(runs: list[Run]) -> list[str]:
+    plain = list(_cycles_text(runs))
+    if len(runs) < LEAST_MIXED:
+        return plain
+    mixed = _mixture_text(runs)
+    return [mixed] if len(mixed) < sum(map(len, plain)) else plain
+
+
 def _cycles_text(runs: list[Run]) -> Iterator[str]:
     place = 0
     while place < len(runs):
         length, times = _cycle(runs, place)
-        kept = [_run_line(run) for run in runs[place : place + length]]
         if times == 1:
-            yield from map(json.dumps, kept)
+            yield from (json.dumps(_run_line(run)) for run in runs[place : place + length])
         else:
-            first, second = runs[place], runs[place + length]
-            yield json.dumps({"runs": kept, "more": [times - 1, *_distance(first, second)]})
+            yield _cycle_text(runs, place, length, times)
         place += length * times
+
+
+def _cycle_text(runs: list[Run], place: int, length: int, times: int) -> str:
+    kept = [_run_line(run) for run in runs[place : place + length]]
+    return json.dumps({"runs": kept, "more": [times - 1, *_distance(runs[place], runs[place + length])]})
+
+
+def _mixture_text(runs: list[Run]) -> str:
+    kinds: dict[Kind, int] = {}
+    listed: list[Run] = []
+    distances: dict[tuple[int, int, int, int], int] = {}
+    order: list[int] = []
+    ends = _Ends(runs[0])
+    for run in runs:
+        kind = (run.shape, run.num, run.stride, run.shift)
+        if kind not in kinds:
+            kinds[kind] = len(listed)
+            listed.append(run)
+            ends.list(run)
+        distance = (kinds[kind], *ends.distance(run))
+        order.append(distances.setdefault(distance, len(distances)))
+        ends.follow(run)
+    return json.dumps({"runs": list(map(_run_line, listed)), "next": list(map(list, distances)), "order": order})
+
+
+def _mixed_runs(listed: Sequence[Run], line: Line) -> Iterator[Run]:
+    """The runs of a mixture, in order."""
+    ends = _Ends(listed[0])
+    for run in listed:
+        ends.list(run)
+    following = [tuple(map(int, one)) for one in line["next"]]
+    for place in line["order"]:
+        kind, *distance = following[place]
+        run = ends.run_at(listed[kind], *distance)
+        ends.follow(run)
+        yield run
+
+
+class _Ends:
+    """Where the last run has ended, and the last one of each stream."""
+
+    def __init__(self, first: Run) -> None:
+        self._step = first.step
+        self._places: dict[str, tuple[int, int]] = {}  # epoch and position
+
+    def list(self, run: Run) -> None:
+        """A kind of run is listed: the first one of its stream says where that stream begins."""
+        self._places.setdefault(run.shape.stream, (run.epoch, run.base))
+
+    def distance(self, run: Run) -> tuple[int, int, int]:
+        epoch, position = self._places[run.shape.stream]
+        return run.step - self._step, run.epoch - epoch, run.base - position
+
+    def run_at(self, kind: Run, steps: int, epochs: int, positions: int) -> Run:
+        epoch, position = self._places[kind.shape.stream]
+        return kind._replace(step=self._step + steps, epoch=epoch + epochs, base=position + positions)
+
+    def follow(self, run: Run) -> None:
+        self._step = run.last_step
+        self._places[run.shape.stream] = run.epoch, run.base + (run.num - 1) * run.shift
 
 
 def _cycle(runs: list[Run], place: int) -> tuple[int, int]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
+import zlib
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,6 +37,34 @@ def test_a_thousand_epochs_are_a_few_lines() -> None:
     merged = merge_ledger([json.dumps(line) for line in lines])
     assert len(merged) <= 3
     assert unmerged(merged) == lines
+
+
+@pytest.mark.parametrize("kind", ["uneven shares", "backup workers", "asynchronous", "two streams"])
+def test_steps_in_an_irregular_order_are_a_mixture_of_a_few_bytes_each(kind: str) -> None:
+    draw = random.Random(1)
+    lines: list[Line] = []
+    number = start = 0
+    for _ in range(4000):
+        number += draw.choice((1, 1, 2, 5)) if kind == "asynchronous" else 1
+        epoch, place = divmod(number, 98)
+        start = place * 512
+        first, last = draw.randrange(3), draw.randrange(3, 6)
+        match kind:
+            case "uneven shares":
+                lines.append(step(number, epoch, start + first * 16, start + last * 16))
+            case "backup workers":
+                late = {"dropped": [[start + 16 * last, start + 16 * last + 16]]} if first else {}
+                lines.append(step(number, epoch, start, start + 16, whole=[start, start + 512], **late))
+            case "asynchronous":
+                lines.append(step(number, epoch, start, start + 512, whole=[start, start + 512], behind=first))
+            case _:
+                lines.append({**step(number, 0, number * 8, number * 8 + 8), "stream": "train" if first else "other"})
+    texts = [json.dumps(line) for line in lines]
+    merged = merge_ledger(texts)
+    assert unmerged(merged) == lines or kind == "two streams"
+    assert sorted(unmerged(merged), key=lambda line: line["step"]) == lines
+    small, large = (len(zlib.compress("\n".join(some).encode(), 6)) for some in (merged, texts))
+    assert small < 1.5 * len(lines) and small < large / 6
 
 
 def test_two_streams_in_turns_are_two_runs() -> None:

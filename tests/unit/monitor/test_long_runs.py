@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fake_run_files import JOB, Workers
-from paceline.events import Evaluated, Event, EventLog, RunStarted, StateKept, StepDone, WorkerFinished, WorkerStarted
+from fake_run_files import JOB, Workers, lose
+from paceline.events import (
+    Evaluated,
+    Event,
+    EventLog,
+    EventsMerged,
+    RunStarted,
+    StateKept,
+    StepDone,
+    Warned,
+    WorkerFinished,
+    WorkerStarted,
+)
 from paceline.logs import event_summaries, metric_rows
 from paceline.logs.event_summaries import merge_events
 from paceline.logs.ledger_runs import merge_ledger
@@ -26,6 +38,7 @@ from paceline.monitor.export import metrics_jsonl
 from paceline.monitor.export.metrics_jsonl import MetricsFile
 from paceline.monitor.records.run_record import RunRecord
 from paceline.monitor.records.steps import Step
+from paceline.monitor.report.attempt_log import read_attempts
 from paceline.monitor.report.curves import read_curves
 from paceline.monitor.report.report import read_report
 from paceline.monitor.status.status import status
@@ -275,6 +288,27 @@ def test_a_kind_of_event_that_comes_all_the_time_is_summed_up() -> None:
     sums = [one for one in merged if one["event"] == "EventsMerged"]
     assert [(one["kind"], one["num"]) for one in sums] == [("Warned", 968), ("StateKept", 968)]
     assert sums[1]["sums"]["seconds"] == 0.5 * 968 and (sums[1]["first_step"], sums[1]["last_step"]) == (17, 984)
+
+
+def test_a_supervisors_log_stays_small_and_keeps_each_worker_that_came_or_was_lost(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    record = RunRecord.begin_attempt(run, job={}, workers=2)
+    directory = run / "attempt_1"
+    directory.mkdir()
+    log = EventLog(directory / "events.jsonl", worker=None)
+    log.emit(RunStarted(run_dir=str(run), attempt=1, workers=2, hosts=1, program="p", launcher="local"))
+    for number in range(30_000):
+        log.emit(Warned(text=f"worker 1 is slow ({number} times as slow as the others, in the last 100 steps)"))
+        if number % 100 == 0:
+            lose(log, 1, number, members=[0])
+    log.close()
+    files = [directory / "events.jsonl", sealed_path(directory / "events.jsonl")]
+    assert sum(path.stat().st_size for path in files) < 2_500_000  # 5.7 MB as they were written
+    (attempt,) = read_attempts(record)
+    kinds = Counter(type(one.event).__name__ for one in attempt.records)
+    assert (kinds["WorkerLost"], kinds["Regrouped"], kinds["RunStarted"]) == (300, 300, 1)
+    merged = sum(one.event.num for one in attempt.records if isinstance(one.event, EventsMerged))
+    assert kinds["Warned"] + merged == 30_000
 
 
 def test_a_watch_that_was_stopped_counts_what_was_summed_up_meanwhile(
