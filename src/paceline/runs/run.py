@@ -22,11 +22,13 @@ from paceline.elastic.membership_messages import PREEMPTED, TOO_FEW
 from paceline.errors import LaunchError, PlanError, WorkerError, WorkersLostError
 from paceline.launch.local import prestart
 from paceline.monitor.records.processes import this_host
+from paceline.monitor.records.run_files import local_path
 from paceline.plan import CommandPlan, Job, Plan, read_plan
 from paceline.plan.script_scan import workers_of_script
 from paceline.runs.attempt import Attempt, begin_record, error_from_failures, qualified_name, wait_for_orphans
 from paceline.runs.go_on import command_of_script, command_of_words, command_of_world
 from paceline.runs.monitor_thread import monitoring_thread, note_end, note_failure, note_left, reporting_thread
+from paceline.runs.own_frames import folds_own_frames
 from paceline.runs.restart_loop import run_with_restarts
 from paceline.units import printable
 
@@ -46,6 +48,7 @@ _calls = itertools.count()  # of `run` in this process, outside of workers
 JOB_FIELDS = frozenset(field.name for field in dataclasses.fields(Job)) - {"program", "args"}
 
 
+@folds_own_frames
 def run(
     function: Callable[[Worker], T],
     *,
@@ -319,6 +322,8 @@ def _run_as_worker(
         if is_peer_failure(error):
             _tell(f"worker {own.rank} (host {own.host}) ended because a peer went away")
             raise SystemExit(1) from None
+        if not isinstance(error, PlanError):
+            error.add_note(f"the whole traceback of worker {own.rank}: {local_path(own.worker_dir)}/error.json")
         raise
     finally:
         notice.hold()

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 import paceline
+from paceline.errors import WorkerError
 from paceline.host_memory import memory_limit_bytes, oom_kills, oom_likely
 from paceline.monitor.records.failure import Failure, explain, headline, root_cause
+from paceline.runs.own_frames import error_text
 
 GiB = 1 << 30
 OURS = Path(paceline.__file__).parent
@@ -111,6 +113,35 @@ def test_runs_of_frames_of_torch_and_paceline_below_the_user_s_are_one_line() ->
         "    self.fc(x)",
         "  ... 2 frames in torch",
         "RuntimeError: shapes cannot be multiplied",
+    ]
+
+
+def test_what_is_left_out_of_a_traceback_is_in_a_file_that_is_named() -> None:
+    ours = f'  File "{OURS}/worker/stepper.py", line 2, in __call__\n    loss()\n'
+    own = '  File "/home/me/train.py", line 7, in train\n    step(batch)\n'
+    for frames, is_named in ((ours + own, True), (own, False)):
+        trace = f"Traceback (most recent call last):\n{frames}ValueError: bad\n"
+        lines = explain([failed(0, traceback=trace, log="runs/a/attempt_1/worker_0/stderr.log")]).split("\n")
+        assert (lines[-1] == "(all frames: runs/a/attempt_1/worker_0/stderr.log)") == is_named
+
+
+def test_an_uncaught_error_of_a_run_is_printed_with_the_scripts_frames_and_the_workers_as_they_were() -> None:
+    said = (
+        "worker 1 failed after step 3: ValueError: bad\nTraceback (most recent call last):\n"
+        '  File "/home/me/train.py", line 7, in train\n    step(batch)\n  ... 1 frame in paceline\nValueError: bad'
+    )
+    made: dict[str, Any] = {"WorkerError": WorkerError}
+    exec(compile(f"def run():\n raise WorkerError({said!r}, worker=1)", f"{OURS}/runs/run.py", "exec"), made)
+    exec(compile("def main():\n run()", "/home/me/script.py", "exec"), made)
+    exec(compile("def _run_code():\n main()", "<frozen runpy>", "exec"), made)
+    with pytest.raises(WorkerError) as raised:
+        made["_run_code"]()
+    error = raised.value.with_traceback(raised.tb.tb_next)  # without the frame of this test
+    assert error_text(error).split("\n") == [
+        "Traceback (most recent call last):",
+        '  File "/home/me/script.py", line 2, in main',
+        "  ... 1 frame in paceline",
+        *f"paceline.errors.WorkerError: {said}".split("\n"),
     ]
 
 

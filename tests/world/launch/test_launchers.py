@@ -96,6 +96,8 @@ def assert_failed(run_dir: Path, code: int, output: str, ended: float) -> None:
     assert code != 0
     assert ended - json.loads((run_dir / "attempt_1" / "worker_1" / "error.json").read_text())["time"] < FAILED_S
     assert output.count("ValueError: worker 1 has had enough") == 1
+    assert "frames in paceline" in output and "worker/session.py" not in output
+    assert "the whole traceback of worker 1: " in output and "/attempt_1/worker_1/error.json" in output
     assert "Connection closed" not in output  # the other worker's echo is a line of words, if it lives to say it
     assert (record(run_dir)["state"], record(run_dir)["exit_code"]) == ("failed", 1)
     told = json.loads(run(*PACELINE, "status", run_dir, "--json")[1])

@@ -76,8 +76,7 @@ def explain(failures: Sequence[Failure]) -> str:
         return f"paceline: {first.error.get('message', '')}{_where(str(first.error.get('traceback', '')))}"
     parts = [headline(first, equal)]
     if first.error and not first.error.get("says_all"):
-        _, _, trace = _told(first.error)
-        parts += [own_frames(trace)] if trace else []
+        parts += _traceback_parts(first.error)
     if first.error and first.error.get("stacks"):  # of all workers, where one has kept the others waiting
         parts.append(str(first.error["stacks"]))
     if first.oom_likely:
@@ -106,6 +105,15 @@ def headline(failure: Failure, equal: Sequence[Failure] = ()) -> str:
     return f"{subject} failed {_after(failure)}: {what}" if failure.error else f"{subject} {what}"
 
 
+def _traceback_parts(error: Mapping[str, Any]) -> list[str]:
+    """The user's frames, and where the others are, if some are left out."""
+    _, _, trace = _told(error)
+    if not trace:
+        return []
+    shown, log = own_frames(trace), str(error.get("log") or "")
+    return [shown, f"(all frames: {local_path(log)})"] if log and shown != trace.rstrip("\n") else [shown]
+
+
 def own_frames(traceback: str) -> str:
     """Return a traceback with the user's frames: those of Paceline and torch above the first one are left out, and
     runs of them below it become one line. A traceback without a frame of the user's stays as it is."""
@@ -115,9 +123,11 @@ def own_frames(traceback: str) -> str:
 def _own_frames(traceback: str) -> str:
     lines = traceback.split("\n")
     starts = [number for number, line in enumerate(lines) if FRAME.match(line)]
+    # An error's message may hold another traceback, as that of a `WorkerError` does.
+    end = next((n for n in range(starts[0], len(lines)) if not lines[n].startswith(" ")), len(lines)) if starts else 0
+    starts = [start for start in starts if start < end]
     if all(_owner(lines[start]) for start in starts):
         return traceback
-    end = next((n for n in range(starts[-1] + 1, len(lines)) if not lines[n].startswith(" ")), len(lines))
     shown: list[str] = []
     folded: list[str] = []  # whose frames they were
     for start, stop in itertools.pairwise([*starts, end]):
