@@ -68,6 +68,7 @@ class WorkerLifecycle:
         of_lost = float(is_apart and self._consensus.generation > 0)
 
         def add_up() -> list[float]:
+            self._group.barrier()  # a worker that is still in a step finds this one here, and not in another sum
             trained, *others = log.training_counts
             return total(self._group, [trained + of_lost, *others], what="whether the run has trained")
 
@@ -76,7 +77,6 @@ class WorkerLifecycle:
     def _save_last(self) -> None:
         """Save the state of the end, where it is not saved yet; an operation of all workers."""
         resumed, saver, loop = self._resumed, self._saver, self._loop
-        self._group.barrier()  # a worker that is still in a step finds this one here, and not in another sum
         saver.wait()  # for a save before the one of the end
         # A loop that was stopped has saved, unless the worker that wrote that was lost since. Any other loop is saved
         # again where its last step was saved already: code after the loop may have changed the state.

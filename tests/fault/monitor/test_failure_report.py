@@ -176,7 +176,7 @@ def error_of(worker: int, attempt: int = 1) -> dict[str, Any]:
 def test_the_users_own_traceback_is_on_the_screen_once_with_worker_host_and_step(train: Callable[..., Done]) -> None:
     done = train("one")
     assert done.status == 1
-    headline, *trace, echo = done.report.splitlines()
+    headline, *trace, named, echo = done.report.splitlines()
     assert re.fullmatch(
         r"worker 1 \(host \S+, pid \d+\) failed after step 3: ValueError: worker one has had enough", headline
     )
@@ -184,6 +184,8 @@ def test_the_users_own_traceback_is_on_the_screen_once_with_worker_host_and_step
     assert [line for line in trace if IN_TRAIN in line and "train" in line]
     assert trace[-1] == "ValueError: worker one has had enough"
     assert "paceline" not in "".join(trace), "frames of ours say nothing about the user's error"
+    assert named == "(all frames: run/attempt_1/worker_1/stderr.log)"
+    assert "paceline" in Path("run/attempt_1/worker_1/stderr.log").read_text()
     assert echo == "workers 0, 2 stopped because of it"
     assert done.screen.count("Traceback") == 1
     assert "Exception ignored" not in done.screen
