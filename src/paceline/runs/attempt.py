@@ -23,7 +23,7 @@ from paceline.launch.coordinator.host_agent import HostAgent
 from paceline.launch.coordinator.rendezvous import RetainedHostState
 from paceline.launch.fork.warm_parent_client import WarmParent
 from paceline.launch.fork.worker_locks import wait_until_workers_ended
-from paceline.launch.job.outcome import JobOutcome, WorkerExit
+from paceline.launch.job.outcome import STUCK, JobOutcome, WorkerExit
 from paceline.launch.job.restart_plan import RestartPlan
 from paceline.launch.local import launch
 from paceline.monitor.attempt_end import AttemptEnd
@@ -295,13 +295,20 @@ class Attempt:
         )
         if self._hang_monitor is not None:
             failures = self._hang_monitor.explained(failures)
-        if self._record is not None and outcome.state == "finished":  # so nobody writes any more, on any host
+        if self._record is not None and self._writes_nobody(outcome):
             with contextlib.suppress(OSError):  # left for the next start, which says so
                 tidy(self.run_dir / "checkpoints")
         exit_code = end.close(outcome.state, outcome.exit_code, failures, goes_on=self.next is not None)
         if self._watch is not None:
             self.failures = self._watch.failures
         return exit_code
+
+    def _writes_nobody(self, outcome: JobOutcome) -> bool:
+        """Whether all workers have ended, on all hosts, so that what is unfinished in the run's directory stays so."""
+        if outcome.state == "finished":
+            return True
+        have_ended = all((ended.error or {}).get("kind") != STUCK for ended in (*outcome.exits, *outcome.failures))
+        return have_ended and self.next is None and self.job.head is None  # a host that was lost may still write
 
     def _started(self) -> RunStarted:
         program = self.job.program

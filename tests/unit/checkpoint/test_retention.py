@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,10 @@ from paceline.checkpoint.checkpoint_dir import COMMIT_MARKER, NewerFormatError, 
 from paceline.checkpoint.reader import open_checkpoint
 from paceline.checkpoint.retention import IDLE_S, discard, tidy
 from paceline.events import Event, Warned
+from paceline.launch.job.outcome import STUCK, interrupted, lost_worker
+from paceline.monitor.records.run_record import RunRecord
+from paceline.plan.job import Job
+from paceline.runs.attempt import Attempt
 
 
 def saved(directory: Path, *steps: int, keep: int = 2) -> list[Event]:
@@ -94,3 +99,17 @@ def test_what_lost_writers_have_left_is_cleared_by_later_saves_whatever_the_time
     now[0] += IDLE_S
     assert save(11) == []
     writer.close()
+
+
+@pytest.mark.parametrize("head", [None, "a:29500"])
+@pytest.mark.parametrize("kind", ["", STUCK])
+def test_a_save_that_a_second_ctrl_c_has_cut_short_is_removed_once_nobody_can_write_it(
+    tmp_path: Path, head: str | None, kind: str
+) -> None:
+    partial = tmp_path / "checkpoints" / "step_00000004.partial-7"
+    partial.mkdir(parents=True)
+    attempt = Attempt(Job(workers=1, run_dir=str(tmp_path), head=head), command_started=0.0)
+    attempt.number, attempt._record = 1, RunRecord.begin_attempt(tmp_path, job={}, workers=1)
+    ended = lost_worker(0, host="a", pid=7, kind=kind, message="it was ended")
+    assert attempt._end(interrupted(signal.SIGINT, (ended,)), ()) == 130
+    assert partial.exists() == (head is not None or kind == STUCK)

@@ -43,7 +43,10 @@ def ended(workers: Workers, *, saved: int | None, state: str = "stopped") -> str
 
 def test_an_attempt_that_saved_nothing_says_how_many_steps_that_costs(workers: Workers) -> None:
     shown = ended(workers, saved=None)
-    assert "checkpoint     none of this attempt, 7 steps are lost: --save-every STEPS would have left one" in shown
+    assert (
+        "checkpoint     none of this attempt is complete, 7 steps are lost: --save-every STEPS saves more often"
+        in shown
+    )
     assert "1 worker lost, 0 taken in again, 7 steps lost" in shown
 
 

@@ -73,7 +73,7 @@ def closing_table(facts: Mapping[str, Any], *, is_head: bool = True) -> str:
         after = f" ({_steps_are(unsaved, 'after it ')} lost)" if unsaved and is_head else ""
         rows.append(("checkpoint", local_path(facts["checkpoint"]) + after))
     elif facts["steps"] and facts["state"] != "finished":
-        none = f"none of this attempt, {_steps_are(unsaved)} lost: --save-every STEPS would have left one"
+        none = f"none of this attempt is complete, {_steps_are(unsaved)} lost: --save-every STEPS saves more often"
         rows.append(
             ("checkpoint", none if is_head else "none by this host's workers: the first host's table has the others")
         )
