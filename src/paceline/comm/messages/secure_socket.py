@@ -6,7 +6,7 @@ could sit between the two and decrypt. Therefore each side finally sends an HMAC
 differs on the two sides of a relay. From then on every byte that arrives is the other side's, in its order, or the
 connection ends.
 
-The cipher suite is anonymous Diffie-Hellman over the group ffdhe2048 (RFC 7919) with AES-128-GCM: no certificates, and
+The cipher suite is anonymous Diffie-Hellman over the group ffdhe2048 (RFC 7919) with AES-256-GCM: no certificates, and
 what was recorded cannot be decrypted by those who learn the secret later.
 """
 

@@ -22,6 +22,7 @@ from paceline.comm.op_queue import OpQueue, QueuedWork
 from paceline.comm.peer_sockets.flat_tensors import bytes_of, cut, fill, flat_of, require_even, target_for
 from paceline.comm.peer_sockets.links import LinkTransfer, PeerLinks, PeerLost
 from paceline.comm.peer_sockets.meeting import connect_members
+from paceline.comm.peer_sockets.reductions import operation_of, reduced
 
 __all__ = ["NAME", "PeerProcessGroup", "create_peer_group", "listen_at", "listening_address", "register_peer_backend"]
 
@@ -31,27 +32,6 @@ COLLECTIVE = 1 << 62  # added to the tags of collectives, which users' own tags 
 
 TorchGroup: Any = dist.ProcessGroup  # torch passes arguments by position; its stubs use other argument names
 Pair = tuple[int, Tensor]  # a member, and what is sent to it or received from it
-Op = dist.ReduceOp
-REDUCTIONS: dict[str, Callable[[Tensor, Tensor], object]] = {
-    "SUM": lambda into, one: into.add_(one),
-    "AVG": lambda into, one: into.add_(one),
-    "PRODUCT": lambda into, one: into.mul_(one),
-    "MIN": lambda into, one: torch.minimum(into, one, out=into),
-    "MAX": lambda into, one: torch.maximum(into, one, out=into),
-    "BAND": lambda into, one: into.bitwise_and_(one),
-    "BOR": lambda into, one: into.bitwise_or_(one),
-    "BXOR": lambda into, one: into.bitwise_xor_(one),
-}
-NAMES = {
-    Op.SUM: "SUM",
-    Op.AVG: "AVG",
-    Op.PRODUCT: "PRODUCT",
-    Op.MIN: "MIN",
-    Op.MAX: "MAX",
-    Op.BAND: "BAND",
-    Op.BOR: "BOR",
-    Op.BXOR: "BXOR",
-}
 
 _listens_at: str | None = None
 
@@ -101,7 +81,7 @@ class PeerProcessGroup(TorchGroup):
         super().__init__(index, size)
         self._links, self._index, self._size, self._timeout_s = links, index, size, timeout_s
         self._queue = OpQueue(name="paceline-peer-collectives")
-        self._count = 0
+        self._count, self._memory = 0, torch.empty(0, dtype=torch.uint8)
         self._torch_name = self._description = ""
         weakref.finalize(self, _close, links, self._queue).atexit = False  # pyrefly: ignore[missing-attribute]
 
@@ -147,7 +127,7 @@ class PeerProcessGroup(TorchGroup):
         return self._begin(do, tensors, opts)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        name = _operation(opts)
+        name = operation_of(opts)
 
         def do(tag: int) -> None:
             for tensor in tensors:
@@ -159,7 +139,7 @@ class PeerProcessGroup(TorchGroup):
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
-        name, root = _operation(opts), opts.rootRank
+        name, root = operation_of(opts), opts.rootRank
 
         def do(tag: int) -> None:
             for tensor in tensors:
@@ -169,7 +149,7 @@ class PeerProcessGroup(TorchGroup):
                     continue
                 rows = self._rows(own)
                 self._exchange([], [(peer, rows[peer]) for peer in self._others()], tag)
-                fill(tensor, _reduced(rows, name))
+                fill(tensor, reduced(rows.unbind(), name))
 
         return self._begin(do, tensors, opts)
 
@@ -234,7 +214,7 @@ class PeerProcessGroup(TorchGroup):
         return self._begin(do, outputs, opts)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
-        name = _operation(opts)
+        name = operation_of(opts)
 
         def do(tag: int) -> None:
             for output, parts in zip(outputs, inputs, strict=True):
@@ -245,7 +225,7 @@ class PeerProcessGroup(TorchGroup):
     def reduce_scatter_tensor_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        name = _operation(opts)
+        name = operation_of(opts)
         for output, one in zip(outputs, inputs, strict=True):
             require_even(one, output, self._size, "reduce_scatter_single")
 
@@ -350,7 +330,7 @@ class PeerProcessGroup(TorchGroup):
         rows = self._rows(parts[self._index])
         others = self._others()
         self._exchange([(peer, parts[peer]) for peer in others], [(peer, rows[peer]) for peer in others], tag)
-        return _reduced(rows, name)
+        return reduced(rows.unbind(), name)
 
     def _sum(self, tensor: Tensor, name: str, tag: int) -> None:
         own = flat_of(tensor)
@@ -360,13 +340,22 @@ class PeerProcessGroup(TorchGroup):
             rows = self._rows(own)
             others = self._others()
             self._exchange([(peer, own) for peer in others], [(peer, rows[peer]) for peer in others], tag)
-            fill(tensor, _reduced(rows, name))
+            fill(tensor, reduced(rows.unbind(), name))
             return
-        parts = own.tensor_split(self._size)
-        part = self._scatter(parts, name, tag)
-        whole = torch.empty_like(own)
-        self._gather(part, whole.tensor_split(self._size), tag)
-        fill(tensor, whole)
+        parts, others = own.tensor_split(self._size), self._others()
+        rows = dict(zip(others, self._room_for(len(others), parts[self._index]), strict=True))
+        self._exchange([(peer, parts[peer]) for peer in others], list(rows.items()), tag)
+        rows[self._index] = parts[self._index]
+        fill(parts[self._index], reduced([rows[member] for member in range(self._size)], name))
+        self._exchange([(peer, parts[self._index]) for peer in others], [(peer, parts[peer]) for peer in others], tag)
+        fill(tensor, own)
+
+    def _room_for(self, count: int, like: Tensor) -> Tensor:
+        """Return rows like a tensor, in memory that stays: fresh memory would take longer than the sum."""
+        num_bytes = count * like.nbytes
+        if self._memory.numel() < num_bytes:
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._memory[:num_bytes].view(like.dtype).view(count, -1)
 
     def _broadcast(self, tensor: Tensor, root: int, tag: int) -> None:
         """Send along a binomial tree: every member that has the tensor passes it on."""
@@ -421,23 +410,6 @@ class _TransferWork(dist.Work):
 
     def synchronize(self) -> None:
         self.wait()
-
-
-def _operation(opts: Any) -> str:
-    wanted = Op.SUM if opts is None else opts.reduceOp
-    for op, name in NAMES.items():
-        if wanted == op:
-            return name
-    raise NotImplementedError(f"this back end reduces by {', '.join(NAMES.values())}, not by {wanted}")
-
-
-def _reduced(rows: Tensor, name: str) -> Tensor:
-    first, *others = rows.unbind()
-    for row in others:
-        REDUCTIONS[name](first, row)
-    if name == "AVG":
-        first.div_(len(rows)) if first.is_floating_point() or first.is_complex() else first.floor_divide_(len(rows))
-    return first
 
 
 def _close(links: PeerLinks, queue: OpQueue) -> None:
