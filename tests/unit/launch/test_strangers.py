@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
 import os
+import queue
 import selectors
 import socket
 import ssl
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -23,12 +26,15 @@ from hypothesis import strategies as st
 
 from paceline.comm import group
 from paceline.comm.messages.json_channel import MAX_DEPTH, LineBuffer, decode
-from paceline.comm.messages.secure_socket import prove_and_encrypt, tls_context
+from paceline.comm.messages.secure_socket import prove_and_encrypt, prove_token, tls_context
 from paceline.comm.messages.token_handshake import TokenHandshake, TokenRefused
-from paceline.comm.rendezvous.external_launch import join_external_launch
+from paceline.comm.messages.unproved_connections import MAX_UNPROVED, ByAddress, TokenGate
+from paceline.comm.peer_sockets.meeting import _Listener
+from paceline.comm.rendezvous.external_launch import KeyValueServer, join_external_launch
 from paceline.comm.rendezvous.kv_store import KeyValueStore
 from paceline.errors import LaunchError, SyncError
 from paceline.launch.coordinator.remote_hosts import RemoteHost, RemoteHosts
+from paceline.launch.io.authentication import AuthenticatedListener
 from paceline.launch.io.event_loop import EventLoop, MessageStream
 from paceline.plan import Job
 from paceline.worker import external_launch
@@ -219,6 +225,63 @@ def test_the_head_takes_no_older_tls_and_no_other_cipher() -> None:
         assert context.minimum_version == context.maximum_version == ssl.TLSVersion.TLSv1_2
         names = {one["name"] for one in context.get_ciphers() if one["protocol"] == "TLSv1.2"}
         assert names == {"ADH-AES256-GCM-SHA384", "ADH-AES128-GCM-SHA256"}
+
+
+def test_every_port_where_strangers_can_come_has_a_long_queue(loop: EventLoop) -> None:
+    """Where it is short, the kernel drops a member's SYN in a flood, and that member waits for a second."""
+    store = dist.HashStore()
+    supervisor = AuthenticatedListener(
+        socket.create_server(("127.0.0.1", 0)), TOKEN, loop, on_proved=lambda _: None, say=lambda _: None
+    )
+    worker = _Listener("127.0.0.1", store, index=0)
+    engine = KeyValueServer(("127.0.0.1", 0), TOKEN, lambda _: None)
+    granted = min(4096, int(Path("/proc/sys/net/core/somaxconn").read_text()))
+    try:
+        for sock in (supervisor._sock, worker._sock, engine._listener):
+            info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 64)
+            assert int.from_bytes(info[28:32], sys.byteorder) == granted  # of a listening socket: its longest queue
+    finally:
+        for one in (supervisor, worker, engine):
+            one.close()
+
+
+def test_a_stranger_gets_no_thread_and_a_flood_drives_out_the_oldest_of_its_own_address() -> None:
+    admitted, refused = queue.SimpleQueue[socket.socket](), queue.SimpleQueue[tuple[str, str]]()
+    gate = TokenGate(
+        socket.create_server(("127.0.0.1", 0)),
+        TOKEN,
+        admit=admitted.put,
+        refused=lambda address, reason: refused.put((address, reason)),
+    )
+    place = gate._listener.getsockname()
+    threads = threading.active_count()
+    with contextlib.ExitStack() as stack:
+        other = stack.enter_context(socket.create_connection(place, source_address=("127.0.0.2", 0)))
+        flood = [stack.enter_context(socket.create_connection(place)) for _ in range(MAX_UNPROVED + 3)]
+        found = [refused.get(timeout=20.0) for _ in range(4)]
+        assert {address for address, _ in found} == {"127.0.0.1"} and "512 other connections" in found[0][1]
+        assert threading.active_count() == threads
+        for one in flood[:4]:  # their greeting was sent, and then the end
+            assert len(one.recv(100)) == 40 and one.recv(1) == b""
+        prove_token(other, TOKEN, is_head=False)
+        admitted.get(timeout=20.0).close()
+        flood[-1].sendall(b"PACELIN1" + bytes(64))
+        assert refused.get(timeout=20.0) == ("127.0.0.1", "its token is wrong")
+        gate.close()
+        with pytest.raises(OSError):  # it listens no more
+            socket.create_connection(place, timeout=5.0)
+
+
+def test_the_address_with_most_connections_loses_its_oldest() -> None:
+    found = ByAddress[str]()
+    for number, address in enumerate("abbcb"):
+        found.add(number, address, f"{address}{number}")
+    assert (found.pop_oldest(), found.pop(2), found.pop(2), len(found)) == (("b", "b1"), "b2", None, 3)
+    assert sorted(found.all()) == ["a0", "b4", "c3"]
+    for number in (0, 3, 4):
+        found.pop(number)
+    with pytest.raises(KeyError):
+        found.pop_oldest()
 
 
 def test_gpus_on_a_network_that_nobody_called_private_are_remarked_upon() -> None:

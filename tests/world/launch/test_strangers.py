@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from paceline.comm.messages import secure_socket
+from paceline.comm.messages import unproved_connections
 from paceline.comm.messages.unproved_connections import MAX_UNPROVED
 from paceline.comm.peer_sockets.meeting import connect_members
 from paceline.launch.io import authentication
@@ -110,7 +110,7 @@ def test_a_token_gets_in_while_strangers_hold_all_places(loop: EventLoop, monkey
 
 def test_a_workers_port_lets_a_member_in_while_strangers_hold_all_places(monkeypatch: pytest.MonkeyPatch) -> None:
     """They come from the member's own address and send a byte; each newcomer drives out the oldest."""
-    monkeypatch.setattr(secure_socket, "HANDSHAKE_TIMEOUT_S", 600.0)  # so none of them goes by itself
+    monkeypatch.setattr(unproved_connections, "HANDSHAKE_TIMEOUT_S", 600.0)  # so none of them goes by itself
     store, results = dist.HashStore(), dict[int, dict[int, socket.socket]]()
 
     def join(index: int) -> None:
@@ -143,7 +143,7 @@ def test_what_a_stranger_writes_into_torchruns_store_is_not_used_between_hosts(t
     for prefix in ("", "/worker/attempt_0/", "/worker/attempt_0/default_pg/0//"):
         for key, value in forged.items():
             store.set(prefix + key, value)
-    before, train = reader.num_keys(), write_program(tmp_path)
+    before, train = store.num_keys(), write_program(tmp_path)  # asked by the one that has written them
     world = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "one"}
     world |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1"}
     world |= {"MASTER_PORT": str(store.port), "PACELINE_TOKEN": TOKEN.decode()}

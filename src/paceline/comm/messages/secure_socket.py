@@ -22,11 +22,10 @@ import ssl
 import struct
 import tempfile
 import time
-from collections.abc import Callable
 
 from paceline.comm.messages.token_handshake import HANDSHAKE_TIMEOUT_S, TokenHandshake, TokenRefused
 
-__all__ = ["PROOF_BYTES", "channel_proof", "prove_and_encrypt", "prove_token", "tls_context", "user_of"]
+__all__ = ["PROOF_BYTES", "channel_proof", "encrypt", "prove_and_encrypt", "prove_token", "tls_context", "user_of"]
 
 CIPHERS = "ADH-AES256-GCM-SHA384:ADH-AES128-GCM-SHA256:@SECLEVEL=0"  # level 0: anonymous, since the token proves
 PROOF_BYTES = 32
@@ -91,18 +90,24 @@ def prove_token(sock: socket.socket, secret: bytes, *, is_head: bool) -> None:
             raise
 
 
-def prove_and_encrypt(
-    sock: socket.socket, secret: bytes, *, is_head: bool, on_proved: Callable[[], None] = lambda: None
-) -> ssl.SSLSocket:
+def prove_and_encrypt(sock: socket.socket, secret: bytes, *, is_head: bool) -> ssl.SSLSocket:
     """Return the connection, encrypted, once both sides have proved the secret; blocks, with a time limit for all.
 
-    `sock` must not be used any more. `on_proved()` is called when the other side has proved the secret, before TLS
-    begins. Raises TokenRefused where the other side does not hold the secret or a relay sits
+    `sock` must not be used any more. Raises TokenRefused where the other side does not hold the secret or a relay sits
     between, OSError where the connection fails. The socket is closed then.
     """
     try:
         prove_token(sock, secret, is_head=is_head)
-        on_proved()
+    except BaseException:
+        with contextlib.suppress(OSError):
+            sock.close()
+        raise
+    return encrypt(sock, secret, is_head=is_head)
+
+
+def encrypt(sock: socket.socket, secret: bytes, *, is_head: bool) -> ssl.SSLSocket:
+    """Return a connection whose sides have proved the secret, encrypted; blocks, and raises, as `prove_and_encrypt`."""
+    try:
         sock.settimeout(HANDSHAKE_TIMEOUT_S)
         sock = tls_context(is_head=is_head).wrap_socket(sock, server_side=is_head)
         sock.sendall(channel_proof(secret, sock, is_head=is_head))

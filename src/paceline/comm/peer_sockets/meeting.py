@@ -25,10 +25,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from paceline.comm.group import Disrupted
-from paceline.comm.messages.secure_socket import prove_and_encrypt, user_of
+from paceline.comm.messages.secure_socket import encrypt, prove_and_encrypt, user_of
 from paceline.comm.messages.socket_directory import make_socket_directory
 from paceline.comm.messages.token_handshake import HANDSHAKE_TIMEOUT_S, TokenRefused
-from paceline.comm.messages.unproved_connections import UnprovedConnections
+from paceline.comm.messages.unproved_connections import TokenGate
 from paceline.errors import SyncError
 
 __all__ = ["connect_members", "file_namespace"]
@@ -92,7 +92,7 @@ class _Listener:
         self.secret = b""
         self._directory: Path | None = None
         self._is_closed = False
-        self._unproved = UnprovedConnections()
+        self._gate: TokenGate | None = None
         if address is None:
             self._directory = make_socket_directory()
             self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -107,45 +107,42 @@ class _Listener:
             )
             self.place = (address, self._sock.getsockname()[1])
         self._sock.listen(BACKLOG)
+        if address is not None:
+            self._gate = TokenGate(self._sock, self.secret, admit=self._admit)
+            return
         self._sock.settimeout(ACCEPT_S)
         threading.Thread(target=self._accept, name="paceline-meeting", daemon=True).start()
 
     def close(self) -> None:
         self._is_closed = True
+        if self._gate is not None:
+            self._gate.close()
+            return
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
-        self._unproved.close()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def _accept(self) -> None:
+        """Accept processes of this host."""
         while not self._is_closed:
             try:
-                sock, peer = self._sock.accept()
+                sock, _ = self._sock.accept()
             except TimeoutError:
                 continue
             except OSError:
                 if not self._is_closed:  # no more files, say
                     time.sleep(ACCEPT_S)
                 continue
-            if self._directory is not None:
-                self._examine(sock, self._unproved.add(sock, ""))
-            else:  # a stranger may be slow, and must not delay the others
-                number = self._unproved.add(sock, str(peer[0]))
-                try:
-                    threading.Thread(target=self._examine, args=(sock, number), daemon=True).start()
-                except RuntimeError:  # no more threads
-                    self._unproved.remove(number)
-                    sock.close()
+            self._admit(sock)
 
-    def _examine(self, sock: socket.socket, number: int) -> None:
+    def _admit(self, sock: socket.socket) -> None:
+        """Hear which member it is; between hosts it has proved the secret."""
         try:
             if self._directory is None:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                sock = prove_and_encrypt(
-                    sock, self.secret, is_head=True, on_proved=lambda: self._unproved.remove(number)
-                )
+                sock = encrypt(sock, self.secret, is_head=True)
             elif user_of(sock) != os.getuid():
                 raise TokenRefused("it belongs to another user")
             sock.settimeout(HANDSHAKE_TIMEOUT_S)
@@ -159,8 +156,6 @@ class _Listener:
         except (TokenRefused, OSError):
             sock.close()
             return
-        finally:
-            self._unproved.remove(number)
         self.proved.put((int.from_bytes(said, "big"), sock))
 
 

@@ -22,9 +22,9 @@ from typing import Any
 import psutil
 
 from paceline.comm.messages.json_channel import Channel, ChannelClosed
-from paceline.comm.messages.secure_socket import prove_and_encrypt, user_of
+from paceline.comm.messages.secure_socket import encrypt, prove_and_encrypt, user_of
 from paceline.comm.messages.token_handshake import HANDSHAKE_TIMEOUT_S, TokenRefused
-from paceline.comm.messages.unproved_connections import UnprovedConnections
+from paceline.comm.messages.unproved_connections import TokenGate
 from paceline.comm.rendezvous.kv_store import KeyValueStore
 from paceline.errors import LaunchError
 
@@ -122,26 +122,36 @@ class KeyValueServer:
         self._listener = _listener(address, log)
         self.port = 0 if isinstance(address, str) else int(self._listener.getsockname()[1])
         self._closed = threading.Event()
-        self._unproved, self._num_refused = UnprovedConnections(), 0
-        threading.Thread(target=self._accept, name="paceline-kv-store", daemon=True).start()
+        self._num_refused = 0
+        self._gate: TokenGate | None = None
+        if token is not None:
+            self._gate = TokenGate(self._listener, token, admit=self._encrypt, refused=self._refuse)
+        else:
+            threading.Thread(target=self._accept, name="paceline-kv-store", daemon=True).start()
 
     def close(self) -> None:
         """Accept no more connections; open ones end with their workers."""
         self._closed.set()
+        if self._gate is not None:
+            self._gate.close()
+            return
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
     def _accept(self) -> None:
+        """Accept processes of this host."""
         told = ""
         while not self._closed.is_set():
             try:
-                sock, peer = self._listener.accept()
-                number = self._unproved.add(sock, str(peer[0]) if peer else "")
+                sock, _ = self._listener.accept()
+                if (user := user_of(sock)) != os.getuid():
+                    self._refuse("another process", f"it runs as user {user}")
+                    sock.close()
+                    continue
                 try:
-                    threading.Thread(target=self._serve, args=(sock, peer, number), daemon=True).start()
+                    threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
                 except RuntimeError:
-                    self._unproved.remove(number)
                     sock.close()
                     raise
             except ConnectionError:
@@ -152,22 +162,20 @@ class KeyValueServer:
                     self._log(f"worker 0 cannot accept a connection, and tries again: {error}")
                 self._closed.wait(PAUSE_S)
 
-    def _serve(self, sock: socket.socket, peer: object, number: int) -> None:
+    def _refuse(self, address: str, reason: str) -> None:
+        self._num_refused += 1
+        if self._num_refused <= MAX_REPORTED:
+            self._log(f"refused a connection from {address}: {reason}")
+
+    def _encrypt(self, sock: socket.socket) -> None:
+        """Serve a connection that has proved the token."""
+        address = str(sock.getpeername()[0])
         try:
-            if self._token is not None:
-                sock = prove_and_encrypt(
-                    sock, self._token, is_head=True, on_proved=lambda: self._unproved.remove(number)
-                )
-            elif (user := user_of(sock)) != os.getuid():
-                raise TokenRefused(f"it runs as user {user}")
+            self._serve(encrypt(sock, self._token or b"", is_head=True))
         except (TokenRefused, OSError) as error:
-            self._num_refused += 1
-            if self._num_refused <= MAX_REPORTED:
-                self._log(f"refused a connection from {peer or 'another process'}: {error}")
-            sock.close()
-            return
-        finally:
-            self._unproved.remove(number)
+            self._refuse(address, str(error))
+
+    def _serve(self, sock: socket.socket) -> None:
         sock.settimeout(None)
         channel = Channel(sock)
         with contextlib.suppress(ChannelClosed):

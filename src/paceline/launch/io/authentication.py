@@ -21,13 +21,13 @@ import os
 import socket
 import ssl
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from paceline.comm.messages.secure_socket import PROOF_BYTES, channel_proof, tls_context
 from paceline.comm.messages.token_handshake import HANDSHAKE_TIMEOUT_S, TokenHandshake, TokenRefused
-from paceline.comm.messages.unproved_connections import MAX_UNPROVED, to_drive_out
+from paceline.comm.messages.unproved_connections import MAX_UNPROVED, ByAddress
 from paceline.launch.io.event_loop import NOT_NOW, READ, WRITE, EventLoop
 
 __all__ = ["AuthenticatedConnection", "AuthenticatedListener", "TokenExchange"]
@@ -55,22 +55,18 @@ class TokenExchange:
         is_coordinator: bool,
         on_proved: Callable[[socket.socket], None],
         on_refused: Callable[[str, bool], None],
+        on_encrypting: Callable[[], None] = lambda: None,
     ) -> None:
         self._sock, self._loop = sock, loop
         self._token, self._is_coordinator = token, is_coordinator
         self._handshake = TokenHandshake(token, is_head=is_coordinator)
         self._received = b""  # over TLS: the other side's proof that it sees the same connection
-        self._on_proved, self._on_refused = on_proved, on_refused
+        self._on_proved, self._on_refused, self._on_encrypting = on_proved, on_refused, on_encrypting
         self._deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
         self.is_over = False
         sock.setblocking(False)
         loop.watch(sock, READ, self._read)
         self._send(self._handshake.greeting)
-
-    @property
-    def has_proved(self) -> bool:
-        """Whether the other side holds the token."""
-        return self._handshake.wanted == 0
 
     def tick(self, now: float) -> None:
         if not self.is_over and now >= self._deadline:
@@ -106,6 +102,7 @@ class TokenExchange:
 
     def _encrypt(self) -> None:
         """The token is proved: begin TLS."""
+        self._on_encrypting()
         self._loop.forget(self._sock)
         try:
             context = tls_context(is_head=self._is_coordinator)
@@ -189,8 +186,8 @@ class AuthenticatedListener:
     ) -> None:
         self._sock, self._token, self._loop = sock, token, loop
         self._on_proved, self._say = on_proved, say
-        # By number, oldest first: address and exchange of connections that have not proved the token.
-        self._unproved: OrderedDict[int, tuple[str, TokenExchange]] = OrderedDict()
+        self._unproved = ByAddress[TokenExchange]()
+        self._encrypting = dict[int, TokenExchange]()  # that have proved the token: they are not driven out
         self._num_accepted = 0
         self._num_refused: Counter[str] = Counter()  # by address
         self._accept_again_at: float | None = None
@@ -200,9 +197,8 @@ class AuthenticatedListener:
         loop.watch(sock, READ, self._accept)
 
     def tick(self, now: float) -> None:
-        for _, exchange in list(self._unproved.values()):
+        for exchange in (*self._unproved.all(), *self._encrypting.values()):
             exchange.tick(now)
-        self._drop_ended()
         if self._accept_again_at is not None and now >= self._accept_again_at:
             self._accept_again_at = None
             self._loop.watch(self._sock, READ, self._accept)
@@ -214,7 +210,7 @@ class AuthenticatedListener:
         if self._is_closed:
             return None
         self._is_closed = True
-        for _, exchange in self._unproved.values():
+        for exchange in (*self._unproved.all(), *self._encrypting.values()):
             exchange.close()
         self._loop.forget(self._sock)
         if not keep_listening:
@@ -244,33 +240,42 @@ class AuthenticatedListener:
     def _examine(self, sock: socket.socket, address: str) -> None:
         """Have a connection prove the token, and make room for it."""
         if len(self._unproved) >= MAX_UNPROVED:
-            self._drop_ended()
-        if len(self._unproved) >= MAX_UNPROVED:
             self._drive_out()
-        self._num_accepted += 1
+        self._num_accepted = number = self._num_accepted + 1
+
+        def end(reason: str) -> None:
+            self._forget(number)
+            self._refuse(address, reason)
+
+        def proved(encrypted: socket.socket) -> None:
+            self._forget(number)
+            self._on_proved(encrypted)
+
         exchange = TokenExchange(
             sock,
             self._token,
             self._loop,
             is_coordinator=True,
-            on_proved=self._on_proved,
-            on_refused=lambda reason, _: self._refuse(address, reason),
+            on_proved=proved,
+            on_refused=lambda reason, _: end(reason),
+            on_encrypting=lambda: self._keep(number),
         )
         if not exchange.is_over:
-            self._unproved[self._num_accepted] = address, exchange
+            self._unproved.add(number, address, exchange)
 
-    def _drop_ended(self) -> None:
-        for number in [number for number, (_, exchange) in self._unproved.items() if exchange.is_over]:
-            del self._unproved[number]
+    def _keep(self, number: int) -> None:
+        """A connection has proved the token, and only encrypts yet."""
+        exchange = self._unproved.pop(number)
+        if exchange is not None:
+            self._encrypting[number] = exchange
+
+    def _forget(self, number: int) -> None:
+        self._unproved.pop(number)
+        self._encrypting.pop(number, None)
 
     def _drive_out(self) -> None:
-        """Close the oldest connection of the address that has most of them; those that only encrypt yet stay."""
-        number = to_drive_out(
-            (number, address) for number, (address, one) in self._unproved.items() if not one.has_proved
-        )
-        if number is None:
-            return
-        address, exchange = self._unproved.pop(number)
+        """Close the oldest connection of the address that has most of them."""
+        address, exchange = self._unproved.pop_oldest()
         exchange.close()
         self._refuse(address, f"{MAX_UNPROVED} other connections have not proved the job's token yet")
 
