@@ -53,7 +53,8 @@ class Pair:
         """What a worker, whose name begins with its rank, is answered; None: nothing yet."""
         heard = self.listeners[server].told.setdefault(name.encode(), [])
         num_heard = len(heard)
-        header = {"op": op, "call": 1, "worker": int(name[0]), "name": name, **STREAM.plain(), **fields}
+        header = {"op": op, "call": 1, "worker": int(name[0]), "name": name, "buffers": [], "rules": []}
+        header |= {**STREAM.plain(), **fields}
         self.servers[server]._handle(name.encode(), TensorMessage(header, tensors))
         return heard[-1] if len(heard) > num_heard else None
 
@@ -72,7 +73,8 @@ class Pair:
         changes: Sequence[int] = (),
         **fields: Any,
     ) -> Mapping[str, Any] | None:
-        about = {"places": [[server]], "tables": [], "options": [[{"lr": 1.0}]], "buffers": [0] if changes else []}
+        about = {"places": [[server]], "tables": [], "options": [[{"lr": 1.0}]]}
+        about |= {"buffers": [0], "rules": ["sum"]} if changes else {}
         tensors = [torch.tensor([gradient]), *([torch.tensor(changes, dtype=torch.int8)] if changes else ())]
         about = {**about, "number": number, "is_last": server == 0, **fields}
         return self.say(name, "update", *tensors, server=server, **about)

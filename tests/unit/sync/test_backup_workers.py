@@ -81,7 +81,8 @@ class Told:
             self.say(worker, "push", [torch.tensor(gradient)], walk=share["walk"], replica=share["index"], places=[0])
         changed = dict(buffers)
         about = {"number": share["number"], "samples": 2 + share["index"], "numbers": [loss, 0.0, 2.0, 0.0]}
-        return self.say(worker, "arrive", [*changed.values()], used=[0], buffers=[*changed], **about)
+        rules = ["mean"] * len(changed)
+        return self.say(worker, "arrive", [*changed.values()], used=[0], buffers=[*changed], rules=rules, **about)
 
     def finish(self, worker: int, share: Mapping[str, Any], shares: Sequence[int]) -> float:
         """Take a step, as its closer; returns the square of the sum's norm."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.worker.step.buffer_queue import QueueForm, find_queue, merged_queue, written_rows
-from paceline.worker.step.buffer_rules import TriedBuffer, found_rule, given_rules
+from paceline.worker.step.buffer_rules import TriedBuffer, contradicted_rules, found_rule, given_rules
 
 START = torch.tensor([0.5, -1.0, 2.0])
 A, B = torch.tensor([1.0, 2.0, -3.0]), torch.tensor([0.25, -4.0, 1.0])
@@ -40,6 +40,18 @@ def test_a_trial_shows_the_rule_of_what_a_forward_writes(
     update: Callable[[Tensor, Tensor], Tensor], rule: str | None
 ) -> None:
     assert found_rule(tried(update), is_persistent=True) == rule
+
+
+def test_a_trial_that_changes_nothing_shows_nothing_and_a_small_one_rules_out() -> None:
+    """A worker whose micro-batches leave a buffer alone may not decide for those that have changed it."""
+    rare = {kind: tried(lambda old, x: old + (x > 4).sum(), torch.tensor([7]), a, b)
+            for kind, (a, b) in {"none": (A, B), "one": (A, 5 * A), "both": (5 * A, 9 * A)}.items()}  # fmt: skip
+    shown = {kind: (found_rule(one, is_persistent=True), contradicted_rules(one)) for kind, one in rare.items()}
+    assert shown["none"] == (None, frozenset())
+    assert shown["one"] == (None, {"first"})
+    assert shown["both"][0] == "sum"
+    largest = tried(torch.maximum)
+    assert contradicted_rules(largest) == {"first", "mean"}
 
 
 def test_whole_numbers_and_truth_values() -> None:

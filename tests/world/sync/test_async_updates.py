@@ -368,20 +368,26 @@ def nested(worker: Any) -> None:
 
 
 class Noting(Net):
-    """Has seen samples, by their first word, and holds the last words: a buffer that begins as None."""
+    """Has seen samples, by their first word, counts them, and holds the last words: a buffer that begins as None."""
 
     met: Tensor
+    counted: Tensor
+    constant: Tensor
 
     def __init__(self, *, fills: bool = False) -> None:
         super().__init__(0.0)
         self.fills = fills
         self.register_buffer("met", torch.zeros(WORDS, dtype=torch.bool))
+        self.register_buffer("counted", torch.zeros((), dtype=torch.long))
+        self.register_buffer("constant", torch.zeros(2))
         self.register_buffer("last", None)
         self.register_buffer("cached", None, persistent=False)
 
     def forward(self, words: Tensor) -> Tensor:
         if self.training:
             self.met[words[:, 0]] = True
+            self.counted += len(words)
+            self.constant.fill_(3.0)
             self.cached = words
         if self.fills:
             self.last = words[0]
@@ -393,14 +399,35 @@ def noting(worker: Any) -> dict[str, Any]:
     step = worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), next_word)
     for batch in worker.batches(Text()):
         step(batch)
-    return {"met": worker.gather(model.met.tolist())}
+    return {name: worker.gather(getattr(model, name).tolist()) for name in ("met", "counted", "constant")}
 
 
 @pytest.mark.parametrize("sync", [ParameterServer(staleness=None), ParameterServer(drop=1)])
-def test_truth_values_among_buffers_are_equal_on_all_replicas(world: World, sync: ParameterServer) -> None:
+def test_buffers_are_combined_by_their_rules_and_equal_on_all_replicas(world: World, sync: ParameterServer) -> None:
     plan = Plan(layout=Layout(replicas=2), batch=Batch(size=10, micro=5), compute=EXACT, sync=sync)
-    one, other = world(noting, 2, plan, **THREADS)[0]["met"]
-    assert one == other and any(one)
+    found = world(noting, 2, plan, **THREADS)[0]
+    assert all(one == other for one, other in found.values())
+    assert any(found["met"][0]) and found["constant"][0] == [3.0, 3.0]
+    assert found["counted"][0] == (len(Text()) if not sync.drop else len(Text()) // 2)  # all of the samples that count
+
+
+def queueing(worker: Any) -> None:
+    class Queue(Net):
+        """Keeps the newest words."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("newest", torch.zeros(64, dtype=torch.long))
+
+        def forward(self, words: Tensor) -> Tensor:
+            if self.training:
+                self.newest = torch.cat([self.newest[len(words) :], words[:, 0] + 1])
+            return super().forward(words)
+
+    model = worker.prepare(Queue())
+    step = worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), next_word)
+    for batch in worker.batches(Text()):
+        step(batch)
 
 
 def filling(worker: Any) -> None:
@@ -437,6 +464,7 @@ def unprepared(worker: Any) -> None:
         (twice, r"step\(batch\) was called twice for one batch: .* use staleness=0"),
         (twice_after_a_skip, r"step\(batch\) was called twice for one batch"),
         (unprepared, r"began before there was a stepper"),
+        (queueing, r"buffer newest is a queue, and under ParameterServer\(.*\) replicas take steps by themselves"),
         (filling, r"buffer last, which began as None, was filled in a step"),
     ],
 )

@@ -20,7 +20,7 @@ average of the weights). They wait until all workers know whether they were used
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -45,6 +45,7 @@ class GradientReducer(GradientBuckets):
     """Sums the gradients of a set of named parameters over a group; a parameter with several names counts once."""
 
     carries_buffers = False  # whether this worker's changes to buffers travel with its gradients
+    buffer_rules: Callable[[], Mapping[int, str]] = dict  # those that are known, by the ids of buffers
     chosen: tuple[int, ...] | None = None  # the replicas whose gradients count in the last step; None: all
     is_late = False  # whether this worker's gradients are left out
     parts: Sequence[ReplicaNorm] = ()  # of the last gradient pass, if they were requested

@@ -1,8 +1,8 @@
 """A parameter server with bounded staleness (stale synchronous parallel): each update is applied when it arrives.
 
 The first server also has the staleness clock of each stream (`paceline.schedule.staleness_clock`): it hands out
-batches, permits updates, and holds an answer back until the clock allows it. It also keeps the model's buffers: a
-replica sends by how much its batch has changed them, and the server adds that.
+batches, permits updates, and holds an answer back until the clock allows it. It also keeps the model's buffers
+(`paceline.sync.parameter_server.served_buffers`): a replica sends by how much its batch has changed them.
 
 Each update is applied exactly once on each server, whenever a worker is lost. An update is done when the first server,
 which gets it last, has it. If a worker is lost before that, its batch is handed out again, and a server that already
@@ -19,11 +19,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from paceline.comm.messages.tensor_messages import TensorMessage, TensorServer
 from paceline.schedule.staleness_clock import AsyncBatch, AsyncStream, Pause, Save, StalenessClock, StreamEnd
+from paceline.sync.parameter_server.served_buffers import ServedBuffers
 from paceline.sync.parameter_server.served_parameters import ServerParameters
 from paceline.sync.parameter_server.server import Server
 
@@ -54,8 +54,7 @@ class AsyncServer(Server):
         self._staleness = staleness
         self._clocks: dict[str, StalenessClock] = {}
         self._stream_of: dict[str, AsyncStream] = {}  # by name, as the first request described it
-        self._buffers = [buffer.detach().clone() for buffer in buffers]
-        self._changed: set[int] = set()  # numbers of buffers that have changed
+        self._buffers = ServedBuffers(buffers)
         self._options = options  # those of the last update
         self._held: list[tuple[bytes, Mapping[str, Any]]] = []  # requests that the clock has not answered
         self._connected: dict[int, tuple[bytes, str]] = {}  # workers by rank: connection and name
@@ -116,9 +115,7 @@ class AsyncServer(Server):
             case "weights":
                 for name in header["lost"]:
                     self._forget(name)
-                numbers = range(len(self._buffers)) if header["is_first"] else sorted(self._changed)
-                told = {number: self._buffers[number].clone() for number in numbers}
-                self._send_weights(caller, header, buffers=told)
+                self._send_weights(caller, header, buffers=self._buffers.sent(every=header["is_first"]))
             case op:
                 raise ValueError(f"a worker asked for {op!r}, which this server does not know")
         self._answer_all()
@@ -188,7 +185,8 @@ class AsyncServer(Server):
             return {"dealt": about.plain(), "is_over": not self._admit(header), "options": self._options}
         clock, worker = self._clock(header), header["worker"]
         if header["op"] == "permit":
-            return None if clock.permit(worker) is None else {}
+            other = self._buffers.other_rule(header)
+            return other or (None if clock.permit(worker) is None else {})
         losses = self._losses[header["num_losses"] :]
         match clock.ask(worker):
             case None:
@@ -222,10 +220,7 @@ class AsyncServer(Server):
                 offset += count
         for place in header.get("tables", ()):
             gradients[place] = self.part.rows.gradient(place, next(tensors), next(tensors))
-        for number in header["buffers"]:
-            buffer, change = self._buffers[number], next(tensors)
-            buffer.copy_(buffer + change > 0 if buffer.dtype == torch.bool else buffer + change)
-            self._changed.add(number)
+        self._buffers.add(header["buffers"], header["rules"], [*tensors])
         batch: StreamBatch = header["stream"], header["number"]
         if batch not in self._lost.values():  # otherwise a lost worker's update of this batch was applied here
             self.part.step(gradients, header["options"])

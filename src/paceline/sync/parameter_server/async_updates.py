@@ -38,6 +38,7 @@ from paceline.sync.allreduce.gradient_reducer import GradientReducer
 from paceline.sync.parameter_server.async_server import AsyncServer
 from paceline.sync.parameter_server.client import ServerClient
 from paceline.sync.parameter_server.embedding_tables import EmbeddingTables
+from paceline.sync.parameter_server.served_buffers import BufferChanges
 from paceline.sync.parameter_server.served_parameters import (
     ParameterGroups,
     ServerParameters,
@@ -98,9 +99,7 @@ class AsyncGradients(GradientReducer):
         self._is_first_pull = True
         self._wire_dtype = wire_dtype_of(wire)
         self._server_of = [on.get(name) for name, _ in self._all]  # None: a table, of which all servers have rows
-        self._buffers_here = [*{id(one): one for model in models for one in model.buffers()}.values()]
-        self._empty = _empty_buffers(models)
-        self._before: list[Tensor] = []  # the buffers when the batch began
+        self.buffers = BufferChanges(models, rules=lambda: self.buffer_rules())
         self._optimizers: tuple[Optimizer, ...] = ()
         self._registered_groups: ParameterGroups = ()
         self._stream: AsyncStream | None = None
@@ -236,10 +235,11 @@ class AsyncGradients(GradientReducer):
         began = time.perf_counter()
         check_parameter_groups(optimizers, self._registered_groups)
         options = [options_of(optimizer) for optimizer in optimizers]
-        deltas = {number: _difference(now, self._before[number]) for number, now in self._changed_buffers().items()}
+        changed = self.buffers.changed()
+        about_buffers, deltas = self.buffers.about(changed), self.buffers.deltas(changed)
         by_rows = self._rows_by_server()
         self._is_settled = self.is_sent = True  # from here on other workers may wait for this update
-        self._ask_first({"op": "permit"})
+        self.buffers.require_one_rule(self._ask_first({"op": "permit", **about_buffers}).header)
         for number in (*range(1, self._servers.count), 0):
             places, flats = self._flats(number)
             tables, rows = by_rows[number]
@@ -249,12 +249,10 @@ class AsyncGradients(GradientReducer):
                 "places": places,
                 "tables": tables,
                 "options": options,
-                "buffers": [],
+                **(about_buffers if number == 0 else self.buffers.about({})),
                 "is_last": number == 0,
             }
-            if number == 0:
-                header["buffers"] = [*deltas]
-            tensors = [*flats, *rows, *(deltas.values() if number == 0 else ())]
+            tensors = [*flats, *rows, *(deltas if number == 0 else ())]
             caller = self._servers.caller(number)
             answer = self._checked(caller.answer(caller.begin({**header, **self._about()}, tensors)))
             self.behind = answer.header.get("behind")
@@ -314,22 +312,9 @@ class AsyncGradients(GradientReducer):
             num_flats = self._servers.take(some, answer.tensors, [parameter for _, parameter in self._all])
             if number == 0:
                 for which, value in zip(answer.header["buffers"], answer.tensors[num_flats:], strict=True):
-                    self._buffers_here[which].copy_(value)
-        self._before = [one.detach().clone() for one in self._buffers_here]
+                    self.buffers.here[which].copy_(value)
+        self.buffers.begin()
         return {int(answer.header["version"]) for answer in answers}
-
-    def _changed_buffers(self) -> dict[int, Tensor]:
-        """Return the buffers that the current batch has changed, by number. Raises ValueError if one was None."""
-        for name, module, own_name in self._empty:
-            if getattr(module, own_name, None) is not None:
-                raise ValueError(
-                    f"buffer {name}, which began as None, was filled in a step: under ParameterServer(staleness=...) "
-                    "or (drop=...) the servers keep the model's buffers, and know those that were there when the "
-                    f"stepper was made. Register a tensor in {type(module).__name__}.__init__, with its shape and "
-                    "first value; for a cache of each worker's own, use persistent=False"
-                )
-        pairs = enumerate(zip(self._buffers_here, self._before, strict=True))
-        return {number: now.detach() for number, (now, before) in pairs if not torch.equal(now, before)}
 
     def _ask_first(self, question: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> TensorMessage:
         about = self._about()
@@ -380,7 +365,7 @@ class AsyncGradients(GradientReducer):
         return functools.partial(
             AsyncServer,
             staleness=self._staleness,
-            buffers=self._buffers_here,
+            buffers=self.buffers.here,
             options=[*map(options_of, self._optimizers)],
         )
 
@@ -431,19 +416,3 @@ class _AsyncBucket(LocalBucket):
 def _new_name(worker_rank: int) -> str:
     """Return a name that is unique in the run."""
     return f"{worker_rank}-{secrets.token_hex(8)}"
-
-
-def _empty_buffers(models: Sequence[Module]) -> list[tuple[str, Module, str]]:
-    """Return the persistent buffers of these models that are None: full name, module, and name there."""
-    return [
-        (f"{prefix}.{name}" if prefix else name, module, name)
-        for model in models
-        for prefix, module in model.named_modules()
-        for name, buffer in module._buffers.items()  # pyright: ignore[reportPrivateUsage]  # torch lists them nowhere else
-        if buffer is None and name not in module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]  # as above
-    ]
-
-
-def _difference(now: Tensor, before: Tensor) -> Tensor:
-    """Return the change of a buffer; of booleans, 1 where one became true, and -1 where it became false."""
-    return now.char() - before.char() if now.dtype == torch.bool else now - before

@@ -6,8 +6,7 @@ of the step is known. Only the closer learns which shares are chosen; it makes a
 it reports the result to the first server, which sends it to all others as the *record* of the step. Gradients pushed
 for a step that was taken are dropped.
 
-The first server also keeps the model's buffers: those that chosen shares have changed become their mean, weighted by
-samples.
+The first server also keeps the model's buffers: those that chosen shares have changed are combined by their rules.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from paceline.comm.messages.tensor_messages import TensorMessage, TensorServer
 from paceline.schedule.backup_workers import BackupClock, BackupShare, num_micro_of
 from paceline.schedule.staleness_clock import Pause, Save, StreamEnd
+from paceline.sync.parameter_server.served_buffers import ServedBuffers
 from paceline.sync.parameter_server.served_parameters import ServerParameters
 from paceline.sync.parameter_server.server import PassKey, PendingSum, Server, pass_key_of, places_of, squared_norm
 
@@ -92,8 +91,7 @@ class BackupWorkersServer(Server):
         super().__init__(part, listener, is_deserted=is_deserted)
         self._drop = drop
         self._streams: dict[str, _Stream] = {}
-        self._buffers = [buffer.detach().clone() for buffer in buffers]
-        self._changed: set[int] = set()  # of them
+        self._buffers = ServedBuffers(buffers)
         self._norm = math.nan  # of the gradients of the step that was taken last
         self._held: list[tuple[bytes, Mapping[str, Any]]] = []  # questions that cannot be answered yet
 
@@ -107,8 +105,10 @@ class BackupWorkersServer(Server):
                 self._stream(header).clock.returned(header["worker"])  # others may have waited for that
                 self._held.append((caller, header))
             case "arrive":
-                self._arrive(message)
-                self._held.append((caller, header))
+                answer = self._buffers.other_rule(header)
+                if answer is None:
+                    self._arrive(message)
+                    self._held.append((caller, header))
             case "wish":
                 self._stream(header).clock.request_pause()
             case "saved":
@@ -135,8 +135,7 @@ class BackupWorkersServer(Server):
             case "settle":
                 self._settle(header)
             case "weights":
-                changed = {number: self._buffers[number].clone() for number in sorted(self._changed)}
-                self._send_weights(caller, header, buffers=changed)
+                self._send_weights(caller, header, buffers=self._buffers.sent(every=False))
             case op:
                 raise ValueError(f"a worker asked for {op!r}, which this server does not know")
         if answer is not None:
@@ -169,7 +168,7 @@ class BackupWorkersServer(Server):
         if stream.clock.closer != header["worker"]:
             return
         if self._last_step == (stream.ordinal, stream.clock.done, 0):
-            self._combine([stream.arrivals[share] for share in stream.clock.chosen])
+            self._combine(stream)
             stream.settle(taken=True, norm=self._norm, verdict=None, without=header["worker"])
         else:
             stream.settle(taken=False, norm=math.nan, verdict=None, without=header["worker"])
@@ -206,24 +205,13 @@ class BackupWorkersServer(Server):
         if stream.clock.closer != header["worker"]:  # it was interrupted, and has asked for another share since
             return
         if header["taken"]:
-            self._combine([stream.arrivals[share] for share in stream.clock.chosen])
+            self._combine(stream)
         stream.settle(taken=header["taken"], norm=header["norm"], verdict=header["verdict"])
 
-    @torch.no_grad()
-    def _combine(self, chosen: Sequence[_Arrival]) -> None:
-        """Set buffers to the mean over the chosen shares; a share that has not changed a buffer counts with its old
-        value."""
-        changed = sorted({number for one in chosen for number in one.buffers})
-        num_samples = sum(one.num_samples for one in chosen)
-        for number in changed:
-            buffer = self._buffers[number]
-            wide = torch.complex128 if buffer.is_complex() else torch.float64
-            mean = torch.zeros_like(buffer, dtype=wide)
-            for one in chosen:
-                mean += one.buffers.get(number, buffer).to(wide) * (one.num_samples / num_samples)
-            is_integer = not (buffer.is_floating_point() or buffer.is_complex())
-            buffer.copy_(mean.round() if is_integer else mean)
-        self._changed.update(changed)
+    def _combine(self, stream: _Stream) -> None:
+        """Set the buffers to what the chosen shares make of them."""
+        chosen = [stream.arrivals[share] for share in sorted(stream.clock.chosen)]
+        self._buffers.combine([(one.num_samples, one.buffers) for one in chosen])
 
     def _answer_held(self) -> bool:
         """Answer what can be answered now; return whether that was anything."""

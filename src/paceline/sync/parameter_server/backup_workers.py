@@ -87,7 +87,7 @@ class BackupWorkerGradients(AsyncGradients):
                 return None
             version = int(told["version"])
             if version == self._version:
-                self._before = [one.detach().clone() for one in self._buffers_here]
+                self.buffers.begin()
             elif self._pull() != {version}:  # the step is over: its share is late
                 self._version = -1
                 continue
@@ -124,16 +124,17 @@ class BackupWorkerGradients(AsyncGradients):
         others = [self._servers.caller(number) for number in range(1, self._servers.count)]
         for caller, call in [(one, one.begin({"op": "synced", **about})) for one in others]:
             caller.answer(call)
-        changed = {number: buffer.clone() for number, buffer in self._changed_buffers().items()}
+        changed = {number: buffer.clone() for number, buffer in self.buffers.changed().items()}
         arrival = {
             "op": "arrive",
             "number": self._share.number,
             "samples": self.num_samples,
             "numbers": numbers[SUMMED],
             "used": [place for place, is_used in self._used.items() if is_used],
-            "buffers": [*changed],
+            **self.buffers.about(changed),
         }
         self._ended = self._ask_first(arrival, [*changed.values()]).header
+        self.buffers.require_one_rule(self._ended)
         self._closes = self._ended["closes"]
         self.chosen = tuple(self._ended["shares"])
         self.is_late = self._share.index not in self.chosen
@@ -230,7 +231,7 @@ class BackupWorkerGradients(AsyncGradients):
         return [place for place in self._by_rows if self._used.get(place)]
 
     def _make_server(self) -> ServerFactory:
-        return functools.partial(BackupWorkersServer, drop=self._drop, buffers=self._buffers_here)
+        return functools.partial(BackupWorkersServer, drop=self._drop, buffers=self.buffers.here)
 
     def _group_of(self, parameter: Parameter) -> WorkerGroup:
         server = self._server_of[self._place_of[id(parameter)]]

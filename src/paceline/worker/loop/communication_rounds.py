@@ -40,7 +40,7 @@ from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.loop.round_shares import RoundShare, RoundShares
 from paceline.worker.membership.consensus import Consensus
 from paceline.worker.state.prepared_models import PreparedModels
-from paceline.worker.step.model_buffers import BufferAverager
+from paceline.worker.step.model_buffers import UNKNOWN, BufferAverager
 from paceline.worker.step.step_scope import ReplicaVote
 from paceline.worker.step.tracked_buffer import FoundRules
 from paceline.worker.topology.parallel_groups import ParallelGroups
@@ -193,12 +193,12 @@ class CommunicationRounds:
             shares = self.shares
             shares.redistribute_lost(run_more)
             self._buffers.capture_anew(shares.num_own, is_first=self._axes.expert_replica_group.index == 0)
-            changed = list(map(float, self._buffers.changed()))
+            own = marks = self._buffers.marks_of_replica()
             weight = shares.num_own / shares.num_samples if shares.num_samples else 0.0
             for one in self._agreeing:
-                changed = one.exchange(weight, changed, step=step)
+                marks = one.exchange(weight, own, step=step)
             self._require_finite(self._agreeing, step)
-            return self._combined(changed, shares.num_samples)
+            return self._combined(marks, shares.num_samples)
 
         generation = self._consensus.generation
         settle = self._consensus.do(agree)
@@ -209,9 +209,11 @@ class CommunicationRounds:
         self._close()
         return True
 
-    def _combined(self, changed: Sequence[float], num_samples: int) -> Callable[[], None]:
-        """Combine the buffers that changed in any replica, and return what sets them."""
-        is_changed = [count > 0 for count in changed]
+    def _combined(self, marks: Sequence[float], num_samples: int) -> Callable[[], None]:
+        """Combine the buffers that changed in any replica, and return what sets them; `marks` are those of all
+        replicas. Raises ValueError where replicas have found different rules."""
+        self._buffers.compare_rules(marks, self._group)
+        is_changed = [mark % UNKNOWN > 0 for mark in marks]
         return self._buffers.combine(is_changed, num_samples=num_samples, groups=[self._axes.expert_replica_group])
 
     def _close(self) -> None:
@@ -228,6 +230,8 @@ class CommunicationRounds:
         if not self.is_open:
             yield
             return
+        own = self._buffers.marks_of_replica()
+        self._buffers.compare_rules(total(self._group, own, what="rules of buffers") if own else [], self._group)
         live = [local_part(anchored) for anchored in self._models.reducers.averaged()]
         live += [buffer for buffer in self._buffers.floating() if not buffer.is_meta]
         kept = [tensor.clone() for tensor in live]

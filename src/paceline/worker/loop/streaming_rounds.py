@@ -76,12 +76,12 @@ class StreamingRounds(CommunicationRounds):
         for number in [*self._lands_at]:
             self._land(number, step, mixing=0.0)
         self._buffers.capture_anew(self._in_all[0], is_first=self._axes.expert_replica_group.index == 0)
-        changed = list(map(float, self._buffers.changed()))
+        own_marks = marks = self._buffers.marks_of_replica()
         for fragment, (own, everybody) in zip(self._fragments, self._counts, strict=True):
-            sent = [*_header(step, asks=False), *changed]
-            _, *changed = self._checked(fragment.exchange(own / everybody if everybody else 0.0, sent, step=step), step)
+            sent = [*_header(step, asks=False), *own_marks]
+            _, *marks = self._checked(fragment.exchange(own / everybody if everybody else 0.0, sent, step=step), step)
         self._require_finite(self._agreeing, step)
-        settle = self._combined(changed, self._in_all[1])
+        settle = self._combined(marks, self._in_all[1])
         for fragment, (_, everybody) in zip(self._fragments, self._counts, strict=True):
             if everybody:
                 fragment.take()

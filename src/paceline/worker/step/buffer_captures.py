@@ -15,7 +15,17 @@ from torch import Tensor
 from paceline.schedule.micro_batches import MicroBatch
 from paceline.worker.step.buffer_queue import QueueForm, merged_queue, written_rows
 
-__all__ = ["LOW_BITS", "BufferSpec", "FirstCapture", "QueueCapture", "SumCapture", "is_integer", "widened", "zeros"]
+__all__ = [
+    "LOW_BITS",
+    "BufferSpec",
+    "FirstCapture",
+    "QueueCapture",
+    "SumCapture",
+    "first_index",
+    "is_integer",
+    "widened",
+    "zeros",
+]
 
 LOW_BITS = 32  # a 64-bit integer is sent as two numbers: 2^32 high + low
 
@@ -52,24 +62,25 @@ class SumCapture:
 
 
 class FirstCapture:
-    """What the step's first micro-batch wrote."""
+    """What the first of the micro-batches wrote that are combined."""
 
     def __init__(self) -> None:
         self._value: Tensor | None = None
-
-    @property
-    def has_value(self) -> bool:
-        """Whether the first micro-batch wrote here."""
-        return self._value is not None
+        self._index = -1  # of the micro-batch that wrote it
 
     def add(self, value: Tensor, start: Tensor, micro: MicroBatch | None) -> None:
         """A micro-batch has written this value."""
-        if micro is None or micro.index == 0:
-            self._value = widened(value)
+        index = 0 if micro is None else micro.index
+        if self._value is None or index < self._index:
+            self._value, self._index = widened(value), index
+
+    def has_written(self, index: int) -> bool:
+        """Whether the micro-batch of this index, before which there is none, wrote here."""
+        return self._value is not None and self._index == index
 
     def share(self, spec: BufferSpec, micros: Sequence[MicroBatch]) -> Tensor:
         """This worker's part."""
-        return zeros(spec) if self._value is None else self._value
+        return self._value if self._value is not None and self.has_written(first_index(micros)) else zeros(spec)
 
     def combined(self, total: Tensor, start: Tensor, spec: BufferSpec, micros: Sequence[MicroBatch]) -> Tensor:
         """The value after the step."""
@@ -117,6 +128,12 @@ class QueueCapture:
                 "worker wrote to it in this step: all must, or none. Write to it in every forward, with the same "
                 "number of rows for each sample"
             )
+
+
+def first_index(micros: Sequence[MicroBatch]) -> int:
+    """The index of the first of these micro-batches, of which some worker has run it; of a whole step, where none are
+    given."""
+    return micros[0].index if micros else 0
 
 
 def widened(value: Tensor) -> Tensor:

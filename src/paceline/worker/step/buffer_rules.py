@@ -28,7 +28,16 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import _SpectralNorm  # pyright: ignore[reportPrivateUsage]  # see below
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-__all__ = ["RULES", "BufferRule", "TriedBuffer", "found_rule", "given_rules", "known_rule", "unknown_rule_text"]
+__all__ = [
+    "RULES",
+    "BufferRule",
+    "TriedBuffer",
+    "contradicted_rules",
+    "found_rule",
+    "given_rules",
+    "known_rule",
+    "unknown_rule_text",
+]
 
 BufferRule: TypeAlias = Literal["mean", "sum", "first", "gather"]
 RULES: tuple[BufferRule, ...] = ("mean", "sum", "first", "gather")
@@ -47,6 +56,11 @@ class TriedBuffer:
     second: Tensor
     both: Tensor
     is_one_batch: bool  # B is A once more, because there was no other data
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the trial has written to it at all."""
+        return not all(torch.equal(value, self.start) for value in (self.first, self.second, self.both))
 
     @property
     def values(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -90,7 +104,7 @@ def given_rules(names: list[str], given: Mapping[str, str]) -> dict[str, BufferR
 def found_rule(tried: TriedBuffer, *, is_persistent: bool) -> BufferRule | None:
     """The rule whose signature a trial shows; None: none but, perhaps, that of a queue."""
     start, first, second, both = tried.values
-    if len({value.shape for value in tried.values}) > 1:
+    if len({value.shape for value in tried.values}) > 1 or not tried.has_changed:
         return None
     is_float = start.is_floating_point() or start.is_complex()
     if not tried.is_one_batch and torch.equal(first, second) and torch.equal(first, both):
@@ -109,6 +123,28 @@ def found_rule(tried: TriedBuffer, *, is_persistent: bool) -> BufferRule | None:
     if not is_persistent and torch.equal(both, second):
         return "first"  # each forward writes all of it anew, and nothing is saved
     return None
+
+
+def contradicted_rules(tried: TriedBuffer) -> frozenset[BufferRule]:
+    """The rules that a buffer cannot have by this trial, though it may be too little to show which one it has."""
+    start, first, second, both = tried.values
+    if not tried.has_changed or len({value.shape for value in tried.values}) > 1:
+        return frozenset()
+    found: set[BufferRule] = set() if torch.equal(first, second) else {"first"}
+    if start.dtype is torch.bool:
+        adds = torch.equal(both, first | second)
+    elif start.is_floating_point() or start.is_complex():
+        wide = torch.complex128 if start.is_complex() else torch.float64
+        x, a, b, ab = (value.to(wide) for value in tried.values)
+        size = float((a - x).abs().max())
+        rounding = 8 * torch.finfo(start.dtype).eps * float(torch.maximum(ab.abs().max(), x.abs().max()))
+        adds = float((ab - b - (a - x)).abs().max()) <= NOISE * size + rounding
+        keeps = _fraction_kept(start, first, second, both) == "mean" if size else torch.equal(both, second)
+        if not keeps:
+            found.add("mean")
+    else:
+        adds = torch.equal(both - second, first - start)
+    return frozenset(found if adds else {*found, "sum"})
 
 
 def _fraction_kept(start: Tensor, first: Tensor, second: Tensor, both: Tensor) -> BufferRule | None:

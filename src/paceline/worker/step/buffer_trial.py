@@ -28,7 +28,7 @@ from paceline.plan import Plan
 from paceline.worker.data import random_state
 from paceline.worker.data.step_batch import StepBatch, to_device
 from paceline.worker.step.buffer_queue import QueueForm, find_queue, merged_queue, written_rows
-from paceline.worker.step.buffer_rules import BufferRule, TriedBuffer, found_rule, unknown_rule_text
+from paceline.worker.step.buffer_rules import BufferRule, TriedBuffer, contradicted_rules, found_rule, unknown_rule_text
 from paceline.worker.step.heard_calls import HeardCall, HeardCalls
 from paceline.worker.step.model_buffers import BufferAverager
 from paceline.worker.step.tracked_buffer import BufferKey, TrackedBuffer
@@ -37,6 +37,7 @@ __all__ = ["BufferTrials", "halves"]
 
 Forward = Callable[[], Any]
 HEARD = 4  # passes in which calls are listened to
+POINTER_WORDS = ("ptr", "pointer", "cursor", "head", "tail", "pos", "index", "idx")  # in names of pointers
 LEAST = 4  # samples of a micro-batch whose halves are run: batch norm needs two
 
 
@@ -45,6 +46,7 @@ class Finding:
     """What one worker has found of one buffer."""
 
     rule: BufferRule | None = None
+    contradicts: frozenset[BufferRule] = frozenset()  # rules that its trial rules out
     forms: tuple[QueueForm, ...] = ()
     is_tried: bool = False  # it ran a trial, and the buffer has changed; else it may know nothing
     is_cache: bool = False
@@ -95,9 +97,7 @@ class BufferTrials:
 
         Raises ValueError, on all of them, where nothing is found and there is more than one micro-batch.
         """
-        if self._plan.is_asynchronous:
-            return  # the servers keep the buffers, and add what each replica has changed
-        is_apart = self._plan.is_local
+        is_apart = self._plan.is_local or self._plan.is_asynchronous  # then the rule is needed between replicas, too
         unknown = self._buffers.without_rule(marks)
         if not unknown or (num_micros == 1 and not is_apart):
             return
@@ -119,7 +119,8 @@ class BufferTrials:
                 self._buffers.rules.rules[buffer.key] = known.pop()
                 continue
             agreed = {one.rule for one in found if one.rule is not None}
-            if buffer.rule is None and len(agreed) == 1:
+            ruled_out = frozenset[BufferRule]().union(*(one.contradicts for one in found))
+            if buffer.rule is None and len(agreed) == 1 and not agreed & ruled_out:
                 self._buffers.rules.rules[buffer.key] = agreed.pop()
             else:
                 raise ValueError(self._refusal(buffer, found, agreed))
@@ -147,7 +148,7 @@ class BufferTrials:
         elif len(agreed) > 1:
             why = f"by trial it is {' and '.join(sorted(agreed))} on different workers"
         elif any(one.is_tried for one in found):
-            why = "in a trial it is neither a running mean, nor a sum, nor a queue with a pointer"
+            why = "in a trial it is neither a running mean, nor a sum, nor a queue with a pointer, named as one"
         else:
             why = "no trial could be made here"
         shape = list(buffer.saved.shape) if buffer.saved is not None else []
@@ -164,6 +165,7 @@ class BufferTrials:
             one = tried.get(buffer.key)
             found[buffer.key] = Finding(
                 rule=found_rule(one, is_persistent=buffer.is_persistent) if one is not None else None,
+                contradicts=contradicted_rules(one) if one is not None else frozenset(),
                 forms=self._forms(buffer, tried),
                 is_tried=one is not None and bool(buffer.each),
                 is_cache=buffer.is_cache and not buffer.is_on_other_stage,
@@ -308,9 +310,17 @@ def _matters(found: Sequence[Finding]) -> bool:
 
 
 def _agreed_form(found: Sequence[Finding]) -> QueueForm | None:
-    """The first form that all workers have seen of which any has."""
+    """The first form that all workers have seen of which any has; None where several integers may be its pointer.
+
+    A counter of samples moves as a pointer does, until that begins anew. So its name decides.
+    """
     seen = [one.forms for one in found if one.forms or one.is_tried]
-    return next((form for form in seen[0] if all(form in forms for forms in seen)), None) if seen else None
+    agreed = [form for form in seen[0] if all(form in forms for forms in seen)] if seen else []
+    pointers = [*dict.fromkeys(form.pointer for form in agreed if form.pointer)]
+    if len(pointers) > 1:
+        named = [name for name in pointers if any(word in name.lower() for word in POINTER_WORDS)]
+        agreed = [form for form in agreed if [form.pointer] == named]
+    return next(iter(agreed), None)
 
 
 def _is_shown(form: QueueForm, tried: TriedBuffer, others: dict[BufferKey, TriedBuffer], buffer: TrackedBuffer) -> bool:

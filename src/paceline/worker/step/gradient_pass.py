@@ -210,6 +210,7 @@ class StepExecutor:
                 gradients.look()
             # This may wait for parameter servers, and be disrupted.
             gradients.begin(batch.num_passes, step=batch.step, measures=measures)
+            gradients.buffer_rules = self.buffers.rules_of_tensors
             self.shards.begin()
             self.hooks.begin(gradients.named)
             self.writes.begin(gradients.named, self.buffers.modules, self.shards.gathered())
@@ -343,7 +344,9 @@ class StepExecutor:
         if gradients.carries_buffers:
             num_samples = sum(micro.num_samples for micro in batch.micros)
             self.trials.settle(batch, self.buffers.marks(), num_micros=len(batch.micros), group=self._group)
-            self.buffers.combine(self.buffers.changed(), num_samples=num_samples, groups=[self._group])()
+            self.buffers.combine(
+                self.buffers.changed(), num_samples=num_samples, groups=[self._group], micros=batch.micros
+            )()
         loss, loss_rest, weight, weight_rest = halves_of(own_loss, own_weight)
         wish = float(self._consensus.wants_change)
         trail = self.shards.traffic.trail % TRAILS * self._axes.sign

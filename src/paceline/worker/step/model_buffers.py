@@ -8,9 +8,9 @@ A mean is new = sum_i w_i buffer_i / sum_i w_i, where a micro-batch that did not
 value. Integers are averaged exactly and rounded to nearest, which gives "one more" for batch-norm's counter of batches.
 
 Most changes show in the tensor's version counter, so large buffers that never change (masks, tables) cost a
-comparison of two numbers. torch's batch-norm kernels write running statistics without counting it. So those of norm
-modules in training always count as changed, and other floating buffers of one dim are compared by value: all at once,
-because each answer is waited for on a GPU.
+comparison of two numbers. torch's batch-norm kernels write running statistics without counting it, and user code may
+write through `.data`. So statistics of norm modules in training always count as changed. Small buffers, and in the
+first passes all, are compared by value: all at once, because each answer is waited for on a GPU.
 
 Buffers on the meta device belong to other pipeline stages and are skipped; they keep their positions in the metadata.
 
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from paceline.comm.group import WorkerGroup
 from paceline.parallel.class_name import class_name
 from paceline.schedule.micro_batches import MicroBatch
-from paceline.worker.step.buffer_rules import given_rules
+from paceline.worker.step.buffer_rules import given_rules, unknown_rule_text
 from paceline.worker.step.tracked_buffer import (
     BufferKey,
     FoundRules,
@@ -42,6 +42,7 @@ __all__ = ["UNKNOWN", "BufferAverager", "persistent_buffers"]
 
 UNKNOWN = 4096.0  # more than there are workers; so many times it is still exact in single precision
 NOT_FIRST = MicroBatch(1, 0, 0)  # stands for the steps of another replica than the first one
+ALL_COMPARED = 4  # passes in which buffers of all sizes are compared by value
 
 
 class BufferAverager:
@@ -55,6 +56,8 @@ class BufferAverager:
         self._modules: dict[nn.Module, str] = {}
         self._names: dict[nn.Module, tuple[str, ...]] = {}  # of buffers that are tracked, or are known not to be
         self.models: list[nn.Module] = []
+        self._compared: set[BufferKey] = set()  # whose rules are known to be those of the other replicas
+        self._num_passes = 0
         self._num_captured = 0  # samples, in this pass
         self._here: list[int] = []  # the indices of their micro-batches
 
@@ -97,6 +100,7 @@ class BufferAverager:
             self._buffers.append(self._tracked(module, name, self._modules[module]))
         for buffer in self._buffers:
             buffer.save()
+        self._num_passes += 1
         self._num_captured, self._here = 0, []
 
     def _tracked(self, module: nn.Module, name: str, prefix: str) -> TrackedBuffer:
@@ -119,6 +123,37 @@ class BufferAverager:
             float(is_changed) + UNKNOWN * (not one.has_rule)
             for one, is_changed in zip(self._buffers, self.changed(), strict=True)
         ]
+
+    def rules_of_tensors(self) -> dict[int, str]:
+        """The rules that are known, by the ids of the tensors that hold the buffers now."""
+        return {id(one.current()): one.rule for one in self._buffers if one.rule is not None}
+
+    def marks_of_replica(self) -> list[float]:
+        """As `marks`, where replicas take steps by themselves: whether it has changed here, and knows a rule that was
+        not compared with those of the other replicas."""
+        return [
+            float(is_changed) + UNKNOWN * (one.rule is not None and one.key not in self._compared)
+            for one, is_changed in zip(self._buffers, self.changed(), strict=True)
+        ]
+
+    def compare_rules(self, marks: Sequence[float], group: WorkerGroup) -> None:
+        """Have all replicas use the same rules; all workers call it, with the same summed marks of replicas.
+
+        Each replica finds rules by itself, and none of a buffer that only others have changed so far. Raises
+        ValueError, on all, where they have found different ones.
+        """
+        new = [one for one, mark in zip(self._buffers, marks, strict=True) if mark >= UNKNOWN]
+        if not new:
+            return
+        for one, found in zip(new, zip(*group.gather_objects([each.rule for each in new]), strict=True), strict=True):
+            rules = sorted({rule for rule in found if rule is not None})
+            if len(rules) > 1:
+                why = f"by trial it is {' and '.join(rules)} in different replicas"
+                raise ValueError(
+                    unknown_rule_text(one.full_name, [] if one.saved is None else list(one.saved.shape), why)
+                )
+            self.rules.rules.update((one.key, rule) for rule in rules)
+            self._compared.add(one.key)
 
     def without_rule(self, marks: Sequence[float]) -> list[TrackedBuffer]:
         """The buffers that have changed anywhere, and of which some worker knows no rule; by the summed marks."""
@@ -187,6 +222,7 @@ class BufferAverager:
             buffer.drop_captures()
         self._num_captured, self._here = 0, []
         self.capture(num_samples, None if is_first else NOT_FIRST)
+        self._here = [0] if is_first else []
 
     def floating(self) -> list[Tensor]:
         """The tracked buffers of floating-point numbers that are means."""
@@ -247,13 +283,16 @@ class BufferAverager:
         pairs: dict[torch.device, list[tuple[TrackedBuffer, Tensor, Tensor]]] = {}
         for buffer in self._buffers:
             current = buffer.current()
-            if current is not None and buffer.saved is not None and buffer.needs_comparison(current):
+            is_early = self._num_passes <= ALL_COMPARED
+            if current is None or buffer.saved is None:
+                continue
+            if buffer.needs_comparison(current, also_large=is_early):
                 pairs.setdefault(current.device, []).append((buffer, current, buffer.saved))
         for device, some in pairs.items():
             if device.type == "cpu":
-                differs = [not torch.equal(now, then) for _, now, then in some]
+                differs = [not torch.equal(now, then) and bool(_differs(now, then)) for _, now, then in some]
             else:  # one answer to wait for
-                differs = torch.stack([(now != then).any() for _, now, then in some]).tolist()
+                differs = torch.stack([_differs(now, then) for _, now, then in some]).tolist()
             for (buffer, _, _), is_different in zip(some, differs, strict=True):
                 buffer.is_changed_by_value |= is_different
 
@@ -274,6 +313,13 @@ class BufferAverager:
                 f"a micro-batch lack it. Call register_buffer({name!r}, None) in {class_name(module)}.__init__ "
                 "and fill it in forward, or use persistent=False for a cache"
             )
+
+
+def _differs(now: Tensor, then: Tensor) -> Tensor:
+    """Whether any numbers differ; what is no number in both does not."""
+    if now.shape != then.shape:
+        return torch.ones((), dtype=torch.bool, device=now.device)
+    return ((now != then) & ~((now != now) & (then != then))).any()
 
 
 def _is_one_integer(value: Tensor) -> bool:

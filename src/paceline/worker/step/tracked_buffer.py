@@ -17,6 +17,7 @@ from paceline.worker.step.buffer_captures import (
     FirstCapture,
     QueueCapture,
     SumCapture,
+    first_index,
     is_integer,
     widened,
     zeros,
@@ -25,6 +26,13 @@ from paceline.worker.step.buffer_queue import QueueForm, moved_pointer
 from paceline.worker.step.buffer_rules import BufferRule, known_rule
 
 __all__ = ["BufferKey", "BufferSpec", "FoundRules", "TrackedBuffer", "buffer_names", "full_name", "is_persistent"]
+
+
+SMALL = 1024  # numbers
+COMPARABLE = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
+    | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
+)
 
 
 class BufferKey(NamedTuple):
@@ -108,7 +116,7 @@ class TrackedBuffer:
         current = self.current()
         if current is None:
             self.saved = None
-        elif self._is_other(current) or _is_small(current):
+        elif self._is_other(current) or _is_small(current) or self.is_changed_by_value:
             self.saved = current.detach().clone()
         self._tensor, self._version = current, _version(current)
         self.spec = None if self.saved is None else BufferSpec(self.saved.shape, self.saved.dtype, self.saved.device)
@@ -128,9 +136,11 @@ class TrackedBuffer:
             raise RuntimeError(f"buffer {self.full_name} changed on no worker and cannot be combined")
         return self.spec
 
-    def needs_comparison(self, current: Tensor) -> bool:
+    def needs_comparison(self, current: Tensor, *, also_large: bool) -> bool:
         """Whether only its values show if it changed."""
-        return _is_small(current) and not self.is_cache and not self.may_have_changed()
+        if self.is_cache or self.may_have_changed():
+            return False
+        return _is_small(current) or (also_large and _is_comparable(current))
 
     def may_have_changed(self) -> bool:
         """Whether it may hold another value than at the step's beginning."""
@@ -235,8 +245,10 @@ class TrackedBuffer:
         if by_rule is not None:
             if isinstance(by_rule, QueueCapture) and self.num_changed:
                 by_rule.require_all(len(here))
-            if isinstance(by_rule, FirstCapture) and self.saved is not None and 0 in here and not by_rule.has_value:
-                return widened(self.saved)  # the first one left it as it was
+            if isinstance(by_rule, FirstCapture) and self.saved is not None:
+                first = first_index(micros)
+                if first in here and not by_rule.has_written(first):
+                    return widened(self.saved).to(spec.device)  # the first one left it as it was
             return by_rule.share(spec, micros).to(spec.device)
         num_unchanged = num_captured - self.num_changed if self.saved is not None else 0
         if self._only is not None and not num_unchanged and not is_integer(spec.dtype):
@@ -348,8 +360,14 @@ def _rounded_mean(high: Tensor, low: Tensor, count: int) -> Tensor:
 
 
 def _is_small(tensor: Tensor) -> bool:
-    """Whether torch's kernels may write it without a new version, and it is cheap to copy."""
-    return tensor.dim() == 1 and tensor.is_floating_point()
+    """Whether it may be written without a new version, and it is cheap to copy and to compare: by torch's kernels of
+    norms, which write floating-point numbers of one dim, or by user code, through `.data`."""
+    return _is_comparable(tensor) and (tensor.numel() <= SMALL or (tensor.dim() == 1 and tensor.is_floating_point()))
+
+
+def _is_comparable(tensor: Tensor) -> bool:
+    """Whether torch compares such tensors."""
+    return type(tensor) is Tensor and tensor.layout is torch.strided and tensor.dtype in COMPARABLE
 
 
 def _is_alike(one: Tensor | None, other: Tensor | None) -> bool:
