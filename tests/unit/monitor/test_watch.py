@@ -377,7 +377,7 @@ def test_numbers_have_four_significant_digits(value: float | None, text: str) ->
 @pytest.mark.parametrize(
     ("is_head", "says"),
     [
-        (True, "none of this attempt, 1 step is lost: --save-every STEPS"),
+        (True, "none of this attempt is complete, 1 step is lost: --save-every STEPS"),
         (False, "none by this host's workers: the first host's table has"),
     ],
 )
