@@ -32,7 +32,7 @@ HEADER = struct.Struct("<qQ")  # tag, number of bytes
 MAX_BYTES = 1 << 42  # of a message
 READ_BYTES = 8 << 20  # from one connection, before the next one has its turn
 BUFFER_BYTES = 4 << 20  # of the system, for each connection
-UNASKED_BYTES = 1 << 30  # of one peer, that wait for somebody who asks for them, before its connection is left alone
+UNASKED_BYTES = 1 << 30  # of messages of one peer that no call has asked for; beyond them its connection is not read
 MOST_OF_MEMORY = 0.25  # that such messages of one peer may take while this worker asks for another one
 PIECE_BYTES = 4 << 20  # by which the memory of such a message grows
 NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -315,7 +315,7 @@ class PeerLinks:
         return True
 
     def _go_on_into(self, peer: int, link: _Link, found: _Unasked, transfer: LinkTransfer, into: memoryview) -> None:
-        """Somebody asks for the message that is just arriving: the rest of it goes to its place; called with the
+        """A call asks for the message that is just arriving: the rest of it goes to its place; called with the
         lock."""
         if found.length != into.nbytes:
             self._ended(transfer, _wrong_length(peer, found.length, into.nbytes))

@@ -141,7 +141,10 @@ class ModelLayout:
         layout = self._plan.layout
         for name, parameter in model.named_parameters():
             if is_sharded(parameter):
-                why = f"Layout(shard={layout.shard}) computes with a gathered copy of it, so there is no gradient here"
+                why = (
+                    f"Layout(shard={layout.shard}) computes with a gathered copy of it, so there is no gradient here; "
+                    "in a stepper's forward=, model.parameters() are these copies once the model was called"
+                )
             elif self._axes.context.size > 1:
                 why = f"under Layout(context={layout.context}) this worker has the part of its slice of each sequence"
             elif model in self._stages:
