@@ -18,6 +18,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+import imported
 import lasting
 import leaks
 import quick
@@ -45,6 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Threads of OpenMP that wait for each other spin, unless told not to before torch is loaded. On a busy machine they
     # take the core from the one that they wait for: a process with two threads has been seen to take 25 times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    imported.collect_seldom()
     # What this process has left for its collector is not collected in one that it forks: a process group of gloo waits
     # at its end for its threads, which a forked process does not have, and would wait for ever.
     os.register_at_fork(after_in_child=gc.freeze)

@@ -379,6 +379,7 @@ def preload() -> None:
     imported.import_all()
     gc.collect()
     gc.freeze()
+    imported.collect_seldom()
     pid = os.fork()  # numpy's OpenBLAS ends its threads before a fork
     if pid == 0:
         os._exit(0)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import stage_models
 from paceline.errors import PlanError
 from paceline.parallel.model_units import find_units, names_matching, seeded_units
-from paceline.parallel.pipeline.find_stages import operation_costs
+from paceline.parallel.pipeline.find_stages import record_costs
 from paceline.parallel.pipeline.random_draws import may_draw
 from paceline.parallel.pipeline.split_backward import SplitBackward
 from paceline.parallel.pipeline.stage_partition import closed_boundaries, partition_units, route
@@ -131,7 +131,7 @@ def test_operations_find_the_heavy_unit() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, width), nn.Linear(width, 64)) for width in (8, 8, 2048, 8)))
     micro, units = torch.randn(256, 64), find_units(model, named=["0", "1", "2", "3"])
     forward = lambda m: model(m).square().mean()  # noqa: E731  # as it is written where it is passed
-    operations = operation_costs(model, forward, micro, units=units, device=CPU)
+    operations = record_costs(model, forward, micro, units=units, device=CPU).costs()
     assert operations == [2 * 2 * 256 * 64 * width for width in (8, 8, 2048, 8)]
     tape = record(model, forward, micro, units=units, device=CPU)
     cut = partition_units(model, tape, units=units, num_stages=3, costs=operations)

@@ -23,7 +23,7 @@ from paceline.parallel.precision import computing
 from paceline.parallel.sample_input import as_sample, guess_sample
 from paceline.plan import Layout
 
-__all__ = ["PipelinePlan", "find_stages", "operation_costs"]
+__all__ = ["PipelinePlan", "find_stages", "record_costs"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,22 +74,25 @@ def find_stages(
             args, kwargs = micro
             return model(*args, **kwargs)
 
-        tape = record(model, forward, micro, units=units, device=device)
-        costs = [] if starts else operation_costs(model, forward, micro, units=units, device=device)
+        tape = (
+            record(model, forward, micro, units=units, device=device)
+            if starts
+            else record_costs(model, forward, micro, units=units, device=device)
+        )
+        costs = tape.costs()
     partition = partition_units(
         model, tape, units=units, num_stages=num_stages, costs=costs if sum(costs) > 0 else (), starts=starts
     )
     return PipelinePlan(units=units, partition=partition, tape=tape)
 
 
-def operation_costs(
+def record_costs(
     model: nn.Module, forward: Callable[[Any], Any], micro: Any, *, units: Sequence[ModelUnit], device: torch.device
-) -> list[float]:
-    """Return the floating-point operations of each unit's forward, in the order of first calls, without weights.
+) -> Tape:
+    """Return a forward's tape whose costs are the floating-point operations of each unit's forward.
 
     Matrix products and convolutions count, as in torch's own counter. A backward takes twice as many, so the shares are
     the same. What root-level code does with a unit's values (a loss, logits of tied weights) counts as that unit's.
     """
     with FlopCounterMode(display=False) as counter:
-        tape = record(model, forward, micro, units=units, device=device, meter=lambda: float(counter.get_total_flops()))
-    return tape.costs()
+        return record(model, forward, micro, units=units, device=device, meter=lambda: float(counter.get_total_flops()))

@@ -337,7 +337,9 @@ class TensorGroupOps:
         seed = int(torch.randint(1 << 62, (1,), device="cpu")) ^ (self.index * 0x9E3779B97F4A7C15 & ((1 << 62) - 1))
         devices = [] if device.type == "cpu" else [device]
         with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
-            torch.manual_seed(seed)
+            torch.random.default_generator.manual_seed(seed)
+            if devices:
+                torch.get_device_module(device).manual_seed(seed)
             yield
 
 
