@@ -43,7 +43,7 @@ class Contender:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--saves", type=int, default=4, help="later saves in each process")
     parser.add_argument("--megabytes", type=float, default=400)

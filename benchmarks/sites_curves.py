@@ -21,6 +21,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from driving.courses import DDP, Course, Matrix, by_chance, link_name
+from driving.options import options_of
 
 KEPT = Path("runs/sites.json")
 COLOURS = ("#222222", "#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866")  # Tol's "bright"
@@ -119,7 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", nargs="?", type=Path, default=KEPT)
     parser.add_argument("--into", type=Path, default=Path("docs/_static"))
-    options = parser.parse_args()
+    options = options_of(parser, takes="a few seconds", quick={})
     if not options.file.exists():
         raise SystemExit(f"{options.file} is not there: `python benchmarks/sites.py --out {options.file}` makes it")
     matrix = Matrix.read(options.file)
