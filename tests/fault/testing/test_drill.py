@@ -80,6 +80,12 @@ def test_a_killed_server_that_has_a_mirror_costs_no_step(tmp_path: Path) -> None
     assert report.restarted == (None,) and "took its place" in report.output
 
 
+def test_a_poisoned_step_is_left_out_on_servers_too(tmp_path: Path) -> None:
+    sync = ["plan.sync=parameterserver(servers=2,mirrored=true)", "plan.guard=guard(on_spike=skip,factor=100,window=8)"]
+    report = drilled(tmp_path, "nan:worker=1,step=12", overrides=[*ELASTIC, *sync])
+    assert report.broken(undisturbed()) == [], report.output
+
+
 def test_a_replica_that_had_still_to_send_is_lost_and_nothing_else(tmp_path: Path) -> None:
     words = {**OPTIONS, "max_steps": 12, "overrides": [*ELASTIC, "plan.wire=onebit"]}
     like = run_with("", script(), folder=tmp_path / "like", **words)

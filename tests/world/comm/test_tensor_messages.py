@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -79,6 +80,13 @@ def test_tensors_of_every_kind_come_back_with_the_same_bits() -> None:
     assert answer.header["number"] == 0.1
     for sent, came in zip(tensors, answer.tensors, strict=True):
         assert came.dtype == sent.dtype and came.shape == sent.shape and torch.equal(came, sent)
+
+
+def test_numbers_that_are_not_finite_come_back_as_they_are() -> None:
+    sent = {"op": "x", "squared": math.nan, "norms": [1.5, math.inf, [-math.inf]], "told": {"loss": math.nan}}
+    with echo() as (endpoint, _, _), closing(TensorClient(endpoint, SECRET, name="it", timeout_s=10)) as caller:
+        came = caller.answer(caller.begin(sent, [])).header
+    assert {key: str(came[key]) for key in sent} == {key: str(value) for key, value in sent.items()}
 
 
 def test_a_tensor_of_another_kind_is_refused_by_name() -> None:
@@ -365,6 +373,8 @@ def test_between_hosts_nobody_connects_without_the_secret_or_reads_what_is_sent(
         [b'{"op": "x", "tensors": [["float32", [1e999]]]}', b""],
         [b'{"op": "x", "tensors": [["float32", %s]]}' % (b"[" * 5000)],
         [b'{"op": "x", "tensors": 5}', b"abc"],
+        [b'{"op": {"not_finite": "1e9"}}'],
+        [b'{"op": "x", "norm": NaN}'],
         [b'{"op": "x"}', b"abc"],
     ],
 )

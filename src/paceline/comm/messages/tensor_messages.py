@@ -47,6 +47,7 @@ BACKLOG = 4096  # connections that the system keeps until they are accepted
 PIECE_BYTES = 1 << 20  # of a large tensor or header
 FRAME_BYTES = PIECE_BYTES + 1024  # the largest that is received, with what CURVE adds
 HEADER_PIECES = "header_pieces"
+NOT_FINITE, SPELLED = "not_finite", ("nan", "inf", "-inf")  # JSON has no such numbers: {"not_finite": "nan"}
 # Detects hosts that have vanished; the system of a process that is only stopped still answers.
 KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 30, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 3}
 
@@ -361,10 +362,40 @@ def _encoded_frames(header: Mapping[str, Any], tensors: Sequence[Tensor]) -> lis
         if one.dtype not in KINDS:
             raise TypeError(f"a tensor of {one.dtype} cannot be sent to a parameter server: only {', '.join(DTYPES)}")
     forms = [[str(one.dtype).removeprefix("torch."), [*one.shape]] for one in tensors]
-    told = _pieces(memoryview(json.dumps({**header, "tensors": forms} if forms else header).encode()))
+    told = _pieces(memoryview(_encoded_header({**header, "tensors": forms} if forms else header)))
     if len(told) > 1:
         told.insert(0, memoryview(json.dumps({HEADER_PIECES: len(told)}).encode()))
     return [*told, *(piece for one in tensors for piece in _pieces(_bytes_of(one)))]
+
+
+def _encoded_header(header: Mapping[str, Any]) -> bytes:
+    """Return a header as JSON. The norm of a poisoned gradient is not finite, and travels, too."""
+    try:
+        return json.dumps(header, allow_nan=False).encode()
+    except ValueError:
+        return json.dumps(_spelled(header), allow_nan=False).encode()
+
+
+def _spelled(value: Any) -> Any:
+    """Return plain data whose numbers that are not finite are spelled out."""
+    if isinstance(value, Mapping):
+        return {key: _spelled(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_spelled(one) for one in value]
+    return {NOT_FINITE: str(value)} if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _read(value: Any) -> Any:
+    """Return what `_spelled` was given; ValueError where no such number is spelled."""
+    if isinstance(value, list):
+        return [_read(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if NOT_FINITE not in value:
+        return {key: _read(one) for key, one in value.items()}
+    if len(value) > 1 or value[NOT_FINITE] not in SPELLED:
+        raise ValueError(f"{value} is no number; one that is not finite is {{{NOT_FINITE!r}: one of {SPELLED}}}")
+    return float(value[NOT_FINITE])
 
 
 def _pieces(whole: memoryview) -> list[memoryview]:
@@ -397,13 +428,18 @@ def _decoded_message(frames: Sequence[zmq.Frame]) -> TensorMessage:
 
 def _header_of(frames: Sequence[zmq.Frame]) -> tuple[dict[str, Any], int]:
     """Return the header of a message, and in how many frames it came."""
-    header = decode(frames[0].bytes)
+    header = _decoded_header(frames[0].bytes)
     count = header.get(HEADER_PIECES)
     if count is None:
         return header, 1
     if type(count) is not int or not 1 < count <= HEADER_BYTES // PIECE_BYTES:
         raise ValueError(f"a header in {count!r} pieces; at most {HEADER_BYTES:,} bytes travel in one")
-    return decode(b"".join(frame.bytes for frame in frames[1 : 1 + count])), 1 + count
+    return _decoded_header(b"".join(frame.bytes for frame in frames[1 : 1 + count])), 1 + count
+
+
+def _decoded_header(text: bytes) -> dict[str, Any]:
+    header = decode(text)
+    return _read(header) if NOT_FINITE.encode() in text else header
 
 
 def _tensor(kind: torch.dtype, shape: Sequence[int], pieces: Sequence[zmq.Frame]) -> Tensor:
