@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from driving.forks import measured_by
 from driving.options import options_of
+from driving.progress import doing
 from paceline.comm.messages import tensor_messages
 from paceline.comm.messages.tensor_messages import TensorClient, TensorServer
 from paceline.comm.peer_sockets.links import PeerLinks
@@ -141,6 +142,8 @@ def measure(rank: int, store: dist.Store, *, rounds: int, sizes: Sequence[str]) 
     pair = Pair(rank, store)
     reduced, returned = Took(), Took()
     for size in sizes:
+        if rank == 0:
+            doing(f"{size} by each way, {rounds} rounds")
         num_bytes, repetitions = SIZES[size]
         tensor = torch.zeros(num_bytes // 4)
         reduced[size] = in_turns(pair, _of(pair.reduce, REDUCING), tensor, rounds, repetitions)
