@@ -130,6 +130,19 @@ def test_one_fault_of_each_kind() -> None:
     served.require(steps=40, workers=4, servers=2)
 
 
+def test_a_drawn_spike_comes_where_nothing_normalizes_it_before_the_loss() -> None:
+    plan = Plan.parse("replicas=1+shard=2+stages=2+tensor=2+batch(size=8,micro=1)")
+    request = DrillRequest(script=Path("train.py"), seed=3)
+    terms = DrillTerms(is_elastic=False)
+    drawn = {one.kind: one for run in programmes_of(request, terms, plan=plan, steps=40, workers=8) for one in run}
+    assert drawn["spike"].worker in (2, 3, 6, 7), "the last of two stages"
+    for seed in range(10):
+        (spike,) = Programme.random(seed, steps=40, workers=8, last_stage=(2, 3, 6, 7), kinds=["spike"])
+        assert spike.worker in (2, 3, 6, 7)
+        (nan,) = Programme.random(seed, steps=40, workers=8, kinds=["nan"])
+        assert nan == Programme.random(seed, steps=40, workers=8, last_stage=(2, 3, 6, 7), kinds=["nan"]).faults[0]
+
+
 def test_a_fault_beyond_the_run_is_refused() -> None:
     with pytest.raises(PlanError, match="the run has steps 1 to 8 and workers 0 to 1"):
         Programme.parse("kill:worker=2,step=4").require(steps=8, workers=2)
