@@ -17,7 +17,7 @@ import pytest
 import torch
 import zmq
 
-from paceline.comm.messages import tensor_messages
+from paceline.comm.messages import tensor_frames, tensor_messages
 from paceline.comm.messages.tensor_messages import ServerLost, TensorClient, TensorServer
 from paceline.errors import SyncError
 
@@ -279,13 +279,13 @@ def test_a_frame_or_a_header_that_is_too_large_ends_its_connection() -> None:
     """So a stranger has ZeroMQ collect a piece at most; a large header travels in pieces."""
     with echo() as (endpoint, _, _):
         with closing(TensorClient(endpoint, SECRET, name="it", timeout_s=10)) as caller:
-            text = "x" * (3 * tensor_messages.PIECE_BYTES)
+            text = "x" * (3 * tensor_frames.PIECE_BYTES)
             answer = caller.answer(caller.begin({"op": "x", "text": text}, [torch.arange(3.0)]))
             assert answer.header["text"] == text and torch.equal(answer.tensors[0], torch.arange(3.0))
             with pytest.raises(RuntimeError, match="a header in 65 pieces; at most 67,108,864 bytes travel in one"):
-                caller.answer(caller.begin({"op": "x", "text": "x" * tensor_messages.HEADER_BYTES}))
+                caller.answer(caller.begin({"op": "x", "text": "x" * tensor_frames.HEADER_BYTES}))
         with closing(TensorClient(endpoint, SECRET, name="it", timeout_s=10)) as caller:
-            caller._socket.send(b"x" * (tensor_messages.FRAME_BYTES + 1))
+            caller._socket.send(b"x" * (tensor_frames.FRAME_BYTES + 1))
             with pytest.raises(ServerLost, match="it was lost"):
                 caller.answer(caller.begin({"op": "x"}))
 
