@@ -23,7 +23,6 @@ from paceline.comm.flight_recorder import (
 from paceline.monitor.hang.worker_activity import WorkerActivity, read_activity
 from paceline.worker.record.flight_recording import COLLECTIVES, KEYWORDS, recording_user_collectives
 
-
 # ------------------------------------------------------------------------------------------------------------- the ring
 
 
