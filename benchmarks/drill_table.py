@@ -67,8 +67,12 @@ PLANS = {
     "pipeline": DrilledPlan(text="stages=2", workers=2),
     "context": DrilledPlan(text="context=2", workers=2),
     "experts": DrilledPlan(text="experts=2", workers=2, model="moe"),
+    "fully sharded x tensor": DrilledPlan(text="shard=2+tensor=2", workers=4),
     "tensor x pipeline": DrilledPlan(text="tensor=2+stages=2", workers=4),
     "local SGD": DrilledPlan(text="replicas=3+localsgd(every=4)", workers=3),
+    "local SGD, a round longer than the run": DrilledPlan(
+        text="replicas=3+localsgd(every=64,outer=nesterov)", workers=3
+    ),
     "local SGD that streams": DrilledPlan(
         text="replicas=3+localsgd(every=4,fragments=2,overlap=1,mixing=0.5)", workers=3
     ),
@@ -126,7 +130,7 @@ def table(found: dict[str, dict[str, Any]]) -> str:
         kept = " `--keep-plan`" if plan.keeps_number else ""
         lines.append(f"| {name} | `{plan.text}`{kept} | {' | '.join(cells)} |")
     notes = [f"{number}. {reason}" for number, reason in enumerate(reasons, start=1)]
-    return "\n".join([*lines, "", *notes])
+    return "\n".join([*lines, "", "A number in brackets says why a kind of fault was left out:", "", *notes])
 
 
 def _cell(found: dict[str, Any], kind: str, plan: DrilledPlan, reasons: list[str]) -> str:
