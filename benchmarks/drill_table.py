@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,7 @@ def block(found: dict[str, dict[str, Any]]) -> str:
         f"({processor()}), torch {torch.__version__}, {STEPS} steps a run, each once. The user was {who}."
     )
     command = "```\npython benchmarks/drill_table.py --write\n```"
-    return f"{head}\n\n{command}\n\n{table(found)}"
+    return f"{textwrap.fill(head, 120)}\n\n{command}\n\n{table(found)}"
 
 
 def write(page: Path, text: str) -> None:
@@ -192,7 +193,7 @@ def main() -> None:
     parser.add_argument("--kept", default="runs/drill_table.json", help="what was found before; empty: nothing is kept")
     parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.relative_to(ROOT)}")
     quick = {"plans": "data", "faults": QUICK_FAULTS, "steps": 8, "kept": ""}
-    options = options_of(parser, takes="about an hour", quick=quick)
+    options = options_of(parser, takes="about 45 minutes", quick=quick)
     names = [name.strip() for name in options.plans.split(";")] if options.plans else list(PLANS)
     if unknown := [name for name in names if name not in PLANS]:
         raise SystemExit(f"--plans names {', '.join(unknown)}; there are: {'; '.join(PLANS)}.")

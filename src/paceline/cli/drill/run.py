@@ -136,8 +136,8 @@ def _left_out(plan: Plan, *, workers: int, steps: int, last_save: int | None) ->
         )
     if last_save is None:
         left_out["full_disk"] = (
-            f"within {steps} steps there is no checkpoint before that of the run's end, by save_every and the steps "
-            "after which replicas agree; use more --steps"
+            f"no checkpoint comes before the end of a run of {steps} steps, by save_every and the steps after which "
+            "replicas agree; use more --steps"
         )
     return left_out
 
