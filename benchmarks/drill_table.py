@@ -16,6 +16,7 @@ import datetime
 import io
 import json
 import os
+import signal
 import sys
 import tempfile
 import textwrap
@@ -201,6 +202,7 @@ def main() -> None:
     import lasting
     import warm
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs end, and what was mounted goes
     runs.subprocess = warm.Subprocess  # pyright: ignore[reportAttributeAccessIssue]  # torch is imported once
     kept = Path(options.kept) if options.kept else None
     found: dict[str, dict[str, Any]] = json.loads(kept.read_text()) if kept and kept.exists() else {}
