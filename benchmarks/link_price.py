@@ -142,11 +142,13 @@ def measure(rank: int, store: dist.Store, *, rounds: int, sizes: Sequence[str]) 
     pair = Pair(rank, store)
     reduced, returned = Took(), Took()
     for size in sizes:
-        if rank == 0:
-            doing(f"{size} by each way, {rounds} rounds")
         num_bytes, repetitions = SIZES[size]
         tensor = torch.zeros(num_bytes // 4)
+        if rank == 0:
+            doing(f"all-reduce of {size}, {rounds} rounds of each way")
         reduced[size] = in_turns(pair, _of(pair.reduce, REDUCING), tensor, rounds, repetitions)
+        if rank == 0:
+            doing(f"{size} there and back")
         returned[size] = in_turns(pair, _of(pair.send_and_get_back, RETURNING), tensor, rounds, repetitions)
     meetings: dict[str, Way] = {
         GLOO: lambda _: pair.meet_by_gloo(),
