@@ -30,6 +30,7 @@ from pathlib import Path
 import recovery
 from driving.interleaved import Job, interleaved
 from driving.options import options_of
+from driving.progress import doing
 from startup import first_step_s
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -110,7 +111,7 @@ def line(name: str, unit: str, before: Sequence[float], now: Sequence[float], *,
 
 
 def steps(trees: Sequence[Path], options: argparse.Namespace) -> None:
-    for case in CASES:
+    for case in CASES[: options.cases]:
         took = interleaved([job_of(case, tree) for tree in trees], turns=options.turns, block=options.block)
         print(line(case.name, "ms per step", *took), flush=True)
 
@@ -120,6 +121,7 @@ def starts(trees: Sequence[Path], options: argparse.Namespace) -> None:
         took: dict[Path, list[float]] = {tree: [] for tree in trees}
         for pair in range(options.pairs):
             for tree in trees if pair % 2 == 0 else reversed(trees):
+                doing(f"start-up of {workers} workers, pair {pair + 1} of {options.pairs}")
                 use(tree)
                 took[tree].append(first_step_s("paceline", workers))
         print(line(f"start-up of {workers} workers", "s", *took.values()), flush=True)
@@ -130,6 +132,7 @@ def recoveries(trees: Sequence[Path], options: argparse.Namespace) -> None:
     settings = argparse.Namespace(seed=0, width=1536 if options.kills > 1 else 256, rate=0.01)
     for number in range(options.rounds):
         for tree in trees if number % 2 == 0 else reversed(trees):
+            doing(f"{options.kills} kills, round {number + 1} of {options.rounds}")
             use(tree)
             found[tree] += recovery.incidents("paceline", settings, num=options.kills, is_shown=False)[1]
     for field, name in (("next_s", "kill to the next step"), ("replaced_s", "kill to the successor's first step")):
@@ -140,6 +143,7 @@ def all_reduces(trees: Sequence[Path], options: argparse.Namespace) -> None:
     found: dict[Path, list[list[float]]] = {tree: [] for tree in trees}  # of each run: its ratios, in the table's order
     for number in range(options.rounds):
         for tree in trees if number % 2 == 0 else reversed(trees):
+            doing(f"all-reduce, round {number + 1} of {options.rounds}")
             use(tree)
             command = [sys.executable, str(tree / "benchmarks" / "allreduce.py"), "--workers", "2"]
             done = subprocess.run([*command, "--sizes", ",".join(SIZES)], capture_output=True, text=True, timeout=900)
@@ -156,12 +160,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit", nargs="?", default="HEAD~1", help="the other one, as git knows it (HEAD~1)")
     parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--cases", type=int, default=len(CASES), help="of step: only the first so many programs")
     parser.add_argument("--block", type=int, default=12, help="steps of a turn")
     parser.add_argument("--pairs", type=int, default=7, help="of starts")
     parser.add_argument("--kills", type=int, default=6, help="of each round")
     parser.add_argument("--rounds", type=int, default=3, help="of kills, and of all-reduces")
     parser.add_argument("--only", default=",".join(KINDS), help=f"of {', '.join(KINDS)}")
-    quick = {"turns": 2, "block": 4, "pairs": 1, "kills": 1, "rounds": 1, "only": "step,start"}
+    quick = {"turns": 2, "block": 4, "pairs": 1, "kills": 1, "rounds": 1, "cases": 1, "only": "step"}
     options = options_of(parser, takes="about 15 minutes", quick=quick)
     kinds = options.only.split(",")
     if unknown := [kind for kind in kinds if kind not in KINDS]:

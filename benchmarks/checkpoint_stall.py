@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from driving.options import options_of
+from driving.progress import doing
 
 WIDTH = 1024  # of the model's square layers
 BASELINE_STEPS = 5
@@ -43,7 +44,7 @@ class Contender:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--saves", type=int, default=4, help="later saves in each process")
     parser.add_argument("--megabytes", type=float, default=400)
@@ -56,8 +57,9 @@ def main() -> int:
             print(json.dumps(measure(arguments, Path(directory))))
         return 0
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
-    for _ in range(arguments.rounds):
+    for number in range(arguments.rounds):
         for name in CONTENDERS:
+            doing(f"round {number + 1} of {arguments.rounds}: {name}")
             command = [sys.executable, __file__, *sys.argv[1:], "--contender", name]
             done = subprocess.run(command, capture_output=True, text=True, timeout=600)
             if done.returncode != 0:

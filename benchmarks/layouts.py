@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--workers", default="2,4")
     parser.add_argument("--only", default=KINDS)
     options = options_of(
-        parser, takes="about 40 minutes", quick={"starts": 2, "turns": 2, "workers": "2", "only": "shard"}
+        parser, takes="about 40 minutes", quick={"starts": 1, "turns": 2, "workers": "2", "only": "tensor"}
     )
     heads = ["workers", "layout", "Paceline, ms per step", "by hand, ms per step", "Paceline / by hand", "middle half"]
     print(f"| {' | '.join(heads)} |")

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from driving.forks import measured_by
 from driving.options import options_of
+from driving.progress import doing
 from paceline.comm.messages import tensor_messages
 from paceline.comm.messages.tensor_messages import TensorClient, TensorServer
 from paceline.comm.peer_sockets.links import PeerLinks
@@ -143,7 +144,11 @@ def measure(rank: int, store: dist.Store, *, rounds: int, sizes: Sequence[str]) 
     for size in sizes:
         num_bytes, repetitions = SIZES[size]
         tensor = torch.zeros(num_bytes // 4)
+        if rank == 0:
+            doing(f"all-reduce of {size}, {rounds} rounds of each way")
         reduced[size] = in_turns(pair, _of(pair.reduce, REDUCING), tensor, rounds, repetitions)
+        if rank == 0:
+            doing(f"{size} there and back")
         returned[size] = in_turns(pair, _of(pair.send_and_get_back, RETURNING), tensor, rounds, repetitions)
     meetings: dict[str, Way] = {
         GLOO: lambda _: pair.meet_by_gloo(),

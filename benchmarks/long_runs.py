@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from driving.options import options_of
 from paceline.events import EventLog, RunFinished, RunStarted, StepDone, WorkerFinished, WorkerStarted
 from paceline.logs.log_reader import lines_of
 from paceline.logs.sealed_log import SealedMark, sealed_path
@@ -183,7 +184,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=32)
     parser.add_argument("--folder", type=Path, help="where the run directory is made, and left")
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead of the table")
-    options = parser.parse_args()
+    options = options_of(parser, takes="about 10 minutes", quick={"steps": 20_000, "workers": 8})
     with contextlib.ExitStack() as stack:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         run = folder / "run"

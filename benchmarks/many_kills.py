@@ -25,6 +25,7 @@ import time
 from pathlib import Path
 
 from driving.options import options_of
+from driving.progress import doing
 from driving.runs import Difference, Run, Stand, compared, losses_of
 
 WORKERS, OTHERS = 4, 3
@@ -75,7 +76,7 @@ def killed(folder: Path, case: str, rule: str, options: argparse.Namespace) -> K
                 newcomers += victim.step == 0
                 pairs += len(holders(stands)) < WORKERS
                 due = time.monotonic() + draw.uniform(0, 2 * options.apart)
-            if kills >= told_of + 20:
+            if kills >= told_of + min(20, options.kills):
                 told_of = kills
                 print(f"{case}, {rule}: {kills} kills, step {run.step()}", flush=True)
         before = run.step()
@@ -100,6 +101,7 @@ def undisturbed(folder: Path, case: str, workers: int, *, steps: int) -> Path:
     """The run directory of an undisturbed one."""
     words, (model, precision) = ["--max-steps", str(steps), "--no-save-at-end"], case.split(":")
     run = Run(folder, replicas=str(workers), workers=workers, precision=precision, model=model, options=words)
+    doing(f"{case}: {steps} undisturbed steps of {workers} workers")
     with run.ended():
         run.start()
         if run.wait(limit_s=300 + steps) != 0:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from driving.options import options_of
+from driving.progress import doing
 
 PROGRAM = Path(__file__).parent / "programs" / "kept_paceline.py"
 BATCH = "batch(size=8,micro=2)"
@@ -59,13 +60,16 @@ class Restart:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--runs", type=int, default=2, help="with snapshots, and as many without")
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--layouts", default="shard=4,stages=4,tensor=4")
-    arguments = options_of(parser, takes="about 6 minutes", quick={"steps": 40, "kills": 1, "layouts": "shard=4"})
+    arguments = options_of(
+        parser, takes="about 6 minutes", quick={"steps": 40, "runs": 1, "kills": 1, "layouts": "shard=4"}
+    )
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
-        kept = [cost(place / f"kept_{n}", arguments.steps, "") for n in range(2)]
-        bare = [cost(place / f"bare_{n}", arguments.steps, "+guard(snapshot_every=0)") for n in range(2)]
+        kept = [cost(place / f"kept_{n}", arguments.steps, "") for n in range(arguments.runs)]
+        bare = [cost(place / f"bare_{n}", arguments.steps, "+guard(snapshot_every=0)") for n in range(arguments.runs)]
         share = max(one.share for one in kept)
         print(f"{'shard=2':<10}{'step ms':>10}{'snapshots':>16}{'of the time':>13}{'per host':>12}")
         print(
@@ -88,6 +92,7 @@ def main() -> None:
 def cost(run_dir: Path, steps: int, guard: str) -> Cost:
     """Run to the end; what the first worker says."""
     plan = f"shard=2+{BATCH}{guard}"
+    doing(f"{plan}: {steps} steps")
     done = subprocess.run(
         [*command(run_dir, plan, 2), "--max-steps", str(steps)],
         env=os.environ | SETTINGS,
@@ -111,6 +116,7 @@ def restarts(run_dir: Path, layout: str, kills: int) -> Iterator[Restart]:
     """Kill one worker after the other, each time a random one, and read what became of it."""
     draw = random.Random(layout)
     words = [*command(run_dir, f"{layout}+{BATCH}", 4)]
+    doing(f"{layout}: {kills} kills")
     with subprocess.Popen(
         words, env=os.environ | SETTINGS, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as process:

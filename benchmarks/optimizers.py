@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from driving.options import options_of
 from paceline.checkpoint.state_tree import freeze
 from paceline.parallel.check.optimizer_requirements import needs_of
 from paceline.parallel.check.optimizer_state import KeptState, kept_state
@@ -108,7 +109,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("only", nargs="*", help="names of optimizers; default: all")
     warnings.simplefilter("ignore")
-    for line in table(parser.parse_args().only):
+    options = options_of(parser, takes="about 2 minutes", quick={"only": ["Adam", "SGD", "Muon", "Lion"]})
+    for line in table(options.only):
         print(line, flush=True)
 
 

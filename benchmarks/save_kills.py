@@ -27,6 +27,7 @@ import time
 from pathlib import Path
 
 from driving.options import options_of
+from driving.progress import doing
 from driving.runs import Difference, Run, compared, losses_of, state_of, struck
 from paceline.checkpoint.checkpoint_dir import COMMIT_MARKER, find
 from paceline.events import CheckpointSaved, Event, WorkerStarted, decode
@@ -213,8 +214,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="paceline-save-kills-") as scratch:
         folder = options.folder or Path(scratch)
         for kind in options.kinds.split(","):
+            doing(f"{kind}: {options.kills} kills")
             run, counts = KINDS[kind](folder / kind, options)
             steps = max(losses_of(run.run_dir))
+            doing(f"{kind}: {steps} undisturbed steps")
             words = ["--max-steps", str(steps), "--no-save-at-end"]
             plain = Run(folder / f"{kind}_plain", replicas="2", workers=2, options=words)
             with plain.ended():

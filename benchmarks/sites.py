@@ -169,6 +169,7 @@ def main() -> None:
             "longest": 20.0,
             "rounds": 0,
             "batch": 32,
+            "out": Path("runs/sites_quick.json"),
         },
     )
     if (why := refusal()) is not None:

@@ -21,8 +21,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from driving.courses import DDP, Course, Matrix, by_chance, link_name
+from driving.options import options_of
 
 KEPT = Path("runs/sites.json")
+QUICK = Path("runs/sites_quick.json")  # what `sites.py --quick` has kept; the picture of the docs stays
 COLOURS = ("#222222", "#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866")  # Tol's "bright"
 STYLE: dict[Any, Any] = {  # matplotlib types its names
     "font.family": "sans-serif",
@@ -119,7 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", nargs="?", type=Path, default=KEPT)
     parser.add_argument("--into", type=Path, default=Path("docs/_static"))
-    options = parser.parse_args()
+    options = options_of(parser, takes="a few seconds", quick={"file": QUICK, "into": QUICK.parent})
     if not options.file.exists():
         raise SystemExit(f"{options.file} is not there: `python benchmarks/sites.py --out {options.file}` makes it")
     matrix = Matrix.read(options.file)

@@ -20,6 +20,7 @@ import tempfile
 from pathlib import Path
 
 from driving.options import options_of
+from driving.progress import doing
 from paceline.plan import Plan
 
 PROGRAM = Path(__file__).parent / "programs" / "slow_one.py"
@@ -51,6 +52,7 @@ def others_rate(plan: str, options: argparse.Namespace, *, times: float) -> floa
             "--",
         ]
         command += [f"{scratch}/ends", str(options.wait_ms / 1e3), str(times), str(WIDTH), str(num_batches * BATCH)]
+        doing(f"{plan}: {num_batches} batches, one worker {times:g}x slower")
         variables = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600)
         found = [json.loads(path.read_text()) for path in sorted(Path(scratch).glob("ends.*"))]

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from driving.options import options_of
+from driving.progress import doing
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -45,6 +46,7 @@ def first_step_s(peer: str, workers: int) -> float:
                 f"{scratch}/run",
                 "--",
             ]
+        doing(f"{workers} workers of {peer}")
         began = time.time()
         done = subprocess.run(
             [sys.executable, *start, str(out)],
@@ -90,6 +92,7 @@ def main() -> None:
         "\n| workers | Paceline, s to the first committed step | torchrun, s | Paceline / torchrun |\n|---|---|---|---|"
     )
     print("\n".join(lines))
+    doing("the commands alone")
     help_s, bare_s, import_s = (
         command_s("-m", "paceline", "--help"),
         command_s("-c", "pass"),

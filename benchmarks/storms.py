@@ -32,6 +32,7 @@ import traceback
 from pathlib import Path
 
 from driving.options import options_of
+from driving.progress import doing
 from driving.runs import losses_of
 from driving.storm_judge import violations
 from driving.storm_plans import FAULTS, PLANS, Fault, StormPlan, drawn
@@ -56,6 +57,7 @@ def one_storm(root: Path, plan: StormPlan, seed: int, like: dict[int, float], ki
     """Run one, judge it, and remove it if it kept everything."""
     folder = root / f"{plan.name.replace(' ', '_')}_{seed}"
     shutil.rmtree(folder, ignore_errors=True)
+    doing(f"{plan.name}, seed {seed}")
     storm, began = Storm(folder, plan, drawn(plan, seed, kinds=kinds)), time.monotonic()
     try:
         storm.to_its_end()
@@ -75,6 +77,7 @@ def undisturbed(root: Path, plan: StormPlan) -> dict[int, float]:
     folder = root / f"{plan.name.replace(' ', '_')}_undisturbed"
     if not (folder / "done").exists():
         shutil.rmtree(folder, ignore_errors=True)
+        doing(f"{plan.name}, undisturbed")
         storm = Storm(folder, plan, [])
         storm.to_its_end()
         broken = violations(storm, losses_of(storm.run_dir))
@@ -152,7 +155,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the first storm of each plan")
     parser.add_argument("--jobs", type=int, default=2, help="storms at a time")
     parser.add_argument("--folder", type=Path, help="where storms that broke something are kept (default: nowhere)")
-    quick = {"faults": 6, "plan": "elastic;shard"}
+    quick = {"faults": 3, "plan": "elastic"}
     options = options_of(parser, takes="about 25 minutes", quick=quick)
     with tempfile.TemporaryDirectory(prefix="paceline-storms-") as scratch:
         root = (options.folder or Path(scratch)).absolute()

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+from driving.progress import doing
+
 __all__ = ["Job", "interleaved"]
 
 LIMIT_S = 600.0  # of a start, and of a turn
@@ -48,6 +50,7 @@ def interleaved(
     """
     steps = block * (turns + 1)
     with tempfile.TemporaryDirectory(prefix="paceline-interleaved-") as scratch, contextlib.ExitStack() as stack:
+        doing(f"starting {len(jobs)} jobs of {steps} steps, for {turns} turns each")
         running = [
             stack.enter_context(_started(job, Path(scratch, str(number)), steps=steps, block=block))
             for number, job in enumerate(jobs)
@@ -55,6 +58,7 @@ def interleaved(
         for job_run in running:
             job_run.await_workers()
         for number in range(turns):
+            doing(f"turn {number + 1} of {turns}")
             for job_run in running if number % 2 == 0 else reversed(running):
                 job_run.go()
                 job_run.await_workers()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from driving.interleaved import Job
+from driving.progress import doing
 
 __all__ = ["SIZES", "Side", "job_of", "peak_bytes", "said", "sharded"]
 
@@ -64,6 +65,7 @@ def peak_bytes(side: Side, size: str, steps: int) -> int:
 
 def said(side: Side, size: str, steps: int, *, environment: dict[str, str] | None = None) -> list[dict[str, Any]]:
     """Run one program to its end, and return what each worker has written; exits where it fails."""
+    doing(f"{side.program}: {steps} steps on {side.workers} workers")
     with tempfile.TemporaryDirectory() as scratch:
         command = _command(side, size, steps, f"{scratch}/took")
         variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}

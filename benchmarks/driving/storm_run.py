@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from driving.progress import doing
 from driving.runs import Stand, state_of, struck
 from driving.storm_plans import EPOCHS, Fault, StormPlan
 from paceline.checkpoint.checkpoint_dir import find
@@ -217,6 +218,7 @@ class Storm:
     # Its faults.
 
     def _note(self, fault: Fault) -> None:
+        doing(f"{self.plan.name}: {fault}")
         self.came.append(fault)
         self.starts[-1].faults.append(fault)
 

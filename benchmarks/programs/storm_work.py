@@ -1,4 +1,4 @@
-"""The work of `storms.py`: FOLDER MODEL EPOCHS PAUSE_S LOADERS. A model so small that a run takes seconds.
+"""The work of `storms.py` and `drill_table.py`: FOLDER MODEL EPOCHS PAUSE_S LOADERS. A run takes seconds.
 
 FOLDER: which worker stands where, and what is planted: `loader_fault` (the next sample that is read raises an error)
 and `slow_disk` (each file that is made durable takes so many seconds). MODEL: "gpt" can be split in every way, "moe"

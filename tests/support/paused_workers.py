@@ -10,7 +10,7 @@ from typing import Any
 
 import forked
 from paceline.plan.job import Assignment
-from paceline.worker.membership.consensus import CleanExit
+from paceline.worker.membership.clean_exit import CleanExit
 from paceline.worker.membership.preemption import PreemptionNotice
 from paceline.worker.session import run_worker
 

@@ -252,7 +252,7 @@ def _join(
 ) -> T:
     """Become a worker of a world that another launcher started; a thread beside worker 0 shows and records the run."""
     from paceline.worker.external_launch import await_records_closed, join_external_world, started_at
-    from paceline.worker.membership.consensus import CleanExit
+    from paceline.worker.membership.clean_exit import CleanExit
 
     if job.workers not in (None, world.workers) and world.worker_rank == 0:
         _tell(f"workers={job.workers} is not used: {world.source} started {world.workers} workers")
@@ -303,7 +303,7 @@ def _run_as_worker(
     notice: PreemptionNotice,
 ) -> T:
     """Be the worker, and note at once how it ended: what comes after may be cut short."""
-    from paceline.worker.membership.consensus import CleanExit
+    from paceline.worker.membership.clean_exit import CleanExit
     from paceline.worker.membership.preemption import TerminatedBySignal
     from paceline.worker.record.error_report import is_peer_failure
     from paceline.worker.session import run_worker

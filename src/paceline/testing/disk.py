@@ -47,18 +47,16 @@ class Disk:
 def mounted(place: Path) -> Iterator[Disk | None]:
     """Mount a file system at `place`, and leave its files there afterwards; None where that is not allowed."""
     place.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(["mount", "-t", "tmpfs", "paceline", place], capture_output=True)
-    if done.returncode:
-        yield None
-        return
-    kept = place.with_name(f"{place.name}.kept")
     try:
-        yield Disk(place)
+        done = subprocess.run(["mount", "-t", "tmpfs", "paceline", place], capture_output=True)
+        yield None if done.returncode else Disk(place)
     finally:
-        shutil.copytree(place, kept)
-        subprocess.run(["umount", "--lazy", place], check=True, capture_output=True)
-        shutil.rmtree(place)
-        kept.rename(place)
+        if place.is_mount():  # also where a signal came as it was mounted
+            kept = place.with_name(f"{place.name}.kept")
+            shutil.copytree(place, kept)
+            subprocess.run(["umount", "--lazy", place], check=True, capture_output=True)
+            shutil.rmtree(place)
+            kept.rename(place)
 
 
 def complete(directory: Path) -> list[Path]:

@@ -173,10 +173,13 @@ class Programme:
         kinds: Sequence[str] = tuple(KINDS),
         num: int = 1,
         each: int = 1,
+        last_stage: Sequence[int] = (),
         last_save: int | None = None,
     ) -> Programme:
         """Draw `num` faults for a run of so many steps; the same for the same arguments. `each`: workers of a replica;
         `last_save`: faults of a save come by then, where not at the run's end.
+
+        A spike comes at a worker of a pipeline's `last_stage`: what others make may be normalized before the loss.
 
         One worker, drawn as well, is never lost, nor any of its replica where there are others, so that the run's state
         is never gone with the last of them; with one worker only faults are drawn that it survives.
@@ -197,6 +200,13 @@ class Programme:
             _drawn(draw, draw.choice(possible), others or [survivor], between, last_save or steps)
             for between in _spans(steps, num)  # each in its own part of the run
         ]
+        if last_stage:
+            found = [
+                dataclasses.replace(one, worker=last_stage[one.worker % len(last_stage)])
+                if one.kind == "spike"
+                else one
+                for one in found
+            ]
         return cls(tuple(found))
 
     @classmethod
@@ -208,11 +218,13 @@ class Programme:
         workers: int,
         kinds: Sequence[str] = tuple(KINDS),
         each: int = 1,
+        last_stage: Sequence[int] = (),
         servers: int = 0,
         last_save: int | None = None,
     ) -> Programme:
         """Draw one fault of each of these kinds that can be survived by so many workers, `each` of them a replica; for
-        runs of their own. `servers`: parameter servers, of which one is killed, too; `last_save` as for `random`."""
+        runs of their own. `servers`: parameter servers, of which one is killed, too; `last_stage` and `last_save` as
+        for `random`."""
         kinds = [kind for kind in kinds if not why_not(kind, steps=steps, workers=workers, each=each)]
         return cls(
             tuple(
@@ -224,6 +236,7 @@ class Programme:
                     workers=workers,
                     kinds=[kind],
                     each=each,
+                    last_stage=last_stage,
                     last_save=last_save,
                 )
             )

@@ -286,13 +286,13 @@ def _kill_family(pid: int) -> None:
 
 
 def _ended(process: subprocess.Popen[bytes]) -> None:
-    """End a process that still runs; its workers end with it."""
+    """End a run that still goes on, and all its processes: a worker may wait for a fault that nobody carries out."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         try:
             process.wait(END_S)
         except subprocess.TimeoutExpired:
-            process.kill()
+            _kill_family(process.pid)
     process.wait()
 
 

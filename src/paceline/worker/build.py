@@ -29,6 +29,7 @@ from paceline.worker.record.run_files import RunFiles
 from paceline.worker.state.checkpoint_saving import CheckpointSaver
 from paceline.worker.state.codec_state import CodecState
 from paceline.worker.state.memory_checkpointing import MemoryCheckpointer
+from paceline.worker.state.model_context import ModelContext
 from paceline.worker.state.prepared_models import PreparedModels
 from paceline.worker.state.prepared_objects import PreparedObjects
 from paceline.worker.state.resumed_state import ResumedState
@@ -171,8 +172,8 @@ class _Builder:
         self, executor: StepExecutor, servers: ServerClient | None, tables: EmbeddingTables | None
     ) -> PreparedModels:
         consensus = self._place.consensus
-        return PreparedModels(
-            self._plan,
+        context = ModelContext(
+            plan=self._plan,
             group=self._own.group,
             axes=self._own.axes,
             shards=executor.shards,
@@ -184,6 +185,7 @@ class _Builder:
             generation=lambda: consensus.generation,
             worker_rank=self._rank,
         )
+        return PreparedModels(context)
 
     def _resumed(self, contents: StateContents) -> ResumedState:
         return ResumedState(

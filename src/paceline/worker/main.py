@@ -15,7 +15,7 @@ from paceline import environment
 from paceline.errors import PlanError, writing
 from paceline.plan.job import Assignment
 from paceline.private_files import read_private, write_private
-from paceline.worker.membership.consensus import CleanExit
+from paceline.worker.membership.clean_exit import CleanExit
 from paceline.worker.record.error_report import write_error
 from paceline.worker.record.flight_recording import dump_stacks_on_signal
 from paceline.worker.session import has_run, run_worker

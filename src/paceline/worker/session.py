@@ -26,7 +26,7 @@ from paceline.worker.bare.bare_worker import BareWorker
 from paceline.worker.build import build_worker
 from paceline.worker.data import random_state
 from paceline.worker.lifecycle import WorkerLifecycle
-from paceline.worker.membership.consensus import CleanExit
+from paceline.worker.membership.clean_exit import CleanExit
 from paceline.worker.membership.join_context import JoinContext
 from paceline.worker.membership.join_run import WorkerContext, join_run
 from paceline.worker.membership.preemption import PreemptionNotice, TerminatedBySignal

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import signal
 import subprocess
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ from paceline.errors import LaunchError, PlanError, WorkerError
 from paceline.testing import KINDS, Report, assert_unharmed, network_namespaces, run_with, runs
 from paceline.testing import disk as disks
 from paceline.testing.report import CURVE_TOLERANCE
-from programs import PACELINE, run
+from programs import PACELINE, command, run, write_program
+from supervised_launch import Announcements
 
 pytestmark = pytest.mark.timeout(420)
 
@@ -78,6 +81,12 @@ def test_a_killed_server_that_has_a_mirror_costs_no_step(tmp_path: Path) -> None
     report = drilled(tmp_path, "kill_server:worker=1,step=10", overrides=[*ELASTIC, sync])
     assert report.broken(undisturbed()) == [], report.output
     assert report.restarted == (None,) and "took its place" in report.output
+
+
+def test_a_poisoned_step_is_left_out_on_servers_too(tmp_path: Path) -> None:
+    sync = ["plan.sync=parameterserver(servers=2,mirrored=true)", "plan.guard=guard(on_spike=skip,factor=100,window=8)"]
+    report = drilled(tmp_path, "nan:worker=1,step=12", overrides=[*ELASTIC, *sync])
+    assert report.broken(undisturbed()) == [], report.output
 
 
 def test_a_replica_that_had_still_to_send_is_lost_and_nothing_else(tmp_path: Path) -> None:
@@ -240,6 +249,20 @@ def test_a_promise_that_the_program_breaks_is_reported(tmp_path: Path) -> None:
     assert "the loss differs by" in output
     kept = output.partition("the runs are kept in ")[2].splitlines()[0]
     assert (Path(kept) / "run_1" / "run" / "metrics.jsonl").exists()
+
+
+def test_a_drill_that_is_asked_to_end_leaves_nothing_behind(tmp_path: Path) -> None:
+    runs_in, program = tmp_path / "runs", write_program(tmp_path)
+    runs_in.mkdir()
+    with closing(Announcements(tmp_path / "pipe")) as pipe:
+        words = ["--steps", "8", "--faults", "full_disk:step=5", "--", "--tell", pipe.path, "--tell-at", "3"]
+        with command(*PACELINE, "drill", program, *words, environment={"TMPDIR": str(runs_in)}) as drill:
+            drill.told(pipe, 4 * 2)  # both workers of the undisturbed runs, of that with other samples, and of this one
+            drill.process.terminate()
+            code, output = drill.end()
+            assert code == 128 + signal.SIGTERM, output
+            assert not drill.left(limit_s=10.0)
+    assert not list(runs_in.iterdir()), "a folder with a mounted file system cannot be removed"
 
 
 def test_a_script_that_fails_undisturbed_is_not_drilled(tmp_path: Path) -> None:

@@ -1,34 +1,16 @@
-"""A flight record shows what a worker does; the detector names those that others wait for, once it is time."""
+"""The hang detector names those that others wait for, once it is time, and calls that do not fit each other."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import json
-import os
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
-import quick
-from paceline.comm.call_site import is_user_code
 from paceline.comm.elastic.generation_group import ElasticGroup
 from paceline.comm.flight_recorder import (
-    NUM_CALLS,
-    STACK_SIGNAL,
     FlightRecorder,
     RecordedCollective,
-    RecordedGroup,
-    WorkTotals,
-    read_flight_record,
 )
 from paceline.comm.group import SingleWorkerGroup
 from paceline.monitor.hang.hang_detection import (
@@ -44,13 +26,8 @@ from paceline.monitor.hang.hang_detection import (
     outlook_text,
 )
 from paceline.monitor.hang.hang_monitor import CIRCLE_LIMIT_S, HangMonitor
-from paceline.monitor.hang.stack_dumps import StackFile, newest_dump, place_of, stack_text
 from paceline.monitor.hang.worker_activity import WorkerActivity, read_activity
-from paceline.monitor.records.failure import Failure, explain
-from paceline.worker.record.flight_recording import COLLECTIVES, KEYWORDS, recording_user_collectives
-
-OWN, USERS = 7, 8  # ids of the run's own group, and of one that the user's code has made
-EVERYBODY = (0, 1, 2, 3)
+from worker_activities import EVERYBODY, OWN, USERS, doing
 
 
 def call(
@@ -76,42 +53,6 @@ def call(
     )
 
 
-def doing(
-    worker: int,
-    *calls: RecordedCollective,
-    waited_s: float = 0.0,
-    idle_s: float = 0.0,
-    step_s: float = 1.0,
-    generation: int = 0,
-    **fields: object,
-) -> WorkerActivity:
-    """A worker that has entered these calls, and waits for the last one if it has waited at all."""
-    entered = {group: max((c.sequence for c in calls if c.group == group), default=0) for group in (OWN, USERS)}
-    made = WorkerActivity(
-        worker=worker,
-        host="a",
-        pid=4700 + worker,
-        limit_s=600.0,
-        state="running",
-        step=812,
-        steps_s=(step_s,) * 3 if step_s else (),
-        phase="forward and backward",
-        phase_s=waited_s,
-        line="train.py:30 in train",
-        work=WorkTotals(),
-        run_delay_s=None,
-        idle_s=max(idle_s, waited_s),
-        waits_for=calls[-1].serial if calls and waited_s else 0,
-        waited_s=waited_s,
-        groups=(
-            RecordedGroup(id=OWN, name=f"generation {generation}", members=EVERYBODY, entered=entered[OWN]),
-            RecordedGroup(id=USERS, name="torch group 0", members=EVERYBODY, entered=entered[USERS]),
-        ),
-        calls=calls,
-    )
-    return dataclasses.replace(made, **fields)
-
-
 def one_is_missing(waited_s: float, **fields: object) -> dict[int, WorkerActivity]:
     waiting = {k: doing(k, call(416), call(417), waited_s=waited_s, **fields) for k in (0, 1, 3)}  # type: ignore[arg-type]  # the values are of many types
     return {**waiting, 2: doing(2, call(416), idle_s=waited_s, **fields)}  # type: ignore[arg-type]  # the values are of many types
@@ -120,95 +61,6 @@ def one_is_missing(waited_s: float, **fields: object) -> dict[int, WorkerActivit
 def only(findings: list[HangFinding]) -> HangFinding:
     assert len(findings) == 1
     return findings[0]
-
-
-# ------------------------------------------------------------------------------------------------------------- the ring
-
-
-def test_a_ring_tells_what_was_written_to_it(tmp_path: Path) -> None:
-    recorder = FlightRecorder.create(tmp_path / "doing", worker=2, limit_s=600.0)
-    recorder.join("generation 3", [0, 2, 5, 6, 7], is_main=True)
-    recorder.begin("forward and backward", 812)
-    recorder.enter("all_reduce", "all_reduce of layers.4", dtype="torch.float32", numel=1234)
-    serial = recorder.enter("barrier", "")
-    recorder.wait(serial)
-    image = read_flight_record(tmp_path / "doing")
-    assert image is not None
-    assert (image.worker, image.pid) == (2, os.getpid())
-    assert (image.step, image.phase, image.limit_s) == (812, "forward and backward", 600.0)
-    (group,) = image.groups
-    assert (group.name, group.members, group.entered) == ("generation 3", (0, 2, 5, 6, 7), 2)
-    first, second = image.calls
-    assert (first.sequence, first.kind, first.what) == (1, "all_reduce", "all_reduce of layers.4")
-    assert (first.dtype, first.numel, first.step, first.group) == ("float32", 1234, 812, group.id)
-    assert first.line.startswith("test_hang_detection.py:") and first.line.endswith(
-        "in test_a_ring_tells_what_was_written_to_it"
-    )
-    assert image.waits_for == second.serial == serial
-    recorder.leave()
-    image = read_flight_record(tmp_path / "doing", with_calls=False)
-    assert image is not None
-    assert (image.waits_for, image.calls) == (0, ())
-
-
-def test_a_ring_keeps_the_newest_calls_and_counts_all(tmp_path: Path) -> None:
-    recorder = FlightRecorder.create(tmp_path / "doing", worker=0, limit_s=1.0)
-    recorder.join("generation 0", [0, 1], is_main=True)
-    for _ in range(NUM_CALLS + 10):
-        recorder.enter("all_reduce", "x")
-    image = read_flight_record(tmp_path / "doing")
-    assert image is not None
-    assert [one.sequence for one in image.calls] == list(range(11, NUM_CALLS + 11))
-    assert image.groups[0].entered == NUM_CALLS + 10
-
-
-def test_a_new_generation_counts_from_the_beginning_and_other_groups_stay(tmp_path: Path) -> None:
-    recorder = FlightRecorder.create(tmp_path / "doing", worker=0, limit_s=1.0)
-    recorder.join("generation 0", [0, 1], is_main=True)
-    recorder.join("torch group 0", [0, 1])
-    recorder.enter("all_reduce", "x")
-    recorder.enter("all_gather", "", group="torch group 0")
-    recorder.join("generation 1", [0, 2], is_main=True)
-    recorder.enter("all_reduce", "x")
-    image = read_flight_record(tmp_path / "doing")
-    assert image is not None
-    assert [(group.name, group.members, group.entered) for group in image.groups] == [
-        ("generation 1", (0, 2), 1),
-        ("torch group 0", (0, 1), 1),
-    ]
-
-
-def test_steps_and_work_are_told_without_the_first_step(tmp_path: Path) -> None:
-    recorder = FlightRecorder.create(tmp_path / "doing", worker=0, limit_s=1.0)
-    for step in (1, 2, 3):
-        recorder.begin("waiting for data", step)
-    recorder.add_work(3, {"data": 1.0, "compute": 2.0, "communication": 3.0, "optimizer": 4.0, "total": 11.0})
-    recorder.add_work(2, {"data": 1.0, "compute": 2.0, "communication": 3.0, "optimizer": 4.0, "total": 11.0})
-    image = read_flight_record(tmp_path / "doing")
-    assert image is not None
-    assert len(image.steps_s) == 2 and all(0 < seconds < 1 for seconds in image.steps_s)
-    assert image.work == WorkTotals(steps=2, micros=5, data_s=2, compute_s=4, communication_s=6, optimizer_s=8)
-
-
-@pytest.mark.parametrize("content", [b"", b"PACERNG1", b"x" * 100_000])
-def test_what_is_no_ring_is_not_read(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "doing").write_bytes(content)
-    assert read_flight_record(tmp_path / "doing") is None
-    assert read_flight_record(tmp_path / "absent") is None
-
-
-def test_a_look_says_how_the_process_is_and_travels_as_json(tmp_path: Path) -> None:
-    recorder = FlightRecorder.create(tmp_path / "doing", worker=1, limit_s=1.0)
-    recorder.join("generation 0", [0, 1], is_main=True)
-    recorder.enter("all_reduce", "x")
-    seen = read_activity(tmp_path, 1, host="a")
-    assert seen is not None
-    assert (seen.state, seen.pid, seen.entered(seen.groups[0].id)) == ("running", os.getpid(), 1)
-    assert WorkerActivity.from_json(json.loads(json.dumps(seen.to_json()))) == seen
-    assert read_activity(tmp_path, 2, host="a") is None, "the file is another worker's"
-
-
-# --------------------------------------------------------------------------------------------------------- the detector
 
 
 def test_who_has_not_come_is_named_with_the_call_the_place_and_who_waits() -> None:
@@ -405,155 +257,3 @@ def test_a_circle_is_ended_long_before_the_workers_own_timeout(tmp_path: Path) -
     assert monitor._is_final(finding)
     assert not monitor._is_final(dataclasses.replace(finding, waited_s=14.0))
     assert not monitor._is_final(dataclasses.replace(finding, kind="absent"))
-
-
-# ------------------------------------------------------------------------------------------- the user's own collectives
-
-
-@pytest.fixture
-def lonely_group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("lonely_group")
-def test_the_users_own_collectives_are_noted_while_a_run_lasts_and_put_back_afterwards(tmp_path: Path) -> None:
-    recorder = FlightRecorder.create(tmp_path / "doing", worker=0, limit_s=1.0)
-    names: dict[str, Any] = {"reduce_them": dist.all_reduce, "dist": dist}  # as after an import by name
-    exec(compile("def train(x):\n    reduce_them(x)\n    dist.barrier()", "train.py", "exec"), names)
-    before = {name: getattr(dist, name) for name in COLLECTIVES}
-    with recording_user_collectives(recorder, names["train"]):
-        names["train"](torch.ones(3))
-        assert names["reduce_them"] is dist.all_reduce is not before["all_reduce"]
-        distributed_c10d.all_reduce(torch.ones(4))  # torch's own way
-    assert {name: getattr(dist, name) for name in COLLECTIVES} == before
-    assert names["reduce_them"] is before["all_reduce"]
-    image = read_flight_record(tmp_path / "doing")
-    assert image is not None
-    assert [(one.kind, one.sequence, one.numel, one.dtype) for one in image.calls] == [
-        ("torch.distributed.all_reduce", 1, 3, "float32"),
-        ("torch.distributed.barrier", 2, 0, ""),
-    ]
-    assert [(group.members, group.entered) for group in image.groups] == [((0,), 2)]
-    assert image.waits_for == 0
-
-
-@pytest.mark.usefixtures("lonely_group")
-@pytest.mark.parametrize("name", sorted(COLLECTIVES))
-def test_every_collective_that_is_followed_has_the_parameters_that_the_table_says(name: str) -> None:
-    parameters = list(inspect.signature(getattr(dist, name)).parameters)
-    tensor_at, group_at = COLLECTIVES[name]
-    assert parameters[group_at] == "group"
-    assert tensor_at is None or parameters[tensor_at] == KEYWORDS.get(name, "tensor")
-
-
-# --------------------------------------------------------------------------------------------------------------- stacks
-
-DUMP = """Stack (most recent call first):
-  File "/usr/lib/python3.11/site-packages/PIL/Image.py", line 3 in open
-  File "/home/u/train.py", line 88 in load_image
-  File "/venv/lib/python3.11/site-packages/torch/utils/data.py", line 5 in fetch
-  File "/home/u/train.py", line 20 in <module>
-  File "<frozen runpy>", line 88 in run
-"""
-
-
-def test_the_users_innermost_line_is_found_in_a_dump() -> None:
-    frames = newest_dump(DUMP)
-    assert place_of(frames) == "train.py:88 in load_image"
-    assert stack_text(frames).splitlines() == [
-        '  File "/home/u/train.py", line 20, in <module>',
-        "  ... 1 frame in libraries, the last: data.py:5 in fetch",
-        '  File "/home/u/train.py", line 88, in load_image',
-        "  ... 1 frame in libraries, the last: Image.py:3 in open",
-    ]
-    assert newest_dump(DUMP + DUMP.replace("line 88 in load_image", "line 99 in load_image"))[1].line == 99
-    assert place_of(newest_dump("")) == ""
-
-
-def test_a_dump_is_read_when_it_is_whole(tmp_path: Path) -> None:
-    path = tmp_path / "stacks"
-    path.write_text(DUMP.replace("88", "77"))
-    stack = StackFile(tmp_path)
-    stack.ask()
-    assert stack.answer() is None
-    with open(path, "a") as file:
-        file.write(DUMP[:60])
-    assert stack.answer() is None, "it may still grow"
-    with open(path, "a") as file:
-        file.write(DUMP[60:])
-    assert stack.answer() is None
-    frames = stack.answer()
-    assert frames is not None and place_of(frames) == "train.py:88 in load_image"
-
-
-BUSY = """
-import sys, threading
-from paceline.worker.record.flight_recording import dump_stacks_on_signal
-
-def deep(depth):
-    return depth and deep(depth - 1)
-
-def turn():
-    while True:
-        deep(50)
-
-def aside():
-    turn()
-
-dump_stacks_on_signal(sys.argv[1])
-threading.Thread(target=aside, daemon=True).start()
-print("ready", flush=True)
-turn()
-"""
-
-
-def test_a_process_of_busy_threads_lives_through_any_number_of_requests(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", BUSY, str(tmp_path)], stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-            stack = StackFile(tmp_path)
-            for _ in quick.some(range(15), step=4):
-                stack.ask()
-                process.send_signal(STACK_SIGNAL)
-                while (frames := stack.answer()) is None:
-                    assert process.poll() is None
-                    time.sleep(0.02)
-                assert frames[-1].function == "<module>"
-        finally:
-            process.kill()
-    stacks = (tmp_path / "stacks").read_text()
-    assert "in aside" not in stacks, "a thread that runs meanwhile is not read"
-
-
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        ("/home/u/train.py", True),
-        ("/tmp/ipykernel_1/2.py", True),
-        ("/usr/lib/python3.11/queue.py", False),
-        ("/usr/lib/python3/dist-packages/x.py", False),
-        ("/v/lib/python3.12/site-packages/torch/nn.py", False),
-        ("<frozen importlib>", False),
-        (HangDetector.look.__code__.co_filename, False),
-    ],
-)
-def test_whose_file_it_is(path: str, expected: bool) -> None:
-    assert is_user_code(path) is expected
-
-
-def test_a_hang_is_explained_by_its_sentence_and_everybodys_stack() -> None:
-    error = {"kind": "Hang", "message": "worker 1 has not entered x", "says_all": True, "names_workers": True}
-    text = explain(
-        [
-            Failure(worker=1, host="a", pid=2, error={**error, "stacks": "worker 1:\n  train.py:88"}),
-            Failure(worker=0, host="a", pid=1, signal=15, sent_by_us=True),
-        ]
-    )
-    assert text.splitlines() == [
-        "worker 1 has not entered x",
-        "worker 1:",
-        "  train.py:88",
-        "worker 0 stopped because of it",
-    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -16,7 +17,7 @@ import pytest
 import torch
 import zmq
 
-from paceline.comm.messages import tensor_messages
+from paceline.comm.messages import tensor_frames, tensor_messages
 from paceline.comm.messages.tensor_messages import ServerLost, TensorClient, TensorServer
 from paceline.errors import SyncError
 
@@ -79,6 +80,13 @@ def test_tensors_of_every_kind_come_back_with_the_same_bits() -> None:
     assert answer.header["number"] == 0.1
     for sent, came in zip(tensors, answer.tensors, strict=True):
         assert came.dtype == sent.dtype and came.shape == sent.shape and torch.equal(came, sent)
+
+
+def test_numbers_that_are_not_finite_come_back_as_they_are() -> None:
+    sent = {"op": "x", "squared": math.nan, "norms": [1.5, math.inf, [-math.inf]], "told": {"loss": math.nan}}
+    with echo() as (endpoint, _, _), closing(TensorClient(endpoint, SECRET, name="it", timeout_s=10)) as caller:
+        came = caller.answer(caller.begin(sent, [])).header
+    assert {key: str(came[key]) for key in sent} == {key: str(value) for key, value in sent.items()}
 
 
 def test_a_tensor_of_another_kind_is_refused_by_name() -> None:
@@ -271,13 +279,13 @@ def test_a_frame_or_a_header_that_is_too_large_ends_its_connection() -> None:
     """So a stranger has ZeroMQ collect a piece at most; a large header travels in pieces."""
     with echo() as (endpoint, _, _):
         with closing(TensorClient(endpoint, SECRET, name="it", timeout_s=10)) as caller:
-            text = "x" * (3 * tensor_messages.PIECE_BYTES)
+            text = "x" * (3 * tensor_frames.PIECE_BYTES)
             answer = caller.answer(caller.begin({"op": "x", "text": text}, [torch.arange(3.0)]))
             assert answer.header["text"] == text and torch.equal(answer.tensors[0], torch.arange(3.0))
             with pytest.raises(RuntimeError, match="a header in 65 pieces; at most 67,108,864 bytes travel in one"):
-                caller.answer(caller.begin({"op": "x", "text": "x" * tensor_messages.HEADER_BYTES}))
+                caller.answer(caller.begin({"op": "x", "text": "x" * tensor_frames.HEADER_BYTES}))
         with closing(TensorClient(endpoint, SECRET, name="it", timeout_s=10)) as caller:
-            caller._socket.send(b"x" * (tensor_messages.FRAME_BYTES + 1))
+            caller._socket.send(b"x" * (tensor_frames.FRAME_BYTES + 1))
             with pytest.raises(ServerLost, match="it was lost"):
                 caller.answer(caller.begin({"op": "x"}))
 
@@ -365,6 +373,8 @@ def test_between_hosts_nobody_connects_without_the_secret_or_reads_what_is_sent(
         [b'{"op": "x", "tensors": [["float32", [1e999]]]}', b""],
         [b'{"op": "x", "tensors": [["float32", %s]]}' % (b"[" * 5000)],
         [b'{"op": "x", "tensors": 5}', b"abc"],
+        [b'{"op": {"not_finite": "1e9"}}'],
+        [b'{"op": "x", "norm": NaN}'],
         [b'{"op": "x"}', b"abc"],
     ],
 )

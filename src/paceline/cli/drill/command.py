@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import signal
 from pathlib import Path
+from typing import NoReturn
 
 from paceline.cli.arguments import Commands, add_command
 from paceline.cli.drill.request import drill_request
@@ -90,4 +92,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Drill, print the table and the verdict; returns 1 where a promise did not hold."""
     from paceline.cli.drill.run import main_drill
 
+    signal.signal(signal.SIGTERM, _leave)
     return main_drill(drill_request(arguments))
+
+
+def _leave(signum: int, _: object) -> NoReturn:
+    """End by an exception, so that runs are ended and file systems and cables are as before."""
+    raise SystemExit(128 + signum)

@@ -11,12 +11,14 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from paceline import config
 from paceline.cli.drill.report import DrillVerdict, print_report
 from paceline.cli.drill.request import DrillRequest
 from paceline.cli.drill.undisturbed import undisturbed
 from paceline.errors import LaunchError, PlanError
+from paceline.parallel.mesh import mesh_of
 from paceline.plan import LocalSGD, ParameterServer, Plan
 from paceline.plan.guard import LEAST_WINDOW
 from paceline.testing import KINDS, Programme, Report, run_with
@@ -134,8 +136,8 @@ def _left_out(plan: Plan, *, workers: int, steps: int, last_save: int | None) ->
         )
     if last_save is None:
         left_out["full_disk"] = (
-            f"within {steps} steps there is no checkpoint before that of the run's end, by save_every and the steps "
-            "after which replicas agree; use more --steps"
+            f"no checkpoint comes before the end of a run of {steps} steps, by save_every and the steps after which "
+            "replicas agree; use more --steps"
         )
     return left_out
 
@@ -146,16 +148,18 @@ def programmes_of(request: DrillRequest, terms: DrillTerms, *, plan: Plan, steps
     servers = plan.sync.servers if isinstance(plan.sync, ParameterServer) else 0
     kinds = [kind for kind in KINDS if kind not in terms.left_out]
     size = {"steps": steps, "workers": workers, "each": each}
+    drawn: dict[str, Any] = {
+        **size,
+        "kinds": kinds,
+        "last_stage": _last_stage(plan, workers),
+        "last_save": terms.last_save,
+    }
     if request.faults:
         programme = Programme.parse(request.faults)
     elif request.num_random is not None:
-        programme = Programme.random(
-            request.seed, **size, kinds=kinds, num=request.num_random, last_save=terms.last_save
-        )
+        programme = Programme.random(request.seed, **drawn, num=request.num_random)
     else:
-        programme = Programme.of_each_kind(
-            request.seed, **size, kinds=kinds, servers=servers, last_save=terms.last_save
-        )
+        programme = Programme.of_each_kind(request.seed, **drawn, servers=servers)
     if not len(programme):
         raise PlanError(f"--faults {request.faults!r} names no fault. Write it as kill:worker=1,step=10.")
     programme.require(**size, servers=servers)
@@ -168,6 +172,14 @@ def programmes_of(request: DrillRequest, terms: DrillTerms, *, plan: Plan, steps
     if alone and not request.together:
         raise PlanError(f"{alone[0]} comes during the recovery from another loss: name that, too, and use --together.")
     return [programme] if request.together else [Programme.of(fault) for fault in programme]
+
+
+def _last_stage(plan: Plan, workers: int) -> tuple[int, ...]:
+    """The workers of a pipeline's last stage; none where the plan has no stages."""
+    if plan.layout.stages == 1:
+        return ()
+    mesh = mesh_of(plan.layout, workers)
+    return tuple(rank for rank in range(workers) if mesh.place(rank)["stages"] == plan.layout.stages - 1)
 
 
 def waits_for_servers(programme: Programme, plan: Plan) -> bool:

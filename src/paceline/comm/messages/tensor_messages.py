@@ -3,8 +3,8 @@
 A client has one connection to each server (zmq.DEALER to zmq.ROUTER), so its messages arrive in order. Before anything
 is read, both sides prove a secret (`paceline.comm.messages.token_handshake`). On loopback the connection is a Unix
 socket in a directory of this user alone. Between hosts it is encrypted and authenticated by ZeroMQ's CURVE, with keys
-that follow from the secret. Nothing is unpickled: a header is JSON, and a tensor is a dtype, a shape and its bytes.
-These are sent from where they lie and used where they arrive. A large tensor travels in pieces and is joined by the
+that follow from the secret. What a message is made of stands in `paceline.comm.messages.tensor_frames`. Tensors are
+sent from where they lie and used where they arrive. A large tensor travels in pieces and is joined by the
 receiver, and a large header, too. Each piece that arrives is a sign of life, even over a link that needs minutes for
 the whole; and a stranger cannot have ZeroMQ collect more than a piece.
 """
@@ -15,21 +15,18 @@ import contextlib
 import dataclasses
 import hashlib
 import hmac
-import json
-import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import zmq
 import zmq.utils.monitor
 from torch import Tensor
 
-from paceline.comm.messages.json_channel import decode
 from paceline.comm.messages.socket_directory import make_socket_directory
+from paceline.comm.messages.tensor_frames import FRAME_BYTES, decoded_message, encoded_frames
 from paceline.comm.messages.token_handshake import HANDSHAKE_TIMEOUT_S, TokenHandshake, TokenRefused
 from paceline.errors import SyncError
 
@@ -37,16 +34,8 @@ __all__ = ["Secret", "ServerLost", "ServerTimeout", "TensorClient", "TensorMessa
 
 POLL_S = 0.02  # how often a wait checks for changes
 LINGER_MS = 1000  # when closing, for messages still being sent
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.complex64)
-KINDS = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-DTYPES = {str(one).removeprefix("torch."): one for one in KINDS}
 HELLO = b"paceline"
-SMALL_BYTES = 1 << 14  # up to here ZeroMQ may have received a tensor together with others, at an odd address
-HEADER_BYTES = 1 << 26  # the largest header
 BACKLOG = 4096  # connections that the system keeps until they are accepted
-PIECE_BYTES = 1 << 20  # of a large tensor or header
-FRAME_BYTES = PIECE_BYTES + 1024  # the largest that is received, with what CURVE adds
-HEADER_PIECES = "header_pieces"
 # Detects hosts that have vanished; the system of a process that is only stopped still answers.
 KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 30, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 3}
 
@@ -58,6 +47,14 @@ Secret = bytes
 WRONG_FORM = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorMessage:
+    """A received message; the tensors belong to the receiver."""
+
+    header: Mapping[str, Any]
+    tensors: tuple[Tensor, ...] = ()
+
+
 class ServerLost(SyncError):
     """The server is gone."""
 
@@ -66,14 +63,6 @@ class ServerLost(SyncError):
 
 class ServerTimeout(ServerLost):
     """The server may be alive, but has not answered within its client's time limit."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TensorMessage:
-    """A received message; the tensors belong to the receiver."""
-
-    header: Mapping[str, Any]
-    tensors: tuple[Tensor, ...] = ()
 
 
 class TensorServer:
@@ -128,7 +117,7 @@ class TensorServer:
             self._handshake(peer, frames, connection)
             return None
         try:
-            return peer, _decoded_message(frames)
+            return peer, TensorMessage(*decoded_message(frames))
         except WRONG_FORM as error:
             self._known.pop(peer, None)
             self.send(peer, {"failed": f"it got a malformed message ({type(error).__name__}: {str(error)[:200]})"})
@@ -136,7 +125,7 @@ class TensorServer:
 
     def send(self, peer: bytes, header: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> None:
         """Answer; the tensors must not be written to afterwards."""
-        frames = [peer, *_encoded_frames(header, tensors)]
+        frames = [peer, *encoded_frames(header, tensors)]
         with contextlib.suppress(zmq.ZMQError):  # it has disconnected meanwhile
             self._socket.send_multipart(frames, copy=False)
 
@@ -228,7 +217,7 @@ class TensorClient:
 
     def send(self, header: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> zmq.MessageTracker | None:
         """Send a message; return a tracker that shows when the tensors may be overwritten (None: now)."""
-        sent = self._socket.send_multipart(_encoded_frames(header, tensors), copy=False, track=bool(tensors))
+        sent = self._socket.send_multipart(encoded_frames(header, tensors), copy=False, track=bool(tensors))
         return sent if isinstance(sent, zmq.MessageTracker) else None
 
     def begin(self, header: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> int:
@@ -262,7 +251,9 @@ class TensorClient:
         failed, and, with `checks`, what `check` raises.
         """
         while True:
-            message = _decoded_message(self._wait(self._timeout_s, f"an answer of {self.name}", checks, meanwhile))
+            message = TensorMessage(
+                *decoded_message(self._wait(self._timeout_s, f"an answer of {self.name}", checks, meanwhile))
+            )
             if "failed" in message.header:
                 raise RuntimeError(f"{self.name} failed:\n{message.header['failed']}")
             if message.header.get("call") == call:
@@ -353,69 +344,3 @@ def _cut_off_after(silence_s: float | None, socket: zmq.Socket[bytes]) -> None:
     if silence_s is not None:  # a thread of ZeroMQ answers, even while the other threads of a process are busy
         socket.setsockopt(zmq.HEARTBEAT_IVL, round(silence_s * 250))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(silence_s * 1000))
-
-
-def _encoded_frames(header: Mapping[str, Any], tensors: Sequence[Tensor]) -> list[Any]:
-    """Return the frames of a message."""
-    for one in tensors:
-        if one.dtype not in KINDS:
-            raise TypeError(f"a tensor of {one.dtype} cannot be sent to a parameter server: only {', '.join(DTYPES)}")
-    forms = [[str(one.dtype).removeprefix("torch."), [*one.shape]] for one in tensors]
-    told = _pieces(memoryview(json.dumps({**header, "tensors": forms} if forms else header).encode()))
-    if len(told) > 1:
-        told.insert(0, memoryview(json.dumps({HEADER_PIECES: len(told)}).encode()))
-    return [*told, *(piece for one in tensors for piece in _pieces(_bytes_of(one)))]
-
-
-def _pieces(whole: memoryview) -> list[memoryview]:
-    """Return the frames of a tensor or a header; at least one."""
-    return [whole[at : at + PIECE_BYTES] for at in range(0, max(1, len(whole)), PIECE_BYTES)]
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().data
-
-
-def _decoded_message(frames: Sequence[zmq.Frame]) -> TensorMessage:
-    """Read a message of a client that has proved the secret; ValueError if it is malformed."""
-    header, num_frames = _header_of(frames)
-    pieces, tensors = [*frames[num_frames:]], list[Tensor]()
-    for dtype, shape in header.pop("tensors", []):
-        if not all(type(one) is int and one >= 0 for one in shape):
-            raise ValueError(f"a tensor of the shape {shape}")
-        kind = DTYPES.get(dtype)
-        if kind is None:
-            raise ValueError(f"a tensor of {dtype!r}, which is none of {', '.join(DTYPES)}")
-        count = max(1, math.ceil(math.prod(shape) * kind.itemsize / PIECE_BYTES))
-        tensors.append(_tensor(kind, shape, pieces[:count]))
-        del pieces[:count]
-    if pieces:
-        raise ValueError(f"a message of {len(tensors)} tensors, and {len(pieces)} frames more")
-    return TensorMessage(header, tuple(tensors))
-
-
-def _header_of(frames: Sequence[zmq.Frame]) -> tuple[dict[str, Any], int]:
-    """Return the header of a message, and in how many frames it came."""
-    header = decode(frames[0].bytes)
-    count = header.get(HEADER_PIECES)
-    if count is None:
-        return header, 1
-    if type(count) is not int or not 1 < count <= HEADER_BYTES // PIECE_BYTES:
-        raise ValueError(f"a header in {count!r} pieces; at most {HEADER_BYTES:,} bytes travel in one")
-    return decode(b"".join(frame.bytes for frame in frames[1 : 1 + count])), 1 + count
-
-
-def _tensor(kind: torch.dtype, shape: Sequence[int], pieces: Sequence[zmq.Frame]) -> Tensor:
-    count, num_bytes = math.prod(shape), sum(len(piece.buffer) for piece in pieces)
-    if count * kind.itemsize != num_bytes:
-        raise ValueError(f"a tensor of {count} numbers of {kind} that came in {num_bytes} bytes")
-    if not count:
-        return torch.empty(shape, dtype=kind)
-    if len(pieces) > 1:
-        whole = torch.empty(num_bytes, dtype=torch.uint8)
-        for place, piece in zip(whole.split(PIECE_BYTES), pieces, strict=True):
-            place.numpy().data[:] = piece.buffer
-        return whole.view(kind).view(shape)
-    buffer = pieces[0].buffer if num_bytes > SMALL_BYTES else bytearray(pieces[0].buffer)
-    return torch.frombuffer(buffer, dtype=kind).view(shape)

@@ -28,6 +28,7 @@ from paceline.elastic.membership import Limits
 from paceline.elastic.membership_messages import FROM_WORKERS
 from paceline.events import Event
 from paceline.launch.coordinator.elastic_controller import ElasticController
+from paceline.launch.coordinator.elastic_worker_actions import ElasticWorkerActions
 from paceline.launch.coordinator.job_end import FAILURE_REPORTS_S, TERMINATE_S, JobEnd
 from paceline.launch.coordinator.remote_hosts import COORDINATOR_INDEX, RemoteHost, RemoteHosts
 from paceline.launch.coordinator.restart import Admission, JobRestart
@@ -99,6 +100,9 @@ class Coordinator:
             slots=self.slots,
             say=say,
             restart_plan=restart_plan,
+        )
+        self._worker_actions = ElasticWorkerActions(
+            self._exits, self.remote_hosts, unreachable=self._unreachable, restart=self._restart
         )
         self._kv_store = KeyValueStore()
 
@@ -316,35 +320,6 @@ class Coordinator:
         for ended in exits:
             self.exited(ended)
 
-    # Called by the elastic controller (WorkerActions).
-
-    def send(self, worker: int, message: Mapping[str, Any]) -> None:
-        self.remote_hosts.send(worker, message)
-
-    def start(self, replica: Sequence[int], *, workers: int, incarnation: int) -> None:
-        self._exits.expect(replica)
-        self.remote_hosts.start(replica, workers=workers, incarnation=incarnation)
-
-    def kill(self, worker: int) -> None:
-        """Kill a worker that may not go on; its end is not reported as a failure."""
-        self._exits.forget(worker)
-        self.remote_hosts.kill(worker)
-        self.remote_hosts.forget(worker, for_good=False)
-
-    def host_of(self, worker: int) -> str:
-        return self.remote_hosts.host_of(worker)
-
-    def new_generation(self, members: Collection[int]) -> bool:
-        hosts = self.remote_hosts.hosts_of(members)
-        self._unreachable.told(hosts)
-        return len(hosts) > 1
-
-    def generation_formed(self) -> None:
-        self._unreachable.formed()
-
-    def give_up(self, reason: str, *, causes: Sequence[str], lost: Sequence[int]) -> None:
-        self._restart.give_up(reason, causes=causes, lost=lost)
-
     def remote_host_ended_workers(self, remote_host: RemoteHost, left: RemainingHost) -> None:
         self._restart.host_has_ended_workers(left)
 
@@ -379,7 +354,7 @@ class Coordinator:
         """
         is_over = self._end.has_failed or self._end.leave_by is not None
         if not (is_over or self._cannot_fork or self._job.launcher == "inline"):
-            self._restart.begin_after_server_loss(worker, self.host_of(worker), cause)
+            self._restart.begin_after_server_loss(worker, self.remote_hosts.host_of(worker), cause)
 
     def _begin_elastic(self, least: int, most: int, workers_each: int) -> None:
         limits = Limits(
@@ -391,7 +366,7 @@ class Coordinator:
         )
         self._restart.become_elastic(workers_each=workers_each, least=least)
         self._controller = ElasticController(
-            limits, workers=self._job.workers or 1, worker_actions=self, emit=self._emit
+            limits, workers=self._job.workers or 1, worker_actions=self._worker_actions, emit=self._emit
         )
         early = self._exits.pop_failures()
         if early:

@@ -33,20 +33,17 @@ from paceline.comm.elastic.lockstep_group import Lockstep
 from paceline.comm.group import Disrupted
 from paceline.elastic.membership_messages import PREEMPTED, Finish, MembershipView
 from paceline.errors import SyncError
+from paceline.worker.membership.clean_exit import CleanExit
 from paceline.worker.membership.coordinator_client import CoordinatorClient
 from paceline.worker.membership.generation_builder import ElasticMembership
 from paceline.worker.membership.preemption import PreemptionNotice
 from paceline.worker.membership.state_transfer import MemberProgress, StateHolder, operation_counts, transfer_state
 
-__all__ = ["CleanExit", "Consensus", "RunTogether"]
+__all__ = ["Consensus", "RunTogether"]
 
 T = TypeVar("T")
 
 END_S = 3.0  # within which the coordinator has noticed a lost worker, and ended its replica
-
-
-class CleanExit(SystemExit):
-    """This worker has finished its part of the run; the exit code says how the run ends."""
 
 
 class RunTogether(Protocol):

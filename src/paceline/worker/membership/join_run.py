@@ -34,7 +34,8 @@ from paceline.errors import LaunchError, PlanError
 from paceline.events import Note
 from paceline.plan import Plan
 from paceline.plan.job import Assignment, Job
-from paceline.worker.membership.consensus import CleanExit, Consensus
+from paceline.worker.membership.clean_exit import CleanExit
+from paceline.worker.membership.consensus import Consensus
 from paceline.worker.membership.coordinator_client import CoordinatorClient
 from paceline.worker.membership.generation_builder import ElasticMembership, GenerationBuilder
 from paceline.worker.membership.join_context import (

@@ -15,19 +15,16 @@ from torch import Tensor, nn
 
 from paceline.comm.group import WorkerGroup
 from paceline.errors import PlanError
-from paceline.parallel.fully_sharded.sharded_model import ShardedModels
-from paceline.plan import AllReduce, Gossip, LocalSGD, ParameterServer, Plan, Raw, Sync
+from paceline.plan import AllReduce, Gossip, LocalSGD, ParameterServer, Raw, Sync
 from paceline.sync.allreduce.buckets import NamedParameter, SentBytes
 from paceline.sync.allreduce.gradient_buckets import CodecMemory
 from paceline.sync.allreduce.gradient_reducer import GradientReducer
 from paceline.sync.local.weight_averaging import WeightAveraging
+from paceline.worker.state.model_context import ModelContext
 from paceline.worker.state.model_layout import ModelLayout
-from paceline.worker.topology.parallel_groups import ParallelGroups
 
 if TYPE_CHECKING:
     from paceline.sync.parameter_server.async_updates import AsyncGradients
-    from paceline.sync.parameter_server.client import ServerClient
-    from paceline.sync.parameter_server.embedding_tables import EmbeddingTables
 
 __all__ = ["GradientReducers"]
 
@@ -39,26 +36,20 @@ class GradientReducers:
 
     def __init__(
         self,
-        plan: Plan,
+        context: ModelContext,
         layout: ModelLayout,
         *,
         names: Mapping[nn.Module, str],
         parameters: Mapping[nn.Module, Sequence[NamedParameter]],
-        group: WorkerGroup,
-        axes: ParallelGroups,
-        shards: ShardedModels,
-        servers: ServerClient | None = None,
-        tables: EmbeddingTables | None = None,
-        generation: Callable[[], int] = lambda: 0,
-        worker_rank: int = 0,
     ) -> None:
-        """`names` and `parameters` are of the models that are prepared so far. `servers`: the parameter servers, where
-        the plan has some. `generation()` returns that of the members."""
-        self._plan, self._layout, self._names, self._parameters = plan, layout, names, parameters
-        self._group, self._axes, self._shards = group, axes, shards
-        self._servers, self._tables, self._generation, self._worker_rank = servers, tables, generation, worker_rank
-        self._step_axes = axes.by_itself() if plan.is_local else axes  # of those that reduce gradients
-        self._step_group = axes.whole if plan.is_local else group
+        """`names` and `parameters` are of the models that are prepared so far."""
+        self._plan, self._layout, self._names, self._parameters = context.plan, layout, names, parameters
+        self._group, self._axes, self._shards = context.group, context.axes, context.shards
+        self._servers, self._tables = context.servers, context.tables
+        self._generation, self._worker_rank = context.generation, context.worker_rank
+        is_local = self._plan.is_local
+        self._step_axes = self._axes.by_itself() if is_local else self._axes  # of those that reduce gradients
+        self._step_group = self._axes.whole if is_local else self._group
         self._reducers: dict[tuple[int, ...], GradientReducer] = {}  # by the ids of a set of models
         self._titles: dict[tuple[int, ...], str] = {}  # and the names of these
         self._averaging: Sequence[

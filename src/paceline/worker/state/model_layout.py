@@ -9,31 +9,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.flight_recorder import FlightRecorder
-from paceline.comm.group import WorkerGroup
 from paceline.comm.sharded_tensors import TensorSlice, is_sharded
 from paceline.errors import PlanError, SyncError
 from paceline.parallel.apply import place, send_from_first
 from paceline.parallel.check.model_hints import ModelHints
 from paceline.parallel.check.model_support import require_fit, require_open
-from paceline.parallel.fully_sharded.sharded_model import ShardedModel, ShardedModels
+from paceline.parallel.fully_sharded.sharded_model import ShardedModel
 from paceline.parallel.gradient_queries import refuse_gradients_at
 from paceline.parallel.model_units import names_matching
 from paceline.parallel.partial_state import PartialStateGuard, is_partial, reading_parts
 from paceline.parallel.recompute import turn_caches_off
 from paceline.parallel.remote_embeddings import use_remote_tables
-from paceline.plan import Plan
 from paceline.sync.allreduce.gradient_sharding import GradientSharding, TensorParallelGradients
-from paceline.worker.membership.consensus import RunTogether
+from paceline.worker.state.model_context import ModelContext
 from paceline.worker.step.model_buffers import persistent_buffers
 from paceline.worker.step.parameter_hooks import carry_hooks
-from paceline.worker.topology.parallel_groups import ParallelGroups, StateOwner
+from paceline.worker.topology.parallel_groups import StateOwner
 from paceline.worker.topology.recorded_groups import RecordedContextGroup, RecordedExpertGroup, RecordedTensorGroup
 
 if TYPE_CHECKING:
@@ -44,7 +41,6 @@ if TYPE_CHECKING:
     from paceline.parallel.pipeline.stage_transfer import StageTransport
     from paceline.parallel.tensor.plan import ParameterSplit, TensorPlan
     from paceline.parallel.tensor.split_tensor import TensorGroupOps
-    from paceline.sync.parameter_server.embedding_tables import EmbeddingTables
     from paceline.worker.step.pipeline_stages import PipelineModel
 
 __all__ = ["ModelLayout"]
@@ -53,22 +49,10 @@ __all__ = ["ModelLayout"]
 class ModelLayout:
     """Applies a plan's layout to the models of one worker, and knows which worker has which part of them."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        *,
-        group: WorkerGroup,
-        axes: ParallelGroups,
-        shards: ShardedModels,
-        recorder: FlightRecorder,
-        together: RunTogether,
-        note: Callable[[str], None],
-        tables: EmbeddingTables | None = None,
-    ) -> None:
-        """`together` does an operation of the whole run; `note` gets a text on how a model is split. `tables`: the
-        models' embedding tables on parameter servers."""
-        self._plan, self._group, self._axes, self._shards, self._recorder = plan, group, axes, shards, recorder
-        self._together, self._note, self._tables = together, note, tables
+    def __init__(self, context: ModelContext) -> None:
+        self._plan, self._group, self._axes = context.plan, context.group, context.axes
+        self._shards, self._recorder, self._tables = context.shards, context.recorder, context.tables
+        self._together, self._note = context.together, context.note
         self._splits: dict[nn.Module, Mapping[str, ParameterSplit]] = {}  # tensor parallel
         self._expert_splits: dict[nn.Module, Mapping[str, ParameterSplit]] = {}  # each worker has some experts
         self._experts: dict[nn.Module, Sequence[RoutedExperts]] = {}

@@ -11,25 +11,20 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.comm.flight_recorder import FlightRecorder
-from paceline.comm.group import WorkerGroup
 from paceline.comm.remote_tensors import is_remote
 from paceline.comm.sharded_tensors import TensorSlice, full_tensor
 from paceline.errors import PlanError
-from paceline.parallel.fully_sharded.sharded_model import ShardedModels
-from paceline.plan import ParameterServer, Plan
+from paceline.plan import ParameterServer
 from paceline.sync.allreduce.buckets import NamedParameter
-from paceline.worker.membership.consensus import RunTogether
 from paceline.worker.state.gradient_reducers import GradientReducers
+from paceline.worker.state.model_context import ModelContext
 from paceline.worker.state.model_layout import ModelLayout
 from paceline.worker.step.weight_penalty import Penalty, WeightPenalty, targets_of
-from paceline.worker.topology.parallel_groups import ParallelGroups, StateOwner
+from paceline.worker.topology.parallel_groups import StateOwner
 from paceline.worker.topology.recorded_groups import RecordedTensorGroup
 
 if TYPE_CHECKING:
     from paceline.parallel.tensor.plan import ParameterSplit
-    from paceline.sync.parameter_server.client import ServerClient
-    from paceline.sync.parameter_server.embedding_tables import EmbeddingTables
     from paceline.worker.step.pipeline_stages import PipelineModel, PipelinePass
 
 __all__ = ["PreparedModels"]
@@ -38,53 +33,16 @@ __all__ = ["PreparedModels"]
 class PreparedModels:
     """The registry of prepared models. Only parameters that were there at `prepare(model)` are averaged."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        *,
-        group: WorkerGroup,
-        axes: ParallelGroups,
-        shards: ShardedModels,
-        recorder: FlightRecorder,
-        together: RunTogether,
-        note: Callable[[str], None],
-        servers: ServerClient | None = None,
-        tables: EmbeddingTables | None = None,
-        generation: Callable[[], int] = lambda: 0,
-        worker_rank: int = 0,
-    ) -> None:
-        """`together` does an operation of the whole run; `note` gets a text on how a model is split. `servers`:
-        where the plan has some, and the models' `tables` on them; `generation()` returns that of the members."""
-        self._plan, self._axes, self._tables = plan, axes, tables
+    def __init__(self, context: ModelContext) -> None:
+        self._plan, self._axes, self._tables = context.plan, context.axes, context.tables
         self._names: dict[nn.Module, str] = {}
         self._parameters: dict[nn.Module, list[NamedParameter]] = {}  # of each model, as they were then
         self._splits: dict[str, tuple[ParameterSplit, RecordedTensorGroup]] = {}  # by full names
         self._owners: dict[str, StateOwner] = {}  # by full names
         self._shapes: dict[str, list[int]] = {}  # of what is here of each parameter, by full names
         self._num_checked: dict[Optimizer, int] = {}  # parameters of each prepared optimizer
-        self.layout = ModelLayout(
-            plan,
-            group=group,
-            axes=axes,
-            shards=shards,
-            recorder=recorder,
-            together=together,
-            note=note,
-            tables=tables,
-        )
-        self.reducers = GradientReducers(
-            plan,
-            self.layout,
-            names=self._names,
-            parameters=self._parameters,
-            group=group,
-            axes=axes,
-            shards=shards,
-            servers=servers,
-            tables=tables,
-            generation=generation,
-            worker_rank=worker_rank,
-        )
+        self.layout = ModelLayout(context)
+        self.reducers = GradientReducers(context, self.layout, names=self._names, parameters=self._parameters)
 
     def __contains__(self, model: nn.Module) -> bool:
         return model in self._parameters

@@ -273,26 +273,18 @@ def parallel_groups_of(
     whole: WorkerGroup = SingleWorkerGroup()
     if plan.is_local and across is None and of_replica:
         whole = groups[next((name for name, axes in joint.items() if axes == of_replica), of_replica[0])]
-    tensor_parallel_group: RecordedTensorGroup | None = None
-    if layout.tensor > 1:
-        tensor_parallel_group = RecordedTensorGroup(groups["tensor"])
-    context_parallel_group: RecordedContextGroup | None = None
-    if layout.context > 1:
-        context_parallel_group = RecordedContextGroup(groups["context"])
-    expert_parallel_group: RecordedExpertGroup | None = None
-    if layout.experts > 1:
-        expert_parallel_group = RecordedExpertGroup(groups["experts"])
     link: StageTransport | None = None
     if layout.stages > 1:
         members = along("stages")
-        forward_group = over_torch.get_group("stages")
-        backward_group = _second_group(mesh, members) if device.type == "cuda" else None
-        index = members.index(worker_rank)
-        shared = in_memory["stages"]
-        transport: StageTransport = TorchTransport(forward_group, backward_group, worker_index=index, limit_s=timeout_s)
-        if shared is not None:
-            transport = SharedMemoryTransport(shared.mailboxes(), transport, worker_index=index)
-        link = RecordedStageLink(transport, members=members, index=index, recorder=recorder)
+        link = _stage_link(
+            over_torch.get_group("stages"),
+            _second_group(mesh, members) if device.type == "cuda" else None,
+            in_memory["stages"],
+            members=members,
+            index=members.index(worker_rank),
+            recorder=recorder,
+            timeout_s=timeout_s,
+        )
 
     def rows(axis: str) -> ShardGroup:
         return ShardGroup(mesh=meshes[axis], group=groups[axis], name=_group_name(axis, along(axis)))
@@ -309,17 +301,34 @@ def parallel_groups_of(
         tensor=groups["tensor"],
         stages=groups["stages"],
         context=groups["context"],
-        context_parallel_group=context_parallel_group,
+        context_parallel_group=RecordedContextGroup(groups["context"]) if layout.context > 1 else None,
         experts=groups["experts"],
-        expert_parallel_group=expert_parallel_group,
+        expert_parallel_group=RecordedExpertGroup(groups["experts"]) if layout.experts > 1 else None,
         link=link,
         rows=rows(sharded) if splits else None,
         expert_rows=rows("shard") if splits and layout.experts > 1 else None,
-        tensor_parallel_group=tensor_parallel_group,
+        tensor_parallel_group=RecordedTensorGroup(groups["tensor"]) if layout.tensor > 1 else None,
         each=layout.workers_each,
         preparation_group=group,
         spans_context=spans_context,
     )
+
+
+def _stage_link(
+    forward_group: Any,
+    backward_group: Any,
+    shared: SharedGroup | None,
+    *,
+    members: tuple[int, ...],
+    index: int,
+    recorder: FlightRecorder,
+    timeout_s: float,
+) -> StageTransport:
+    """How a worker reaches the stages before and after its own: by shared memory where they have some."""
+    transport: StageTransport = TorchTransport(forward_group, backward_group, worker_index=index, limit_s=timeout_s)
+    if shared is not None:
+        transport = SharedMemoryTransport(shared.mailboxes(), transport, worker_index=index)
+    return RecordedStageLink(transport, members=members, index=index, recorder=recorder)
 
 
 def reduces_over_all_workers(plan: Plan) -> bool:
