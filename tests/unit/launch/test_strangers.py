@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.comm import group
-from paceline.comm.messages.json_channel import MAX_DEPTH, LineBuffer, decode
+from paceline.comm.messages.json_channel import LineBuffer, decode
 from paceline.comm.messages.secure_socket import prove_and_encrypt, prove_token, tls_context
 from paceline.comm.messages.token_handshake import TokenHandshake, TokenRefused
 from paceline.comm.messages.unproved_connections import MAX_UNPROVED, ByAddress, TokenGate
@@ -36,6 +36,7 @@ from paceline.errors import LaunchError, SyncError
 from paceline.launch.coordinator.remote_hosts import RemoteHost, RemoteHosts
 from paceline.launch.io.authentication import AuthenticatedListener
 from paceline.launch.io.event_loop import EventLoop, MessageStream
+from paceline.plain_data import MAX_DEPTH
 from paceline.plan import Job
 from paceline.worker import external_launch
 from paceline.worker.external_launch import _store

@@ -147,7 +147,9 @@ def test_status_tells_step_loss_and_every_worker(run: Path, capsys: pytest.Captu
     RunRecord.begin_attempt(run, job={}, workers=3, plan="auto")
     write_events(run, 0, 3)
     write_events(run, 1, 2)
-    (run / "metrics.jsonl").write_text('{"step": 3, "epoch": 0, "loss": 2.5, "samples_per_s": 512.0}\n{"step": 4, "lo')
+    (run / "metrics.jsonl").write_text(
+        '{"step": 3, "time": 1.0, "epoch": 0, "loss": 2.5, "samples_per_s": 512.0}\n{"step": 4, "lo'
+    )
     now = status(run)
     come = now.progress
     assert (now.state, come.step, come.loss, come.samples_per_s, now.plan) == ("running", 3, 2.5, 512.0, "replicas=2")
