@@ -7,6 +7,7 @@ import fcntl
 import io
 import json
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -125,6 +126,19 @@ def test_a_zombie_does_not_run() -> None:
     assert process_started_s(process.pid) is None
     process.wait()
     assert process_started_s(process.pid) is None
+
+
+@pytest.mark.parametrize("remains", ["nothing", "half a record", "the directory"])
+def test_the_end_of_a_run_is_written_whatever_became_of_its_directory_meanwhile(run: Path, remains: str) -> None:
+    record = RunRecord.begin_attempt(run, job={}, workers=2)
+    if remains == "half a record":
+        (run / "run.json").write_text('{"state": "run')
+    else:
+        shutil.rmtree(run)
+    if remains == "the directory":
+        run.mkdir()
+    record.end_attempt("stopped", 75)
+    assert (RunRecord.load(run).state, RunRecord.load(run).attempts[-1].exit_code) == ("stopped", 75)
 
 
 # --------------------------------------------------------------------------------------------------------------- status

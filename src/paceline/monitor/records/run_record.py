@@ -140,9 +140,13 @@ class RunRecord:
     def changed(self, **fields: Any) -> RunRecord:
         """Write the record with other values in some fields; the other fields are taken as the file has them now.
 
-        A later start's record stays as it is.
+        A later start's record stays as it is. One that was removed or damaged meanwhile is written anew.
         """
-        now = RunRecord.load(self.run_dir)
+        try:
+            now = RunRecord.load(self.run_dir)
+        except ValueError:
+            make_run_directory(self.run_dir)
+            now = self
         return now if now.attempt > self.attempt else dataclasses.replace(now, **fields).save()
 
     def save(self) -> RunRecord:
