@@ -53,6 +53,7 @@ T = TypeVar("T")
 KIND = "kind"  # the key that names the class where an annotation allows several
 UNION = typing.get_origin(Literal[0] | None)  # what a union with a Literal is; all others are types.UnionType
 TUPLE = {False: re.compile(","), True: re.compile("[-,]")}  # of anything; of whole numbers: "2-8" in a plan's text
+MOST_BYTES = 1 << 20  # of a job file
 SHORT_FORM = re.compile(r"\s*(?P<name>[A-Za-z_]\w*)\s*(?:\((?P<fields>.*)\))?\s*")
 COMMA_OUTSIDE_BRACKETS = re.compile(r",(?![^()]*\))")  # in the fields of a short form: another may be within
 
@@ -63,10 +64,17 @@ def load_toml(path: Path) -> dict[str, Any]:
 
     try:
         with path.open("rb") as file:
-            return tomllib.load(file)
+            text = file.read(MOST_BYTES + 1)
+        if len(text) > MOST_BYTES:
+            raise PlanError(
+                f"{path} has more than {MOST_BYTES >> 20} MiB; a job file has a few lines. Name another one."
+            )
+        return tomllib.loads(text.decode())
     except OSError as error:
         raise PlanError(f"Cannot read {path}: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise PlanError(f"{path} is not a job file: its values are nested too deeply.") from None
+    except ValueError as error:  # no TOML, no UTF-8, or a number of more digits than Python reads
         raise PlanError(f"{path} is not valid TOML: {error}.") from error
 
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from paceline import clock
 from paceline.logs.event_summaries import cut_events, merge_events
 from paceline.logs.sealed_log import LineLog, Sealing
+from paceline.plain_data import LATEST, finite, fitted, read_object, text_of, whole
 
 __all__ = [
     "AllReduceChosen",
@@ -50,6 +51,10 @@ __all__ = [
     "WorkerStarted",
     "decode",
 ]
+
+
+MOST_WORKERS = 1 << 20  # more than any run has; a table with a line for each still fits into memory
+COUNTS = frozenset({"rank", "workers", "hosts"})  # fields that are at most so large
 
 
 class Event:
@@ -408,12 +413,18 @@ class EventLog:
 
 def decode(line: str) -> Record:
     """Read one line written by `EventLog`; raises ValueError where it is not one."""
-    fields: dict[str, Any] = json.loads(line)
-    kind = Event.kinds.get(fields.pop("event", ""))
+    fields = read_object(line)
+    kind = Event.kinds.get(text_of(fields.pop("event", "")))
     if kind is None:
         raise ValueError(f"not an event: {line[:80]!r}")
-    when, worker = fields.pop("time"), fields.pop("worker")
-    return Record(when, worker, kind(**{name: _real(value) for name, value in fields.items()}))
+    if not {"time", "worker"} <= fields.keys():
+        raise ValueError(f"an event without time or worker: {line[:80]!r}")
+    when, worker = finite(fields.pop("time")), fields.pop("worker")
+    if not 0 <= when <= LATEST:
+        raise ValueError(f"an event at {when}: {line[:80]!r}")
+    for name in COUNTS & fields.keys():
+        whole(fields[name], most=MOST_WORKERS)
+    return Record(when, None if worker is None else whole(worker, most=MOST_WORKERS), fitted(kind, fields))
 
 
 def _plain(value: Any) -> Any:
@@ -422,12 +433,4 @@ def _plain(value: Any) -> Any:
         return str(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
-    return value
-
-
-def _real(value: Any) -> Any:
-    if value in ("nan", "inf", "-inf"):
-        return float(value)
-    if isinstance(value, dict):
-        return {key: _real(item) for key, item in value.items()}
     return value

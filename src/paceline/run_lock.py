@@ -11,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import struct
 import sys
 from pathlib import Path
+
+from paceline.plain_data import read_object
 
 __all__ = ["hold", "newer_start", "release"]
 
@@ -54,7 +55,7 @@ def release(run_dir: Path) -> None:
 def newer_start(run_dir: Path, attempt: int) -> str | None:
     """Return the start of a later attempt in this directory ("attempt 3, process 4711 on host b"), or None."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # damaged: reported elsewhere
-        fields = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
+        fields = read_object((run_dir / "run.json").read_text(encoding="utf-8"))
         newest = max((int(each["attempt"]) for each in fields["attempts"]), default=0)
         if newest > attempt:
             return f"attempt {newest}, process {fields['pid']} on host {fields['host']}"

@@ -50,6 +50,7 @@ NAMES = (
 )
 # What Paceline or the system uses otherwise, or what no program gets to see.
 NO_NOTICE = (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGINT, signal.SIGSEGV, signal.SIGBUS)
+MOST_TASKS = 1 << 20  # of a Slurm step, and nodes; more are a damaged variable
 Variables: TypeAlias = Mapping[str, str]
 
 Source: TypeAlias = Literal["paceline", "torchrun", "slurm", "openmpi", "mpi"]
@@ -116,10 +117,13 @@ def notice_signals(variables: Variables) -> tuple[int, ...]:
 def expand_hosts(node_list: str) -> tuple[str, ...]:
     """Return the hosts of a Slurm node list: "n[1-2,05],gpu7" -> ("n1", "n2", "n05", "gpu7")."""
     hosts: list[str] = []
+    wrong = f"{node_list[:200]!r} is no list of Slurm's nodes; expected something like 'n[1-2],gpu7'. {_remedy()}"
     for item in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", node_list):
         names = [""]
         for plain, ranges in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", item):
-            ends = [plain] if plain else [number for part in ranges.split(",") for number in _numbers(part)]
+            ends = [plain] if plain else [number for part in ranges.split(",") for number in _numbers(part, wrong)]
+            if len(names) * len(ends) + len(hosts) > MOST_TASKS:
+                raise LaunchError(wrong)
             names = [name + end for name in names for end in ends]
         hosts += names
     return tuple(hosts)
@@ -129,9 +133,11 @@ def expand_tasks_per_node(text: str) -> tuple[int, ...]:
     """Return the number of tasks on each node of a Slurm step: "2(x2),1" -> (2, 2, 1)."""
     counts: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match is None:
-            raise LaunchError(f"SLURM_STEP_TASKS_PER_NODE is {text!r}; expected something like '2(x2),1'. {_remedy()}")
+        match = re.fullmatch(r"([0-9]{1,7})(?:\(x([0-9]{1,7})\))?", part.strip())
+        if match is None or len(counts) + int(match[2] or 1) > MOST_TASKS:
+            raise LaunchError(
+                f"SLURM_STEP_TASKS_PER_NODE is {text[:200]!r}; expected something like '2(x2),1'. {_remedy()}"
+            )
         counts += [int(match[1])] * int(match[2] or 1)
     return tuple(counts)
 
@@ -295,8 +301,8 @@ def _number(variables: Variables, name: str) -> int:
     value = variables.get(name)
     if value is None:
         raise LaunchError(f"{name} is not set, but others that need it are. Set it, or unset the others. {_remedy()}")
-    if not value.strip().isdecimal():
-        raise LaunchError(f"{name} is {value!r}; it must be a whole number from 0 up. {_remedy()}")
+    if not re.fullmatch(r"\s*[0-9]{1,9}\s*", value):
+        raise LaunchError(f"{name} is {value[:200]!r}; it must be a whole number from 0 up. {_remedy()}")
     return int(value)
 
 
@@ -304,7 +310,11 @@ def _remedy() -> str:
     return f"To ignore all of them, set {CHOICE}=none."
 
 
-def _numbers(part: str) -> list[str]:
-    """Slurm's "08-10" -> ["08", "09", "10"]; a single number stays as it is."""
-    first, dash, last = part.partition("-")
-    return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)] if dash else [part]
+def _numbers(part: str, wrong: str) -> list[str]:
+    """Slurm's "08-10" -> ["08", "09", "10"]; a single number stays as it is. LaunchError(wrong) for other text."""
+    if "-" not in part:
+        return [part]
+    match = re.fullmatch(r"([0-9]{1,15})-([0-9]{1,15})", part)
+    if match is None or not 0 <= int(match[2]) - int(match[1]) < MOST_TASKS:
+        raise LaunchError(wrong)
+    return [str(number).zfill(len(match[1])) for number in range(int(match[1]), int(match[2]) + 1)]

@@ -19,7 +19,8 @@ from paceline.cli.arguments import Commands, Parser, split_script
 from paceline.cli.drill import command as drill
 from paceline.cli.parity import command as parity
 from paceline.elastic.membership_messages import TOO_FEW
-from paceline.errors import LaunchError, PacelineError, PlanError
+from paceline.errors import DISK_FULL, LaunchError, PacelineError, PlanError
+from paceline.launch.io.standard_streams import open_missing_streams
 from paceline.units import printable
 
 __all__ = ["main"]
@@ -46,6 +47,7 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with these arguments (default: those of the process) and return its exit status."""
     command_started = clock.now()
+    open_missing_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     as_given = tuple(words)
     parser, commands = _parser()
@@ -70,6 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # the reader of our output has ended (`paceline logs RUN | head`); exit quietly
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        if error.errno not in DISK_FULL or error.filename is not None:
+            raise
+        print(f"paceline: the output cannot be written: {error.strerror}. Free space where it goes.", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left of it
         return 1
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from paceline import clock
+from paceline.plain_data import finite, read_object, text_of
 
 __all__ = ["MOST_KEPT", "NUM_MERGED", "cut_events", "merge_events"]
 
@@ -53,8 +54,8 @@ def cut_events(lines: Sequence[str]) -> int:
 
 def _time(line: str) -> float:
     try:
-        return float(json.loads(line)["time"])
-    except (ValueError, TypeError, KeyError):  # damaged
+        return finite(read_object(line)["time"])
+    except (ValueError, KeyError):  # damaged
         return 0.0
 
 
@@ -87,10 +88,11 @@ def merge_events(lines: Sequence[str]) -> list[str]:
 
 def _fields(line: str) -> Fields | None:
     try:
-        fields = json.loads(line)
+        fields = read_object(line)
+        text_of(fields["event"])
         if fields["event"] == "StepDone":
             _StepSums(fields).add(fields)  # it has all that a summary needs
-        return fields if isinstance(fields["time"], float | int) else None
+        return fields if finite(fields["time"]) >= 0 else None
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
 

@@ -25,7 +25,9 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Run", "Shape", "join_runs", "merge_ledger", "run_of", "runs_in"]
+from paceline.plain_data import MOST_WHOLE, read_object, text_of, whole
+
+__all__ = ["MOST_LINES", "Run", "Shape", "join_runs", "merge_ledger", "run_of", "runs_in"]
 
 Line = dict[str, Any]
 Kind = tuple["Shape", int, int, int]  # of runs that differ only in where they begin
@@ -34,6 +36,7 @@ KEYS = frozenset({"step", "stream", "epoch", "ranges", "skipped", "whole", "drop
 LONGEST = 8  # runs of a cycle that are looked for
 LEAST_SAVED = 8  # runs that a cycle replaces; one that replaces fewer may be part of a mixture
 LEAST_MIXED = 16  # runs of a mixture
+MOST_LINES = 1 << 18  # that one stands for: a damaged number may not cost a reader its memory
 
 
 class Shape(NamedTuple):
@@ -95,21 +98,29 @@ class Run(NamedTuple):
 
 def run_of(line: Line) -> Run:
     """Return the run that a line of a step is; raises KeyError, TypeError or ValueError where it is none."""
-    ranges = [(int(start), int(stop)) for start, stop in line["ranges"]]
-    told, dropped = line.get("whole"), None
-    whole = (int(told[0]), int(told[1])) if told is not None else None
-    if "dropped" in line:
-        dropped = [(int(start), int(stop)) for start, stop in line["dropped"]]
-    base = whole[0] if whole is not None else ranges[0][0] if ranges else dropped[0][0] if dropped else 0
+    ranges = [_edges(one) for one in line["ranges"]]
+    dropped = [_edges(one) for one in line["dropped"]] if "dropped" in line else None
+    span = _edges(line["whole"]) if line.get("whole") is not None else None
+    base = span[0] if span is not None else ranges[0][0] if ranges else dropped[0][0] if dropped else 0
     shape = Shape(
-        str(line["stream"]),
+        text_of(line["stream"]),
         bool(line["skipped"]),
-        int(line["behind"]) if line.get("behind") is not None else None,
+        _any_whole(line["behind"]) if line.get("behind") is not None else None,
         tuple((start - base, stop - base) for start, stop in ranges),
-        (0, whole[1] - base) if whole is not None else None,
+        (0, span[1] - base) if span is not None else None,
         tuple((start - base, stop - base) for start, stop in dropped) if dropped is not None else None,
     )
-    return Run(shape, int(line["step"]), int(line["epoch"]), base)
+    return Run(shape, whole(line["step"]), whole(line["epoch"]), base)
+
+
+def _edges(told: Any) -> tuple[int, int]:
+    """A range that a line names; whether it can be, its reader judges."""
+    start, stop = told
+    return _any_whole(start), _any_whole(stop)
+
+
+def _any_whole(told: Any) -> int:
+    return whole(told, least=-MOST_WHOLE)
 
 
 def runs_in(line: Line) -> Iterator[Run]:
@@ -118,10 +129,15 @@ def runs_in(line: Line) -> Iterator[Run]:
         yield _read_run(line)
         return
     runs = [_read_run(one) for one in line["runs"]]
+    if not runs:
+        raise ValueError("it lists no runs")
     if "order" in line:
         yield from _mixed_runs(runs, line)
         return
-    times, steps, epochs, positions = map(int, line["more"])
+    times, steps, epochs, positions = map(_any_whole, line["more"])
+    _refuse_too_many((times + 1) * sum(run.num for run in runs))
+    for run in runs:
+        _checked(run.moved(times * steps, times * epochs, times * positions))
     for index in range(times + 1):
         for run in runs:
             yield run.moved(index * steps, index * epochs, index * positions)
@@ -131,10 +147,25 @@ def _read_run(line: Line) -> Run:
     run = run_of(line)
     if "more" not in line:
         return run
-    more, stride, shift = map(int, line["more"])
+    more, stride, shift = map(_any_whole, line["more"])
     if more < 1 or stride < 1:
         raise ValueError(f"more is {line['more']}")
-    return run._replace(num=more + 1, stride=stride, shift=shift)
+    _refuse_too_many(more + 1)
+    return _checked(run._replace(num=more + 1, stride=stride, shift=shift))
+
+
+def _refuse_too_many(num: int) -> None:
+    if not 0 < num <= MOST_LINES:
+        raise ValueError(f"it stands for {num} lines, and one stands for {MOST_LINES} at most")
+
+
+def _checked(run: Run) -> Run:
+    """A run whose last line, too, has numbers that a line may have."""
+    last = run.part(run.num - 1, run.num)
+    whole(last.step)
+    whole(last.epoch)
+    _any_whole(last.base)
+    return run
 
 
 def join_runs(runs: Iterable[Run]) -> list[Run]:
@@ -171,20 +202,23 @@ def merge_ledger(lines: Sequence[str]) -> list[str]:
     runs: list[Run] = []
     for text in lines:
         run = _exact_run(text)
-        if run is not None:
+        if run is not None and len(runs) < MOST_LINES:
             runs.append(run)
             continue
         merged += _shortest_text(join_runs(runs))
-        merged.append(text)
         runs.clear()
+        if run is not None:
+            runs.append(run)
+        else:
+            merged.append(text)
     return [*merged, *_shortest_text(join_runs(runs))]
 
 
 def _exact_run(text: str) -> Run | None:
     """The run of a line that can be written again from it; None for other lines."""
     try:
-        line = json.loads(text)
-        if not isinstance(line, dict) or "step" not in line or not line.keys() <= KEYS:
+        line = read_object(text)
+        if "step" not in line or not line.keys() <= KEYS:
             return None
         run = run_of(line)
         return run if run.line() == line else None
@@ -253,12 +287,20 @@ def _mixed_runs(listed: Sequence[Run], line: Line) -> Iterator[Run]:
     ends = _Ends(listed[0])
     for run in listed:
         ends.list(run)
-    following = [tuple(map(int, one)) for one in line["next"]]
-    for place in line["order"]:
+    following = [_distances(one, len(listed)) for one in line["next"]]
+    order = [whole(place, most=len(following) - 1) for place in line["order"]]
+    _refuse_too_many(sum(listed[following[place][0]].num for place in order))
+    mixed: list[Run] = []
+    for place in order:
         kind, *distance = following[place]
-        run = ends.run_at(listed[kind], *distance)
-        ends.follow(run)
-        yield run
+        mixed.append(_checked(ends.run_at(listed[kind], *distance)))
+        ends.follow(mixed[-1])
+    yield from mixed
+
+
+def _distances(told: Any, num_kinds: int) -> tuple[int, int, int, int]:
+    kind, steps, epochs, positions = told
+    return whole(kind, most=num_kinds - 1), _any_whole(steps), _any_whole(epochs), _any_whole(positions)
 
 
 class _Ends:

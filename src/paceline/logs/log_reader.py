@@ -2,6 +2,8 @@
 
 The log is opened first. Its first line says how much of the sealed file belongs to it, and these bytes never change. So
 a reader sees each line once, also where the log is replaced meanwhile.
+
+A damaged log may be one line of many gigabytes. No line takes more memory than the longest that Paceline writes.
 """
 
 from __future__ import annotations
@@ -9,15 +11,18 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from paceline.logs.sealed_log import SealedMark, sealed_path
 
-__all__ = ["last_lines", "lines_of", "sealed_lines"]
+__all__ = ["LONGEST_LINE", "TOO_LONG", "last_lines", "lines_of", "sealed_lines"]
 
 CHUNK_BYTES = 1 << 18
+LONGEST_LINE = 8 << 20  # bytes: more than a log is let grow to before it is sealed
+TOO_LONG = f"(a line of more than {LONGEST_LINE >> 20} MiB, which was left out)"
 
 
 def lines_of(path: Path) -> Iterator[str]:
@@ -30,15 +35,25 @@ def lines_of(path: Path) -> Iterator[str]:
     except FileNotFoundError:
         return
     with file:
-        first = file.readline().decode("utf-8", errors="replace")
-        mark = SealedMark.parse(first)
-        if mark is None:
-            if first:
-                yield first.rstrip("\n")
-        else:
+        lines = _bounded(file)
+        first = next(lines, None)
+        mark = SealedMark.parse(first) if first is not None else None
+        if mark is not None:
             yield from sealed_lines(path, mark)
-        for line in file:
+        elif first is not None:
+            yield first
+        yield from lines
+
+
+def _bounded(file: BinaryIO | gzip.GzipFile) -> Iterator[str]:
+    """The lines of a file; of one that is too long, a word on it in its place."""
+    while line := file.readline(LONGEST_LINE):
+        if line.endswith(b"\n") or len(line) < LONGEST_LINE:
             yield line.decode("utf-8", errors="replace").rstrip("\n")
+            continue
+        while line and not line.endswith(b"\n"):
+            line = file.readline(CHUNK_BYTES)
+        yield TOO_LONG
 
 
 def last_lines(path: Path) -> Iterator[str]:
@@ -63,6 +78,7 @@ def last_lines(path: Path) -> Iterator[str]:
 def _backwards(file: BinaryIO) -> Iterator[str]:
     place = file.seek(0, os.SEEK_END)
     rest, is_complete = b"", False  # the beginning of a line whose end lies in the block read before
+    is_long = False  # that line is too long, and `rest` is not kept
     while place > 0:
         size = min(place, CHUNK_BYTES)
         place -= size
@@ -70,11 +86,14 @@ def _backwards(file: BinaryIO) -> Iterator[str]:
         rest, *lines = (file.read(size) + rest).split(b"\n")
         if lines and not is_complete:
             lines.pop()  # what follows the last newline: nothing, or a line that is still being written
-            is_complete = True
+            is_complete, is_long = True, False
         for line in reversed(lines):
-            yield line.decode("utf-8", errors="replace")
+            yield TOO_LONG if is_long else line.decode("utf-8", errors="replace")
+            is_long = False
+        if is_long or len(rest) >= LONGEST_LINE:
+            rest, is_long = b"", True
     if is_complete:
-        yield rest.decode("utf-8", errors="replace")
+        yield TOO_LONG if is_long else rest.decode("utf-8", errors="replace")
 
 
 def sealed_lines(path: Path, mark: SealedMark, *, after: SealedMark | None = None) -> Iterator[str]:
@@ -87,9 +106,8 @@ def sealed_lines(path: Path, mark: SealedMark, *, after: SealedMark | None = Non
             file.seek(begin)
             members = io.BufferedReader(_Beginning(file, mark.bytes - begin), CHUNK_BYTES)
             with gzip.GzipFile(fileobj=members) as lines:
-                for line in lines:
-                    yield line.decode("utf-8", errors="replace").rstrip("\n")
-    except (FileNotFoundError, EOFError, gzip.BadGzipFile):
+                yield from _bounded(lines)
+    except (FileNotFoundError, EOFError, gzip.BadGzipFile, zlib.error):
         yield f"(lines of {path} are lost: it is missing, or damaged)"
 
 

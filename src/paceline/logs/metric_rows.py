@@ -9,13 +9,16 @@ So every program that reads the file still finds rows of single steps, only fewe
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["NUM_ROWS", "StepRanges", "cut_rows", "merge_rows", "merged_row", "steps_of_row"]
+from paceline.plain_data import LATEST, fitted, read_object, whole
+
+__all__ = ["NUM_ROWS", "StepRanges", "cut_rows", "merge_rows", "merged_row", "read_row", "steps_of_row"]
 
 Row = dict[str, Any]
 NUM_ROWS = 100  # that become one
@@ -68,7 +71,7 @@ def merge_rows(lines: Sequence[str]) -> list[str]:
     merged: list[str] = []
     waiting: list[tuple[str, Row]] = []
     for line in lines:
-        row = _row(line)
+        row = read_row(line)
         if waiting and (row is None or "merged" in row or row.get("attempt") != waiting[0][1].get("attempt")):
             merged.append(_merged_text(waiting))
             waiting = []
@@ -85,8 +88,8 @@ def merge_rows(lines: Sequence[str]) -> list[str]:
 def steps_of_row(row: Mapping[str, Any]) -> list[tuple[int, int]]:
     """The steps that a row stands for, as first and last ones; raises KeyError, TypeError or ValueError."""
     if "merged" in row:
-        return [(int(first), int(last)) for first, last in row["merged"]["steps"]]
-    return [(int(row["step"]), int(row["step"]))]
+        return [(whole(first), whole(last)) for first, last in row["merged"]["steps"]]
+    return [(whole(row["step"]), whole(row["step"]))]
 
 
 def merged_row(rows: Sequence[Row]) -> Row:
@@ -135,14 +138,68 @@ def _spread(values: Sequence[float]) -> dict[str, float] | None:
     }
 
 
-def _row(line: str) -> Row | None:
+def read_row(line: str) -> Row | None:
     """None where the line is damaged, or is no row."""
     try:
-        row = json.loads(line)
-        whole = isinstance(row["step"], int) and _is_number(row["time"]) and _is_number(row["num_samples"])
-        return row if whole else None
-    except (ValueError, TypeError, KeyError):
+        row = read_object(line)
+        known = {name: row[name] for name in COLUMNS & row.keys()}
+        checked = fitted(_Columns, known)
+        if not 0 <= checked.time <= LATEST or checked.step < 0 or checked.num_samples < 0:
+            return None
+        if checked.merged is not None:
+            for first, last in checked.merged.steps:
+                whole(first, most=whole(last))
+        return {"num_samples": 0, **row}
+    except (ValueError, TypeError):
         return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Spread:
+    """What `_spread` returns."""
+
+    mean: float
+    least: float
+    most: float
+    num: int
+    first: float | None = None
+    last: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Merged:
+    """What a row that stands for many says of them."""
+
+    steps: Sequence[Sequence[int]]
+    num: int
+    num_skipped: int
+    num_samples: int
+    loss: _Spread | None
+    num_broken: int
+    samples_per_s: _Spread | None
+    timed_samples: int
+    took_s: float
+    since: float
+    seconds: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Columns:
+    """The columns of a row that readers count on; a user's own metrics stand beside them."""
+
+    step: int
+    time: float
+    num_samples: int = 0
+    attempt: int | None = None
+    epoch: int | None = None
+    loss: float | None = None
+    samples_per_s: float | None = None
+    skipped: bool = False
+    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    merged: _Merged | None = None
+
+
+COLUMNS = frozenset(field.name for field in dataclasses.fields(_Columns))
 
 
 def _is_number(value: Any) -> bool:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TextIO
 
 from paceline.errors import DISK_FULL, RunFileError
+from paceline.plain_data import read_object, whole
 
 __all__ = ["LineLog", "SealedMark", "Sealing", "open_log", "sealed_path"]
 
@@ -44,8 +45,8 @@ class SealedMark:
         if not line.startswith(BEGINNING):
             return None
         try:
-            said = json.loads(line)["sealed"]
-            return cls(bytes=int(said["bytes"]), lines=int(said["lines"]))
+            said = read_object(line)["sealed"]
+            return cls(bytes=whole(said["bytes"]), lines=whole(said["lines"]))
         except (ValueError, TypeError, KeyError):
             return None
 

@@ -30,6 +30,7 @@ from paceline.plan.wire import Raw, Wire
 __all__ = ["RULES", "Plan"]
 
 DEFAULT = "default"
+LONGEST = 4000  # characters of a plan's text
 RULES = (*LAYOUT_RULES, *SYNC_RULES)
 PLUS_OUTSIDE_BRACKETS = re.compile(r"\+(?![^()]*\))")
 
@@ -77,6 +78,10 @@ class Plan(PlanPart):
         if not text.strip():
             raise PlanError(
                 f"The plan is empty text; write {DEFAULT!r} for the plan of defaults, or for example 'replicas=2'."
+            )
+        if len(text) > LONGEST:
+            raise PlanError(
+                f"The plan has {len(text)} characters; {LONGEST} are the most. Its text is {text[:60]!r}..."
             )
         if text.strip() == DEFAULT:
             return cls()

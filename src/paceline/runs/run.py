@@ -20,6 +20,7 @@ from paceline import clock, config, environment
 from paceline.checkpoint.checkpoint_dir import find
 from paceline.elastic.membership_messages import PREEMPTED, TOO_FEW
 from paceline.errors import LaunchError, PlanError, WorkerError, WorkersLostError
+from paceline.launch.io.standard_streams import open_missing_streams
 from paceline.launch.local import prestart
 from paceline.monitor.records.processes import this_host
 from paceline.monitor.records.run_files import local_path
@@ -151,6 +152,7 @@ def run(
                 "one set of checkpoints. Start it with `python`, where each call is a run, or make it two scripts."
             )
         return run_worker(function, own, plan=chosen, fields=fields)
+    open_missing_streams()
     world = environment.detect()
     is_first = next(_calls) == 0
     if is_first and (directory := environment.run_dir()) is not None:  # of the command that goes on with a run

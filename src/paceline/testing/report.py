@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from paceline.monitor.audit.audit import AuditResult, audit
 from paceline.monitor.records.event_reader import EventTail
 from paceline.monitor.records.run_record import RunRecord
 from paceline.monitor.records.steps import loss_of
+from paceline.plain_data import read_object
 from paceline.plan import Gossip, LocalSGD, ParameterServer, Plan
 from paceline.testing.drill_folder import Came, DrillFolder
 from paceline.testing.faults import OF_SERVERS, Fault, Programme
@@ -343,7 +343,7 @@ def _committed(directory: Path) -> int:
     for path in directory.glob("worker_*/ledger.jsonl"):
         for text in lines_of(path):
             with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):  # cut off by a kill; or no step
-                line = json.loads(text)
+                line = read_object(text)
                 last = max([last, *(run.last_step for run in runs_in(line) if "step" in line or "runs" in line)])
     return last
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from elastic_hosts import GATE, LIMIT_S, like, spread, until
-from elastic_runs import assert_unharmed
+from elastic_runs import assert_unharmed, undisturbed
 from network_hosts import NamespaceHost, cut, mend, needs_network, two_hosts
 
 pytestmark = pytest.mark.timeout(2 * LIMIT_S)
@@ -36,6 +36,22 @@ def test_a_host_that_is_lost_costs_no_step(hosts: list[NamespaceHost], tmp_path:
     assert run.workers() == [0, 1]
     assert "host west" in run.output
     assert sum(event["steps_lost"] for event in run.events("Regrouped")) == 0
+
+
+@needs_network
+def test_a_large_sum_in_place_that_loses_a_peer_in_its_middle_begins_again_from_what_was_kept(
+    hosts: list[NamespaceHost], tmp_path: Path
+) -> None:
+    """Eight megabytes of gradients are added up where they lie, and another host's worker is killed meanwhile."""
+    job: dict[str, Any] = {"max_steps": 5, "save_every": None, "save_at_end": False}
+    fault = {"worker": 2, "step": 3, "where": "sum"}
+    with spread(tmp_path, hosts[0], faults=[fault], width=60_000, no_joins=True, pause_s=0.0, job=job) as spread_job:
+        for host in hosts:
+            spread_job.start(host)
+        run = spread_job.end()
+    assert_unharmed(run, undisturbed(json.dumps({"width": 60_000, "job": job})))
+    (regrouped,) = run.events("Regrouped")
+    assert (regrouped["members"], regrouped["steps_lost"]) == ([0, 1, 3], 0)
 
 
 @needs_network

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import sys
@@ -24,6 +25,7 @@ from strangers import AnotherUser, Opened, another_user, needs_root, opened_by
 
 ELASTIC = "replicas=2-2+batch(size=12,micro=3)"
 SERVERS = "replicas=2+parameterserver(staleness=1)+batch(size=12,micro=3)"
+GREETING = f"connected: {b'PACELIN1'.hex()}[0-9a-f]{{64}}(00){{0,32}}"  # a challenge, and zeros for a wrong answer
 KNOCKS = 1000  # at each socket, while the workers regroup
 
 
@@ -107,3 +109,37 @@ def test_another_user_cannot_harm_workers_that_an_engine_has_started(folder: Pat
     assert [code for code, _ in ends] == [0, 0], ends
     assert_harmless(user, seen, folder)
     assert losses(the_run(folder)) == pytest.approx(list(reference_losses()), rel=1e-5)
+
+
+@needs_root
+def test_another_user_cannot_harm_split_models_a_notebook_or_a_run_that_waits_for_hosts(folder: Path) -> None:
+    """Four runs at once: fully sharded, in stages, of a function that was pickled, and with a port for later hosts."""
+    train, port, token = write_program(folder), free_port(), folder / "token"
+    token.touch(mode=0o600)
+    token.write_text("0123456789abcdef0123456789abcdef")
+    cell = f"import runpy; one = runpy.run_path({str(train)!r}); one['paceline'].run(one['train'], workers=2, "
+    cell += "plan='replicas=2+batch(size=12,micro=3)', run_dir='runs/notebook')"
+    words: dict[str, list[str]] = {
+        name: [*PACELINE, "run", str(train), "--workers", "2", "--run-dir", f"runs/{name}", "--plan"]
+        for name in ("shard", "stages", "head")
+    }
+    batch = "+batch(size=12,micro=3)"
+    words["shard"].append(f"shard=2{batch}")
+    words["stages"].append(f"stages=2{batch}")
+    words["head"] += [ELASTIC, "--hosts", "1", "--head", f"127.0.0.1:{port}", "--token-file", str(token)]
+    words["notebook"] = [sys.executable, "-c", cell]
+    with contextlib.ExitStack() as stack:
+        user = stack.enter_context(another_user(folder))
+        programs = {name: stack.enter_context(command(*one, cwd=folder)) for name, one in words.items()}
+        seen = attacked(list(programs.values()), user, folder)
+        ends = {name: program.end() for name, program in programs.items()}
+    assert {name: code for name, (code, _) in ends.items()} == dict.fromkeys(words, 0), ends
+    ports = {place[1] for place in seen.tcp}
+    assert port in ports and len(ports) <= 2, "nothing listens but the head, where hosts come and where snapshots come"
+    assert user.files == {} and not (folder / "executed").exists()
+    said = {answer for answers in user.answers.values() for answer in answers}
+    assert [one for one in said if not re.fullmatch(GREETING, one)] == [], (
+        "the head's ports ask for the token, and say no more"
+    )
+    for name in words.keys() - {"stages"}:  # where dropout is drawn for each unit
+        assert losses(folder / "runs" / name) == pytest.approx(list(reference_losses()), rel=1e-5), name

@@ -159,7 +159,7 @@ def test_a_killed_warm_parent_is_started_again_and_all_go_on_from_memory(program
     told = command(program, "shard=2", [[1, 0, "forward", 11]], "--no-save-at-end")
     code, output = run(*told, "warm", limit_s=150)
     assert code == 0, output
-    assert "was killed by signal 9 (SIGKILL): it is started again" in output
+    assert "was killed by signal 9 (SIGKILL): it is started again; the workers of this host are lost with it" in output
     assert "both workers start again at step 8 from this host's memory" in output
     assert losses(tmp_path / "r") == pytest.approx(undisturbed(routed=False), rel=1e-9)
     assert audit(tmp_path / "r").is_clean

@@ -33,9 +33,8 @@ def peers() -> Iterator[dict[int, socket.socket]]:
     _ours.clear()
     _ours.update({number: pair[0] for number, pair in made.items()})
     yield {number: pair[1] for number, pair in made.items()}
-    for pair in made.values():
-        for sock in pair:
-            sock.close()
+    for _, theirs in made.values():  # the others are the links' own, whose thread may use them to its end
+        theirs.close()
 
 
 _ours: dict[int, socket.socket] = {}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import socket
 import subprocess
 import sys
+import threading
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from paceline.events import (
     WorkerStarted,
 )
 from paceline.monitor.console.closing_table import closing_table
+from paceline.monitor.export import scrape_server
 from paceline.monitor.export.metrics_jsonl import MetricsFile
 from paceline.monitor.export.prometheus import PrometheusEndpoint
 from paceline.monitor.export.summary_json import Summary
@@ -429,6 +432,41 @@ def test_the_endpoint_listens_on_loopback_only() -> None:
             pass
     finally:
         endpoint.close()
+
+
+def test_silent_and_slow_strangers_take_no_threads_and_stop_no_scrapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scrape_server, "MOST_OPEN", 8)
+    endpoint = PrometheusEndpoint("127.0.0.1", 0, workers=1)
+    port, threads = int(endpoint.url.split(":")[2].split("/")[0]), threading.active_count()
+    with contextlib.ExitStack() as strangers:
+        strangers.callback(endpoint.close)
+        for number in range(40):
+            stranger = strangers.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
+            stranger.sendall(b"GET /metrics HTTP/1.0\r\n"[: number % 5])
+        endpoint.accept(step(1))
+        assert scrape(endpoint.url)["paceline_steps_total"] == 1
+        assert threading.active_count() == threads
+        for hostile in (
+            b"\r\n\r\n",
+            b"\xff\x00 / HTTP/9\r\n\r\n",
+            b"GET " + b"/" * 20_000,
+            b"GET / HTTP/1.0\r\nA\r\n\r\n",
+        ):
+            with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
+                stranger.sendall(hostile)
+                with contextlib.suppress(ConnectionError):
+                    while stranger.recv(4096):
+                        pass
+        assert scrape(endpoint.url)["paceline_steps_total"] == 1
+
+
+def test_a_slow_stranger_is_ended_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scrape_server, "SCRAPE_TIMEOUT_S", 0.2)
+    endpoint = PrometheusEndpoint("127.0.0.1", 0, workers=1)
+    port = int(endpoint.url.split(":")[2].split("/")[0])
+    with contextlib.closing(endpoint), socket.create_connection(("127.0.0.1", port), timeout=20) as stranger:
+        stranger.sendall(b"GET /")
+        assert stranger.recv(1) == b""
 
 
 def test_two_endpoints_of_one_process_do_not_share_their_numbers() -> None:

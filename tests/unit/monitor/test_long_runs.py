@@ -298,6 +298,9 @@ def test_a_supervisors_log_stays_small_and_keeps_each_worker_that_came_or_was_lo
     log = EventLog(directory / "events.jsonl", worker=None)
     log.emit(RunStarted(run_dir=str(run), attempt=1, workers=2, hosts=1, program="p", launcher="local"))
     for number in range(30_000):
+        if number % 3000 == 2999:  # the sealing under way ends, however fast events come
+            log.close()
+            log = EventLog(directory / "events.jsonl", worker=None)
         log.emit(Warned(text=f"worker 1 is slow ({number} times as slow as the others, in the last 100 steps)"))
         if number % 100 == 0:
             lose(log, 1, number, members=[0])

@@ -7,6 +7,7 @@ import fcntl
 import io
 import json
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -127,6 +128,19 @@ def test_a_zombie_does_not_run() -> None:
     assert process_started_s(process.pid) is None
 
 
+@pytest.mark.parametrize("remains", ["nothing", "half a record", "the directory"])
+def test_the_end_of_a_run_is_written_whatever_became_of_its_directory_meanwhile(run: Path, remains: str) -> None:
+    record = RunRecord.begin_attempt(run, job={}, workers=2)
+    if remains == "half a record":
+        (run / "run.json").write_text('{"state": "run')
+    else:
+        shutil.rmtree(run)
+    if remains == "the directory":
+        run.mkdir()
+    record.end_attempt("stopped", 75)
+    assert (RunRecord.load(run).state, RunRecord.load(run).attempts[-1].exit_code) == ("stopped", 75)
+
+
 # --------------------------------------------------------------------------------------------------------------- status
 
 
@@ -147,7 +161,9 @@ def test_status_tells_step_loss_and_every_worker(run: Path, capsys: pytest.Captu
     RunRecord.begin_attempt(run, job={}, workers=3, plan="auto")
     write_events(run, 0, 3)
     write_events(run, 1, 2)
-    (run / "metrics.jsonl").write_text('{"step": 3, "epoch": 0, "loss": 2.5, "samples_per_s": 512.0}\n{"step": 4, "lo')
+    (run / "metrics.jsonl").write_text(
+        '{"step": 3, "time": 1.0, "epoch": 0, "loss": 2.5, "samples_per_s": 512.0}\n{"step": 4, "lo'
+    )
     now = status(run)
     come = now.progress
     assert (now.state, come.step, come.loss, come.samples_per_s, now.plan) == ("running", 3, 2.5, 512.0, "replicas=2")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import subprocess
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -154,6 +156,24 @@ def test_why_one_worker_has_given_a_server_up_is_what_the_others_say_of_its_end(
     assert Knowing(kv_store).cause_of(lost) == said
     kv_store.set("paceline/servers/1/given_up/there/4711", "parameter server 0 stood still")
     assert Knowing(kv_store).cause_of(late) == "parameter server 0 stood still"
+
+
+def test_the_worker_that_has_started_a_server_tells_the_others_which_signal_killed_it() -> None:
+    kv_store, lost = dist.HashStore(), ServerLost("it has gone")
+    lost.listener = "parameter server 0"
+    starter, other = Knowing(kv_store), Knowing(kv_store)
+    child = subprocess.Popen(["sleep", "60"])
+    for one in (starter, other):
+        one._addresses[lost.listener] = {"host": one._host, "pid": child.pid}
+    starter._started = [child.pid]
+    said: list[str] = []
+    waiting = threading.Thread(target=lambda: said.append(other.cause_of(lost)))
+    waiting.start()
+    child.kill()
+    assert starter.cause_of(lost) == "parameter server 0 killed by signal 9"
+    waiting.join(timeout=30.0)
+    child.wait(timeout=5.0)  # it was reaped above
+    assert said == ["parameter server 0 killed by signal 9"]
 
 
 def test_a_server_that_does_not_begin_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

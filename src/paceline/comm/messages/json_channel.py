@@ -11,20 +11,19 @@ goes out, its reply comes back, and several threads may ask.
 from __future__ import annotations
 
 import json
-import math
 import os
 import socket
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from paceline.plain_data import DataRefused, read_object
+
 __all__ = ["MAX_MESSAGE_BYTES", "Channel", "ChannelClosed", "LineBuffer", "decode", "encode"]
 
 MAX_MESSAGE_BYTES = 16 * 2**20  # of one line; torch's process groups exchange addresses of a few hundred bytes
 
 CHUNK_BYTES = 1 << 16
-MAX_DEPTH = 64  # lists and objects within each other
-MAX_DIGITS = 100  # of a whole number, with its sign; so it fits a float
 
 
 class ChannelClosed(ConnectionError):
@@ -43,52 +42,9 @@ def decode(line: bytes | bytearray) -> dict[str, Any]:
     """Read one line; raise ValueError if it is not a JSON object, nested too deeply, or has numbers that are not
     finite or have too many digits."""
     try:
-        message = DECODER.decode(bytes(line).decode())
-    except RecursionError:
-        raise ValueError(f"a message is nested too deeply: {_shown(line)}") from None
-    except _NumberRefused as refused:
-        raise ValueError(f"a message is not JSON that Paceline writes: a number is {refused}: {_shown(line)}") from None
-    except ValueError:  # not JSON, or not UTF-8
-        raise ValueError(f"a message is not JSON: {_shown(line)}") from None
-    if not isinstance(message, dict):
-        raise ValueError(f"a message is not a JSON object: {_shown(line)}")
-    if line.count(b"[") + line.count(b"{") > MAX_DEPTH and _is_too_deep(message):
-        raise ValueError(f"a message is nested too deeply: {_shown(line)}")
-    return message
-
-
-class _NumberRefused(Exception):
-    """A number that no message has."""
-
-
-def _whole(digits: str) -> int:
-    if len(digits) > MAX_DIGITS:
-        raise _NumberRefused(f"too large ({len(digits)} digits)")
-    return int(digits)
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise _NumberRefused("too large")
-    return number
-
-
-def _constant(name: str) -> float:
-    raise _NumberRefused(f"not finite ({name})")
-
-
-DECODER = json.JSONDecoder(parse_int=_whole, parse_float=_finite, parse_constant=_constant)
-
-
-def _is_too_deep(message: object) -> bool:
-    level: list[object] = [message]
-    for _ in range(MAX_DEPTH):
-        deeper = [list(one.values()) if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
-        level = [inner for one in deeper for inner in one]
-        if not level:
-            return False
-    return True
+        return read_object(line, is_strict=True)
+    except DataRefused as refused:
+        raise ValueError(f"a message {refused}: {_shown(line)}") from None
 
 
 class LineBuffer:

@@ -92,7 +92,7 @@ class TokenGate:
         admit: Callable[[socket.socket], None],
         refused: Callable[[str, str], None] = lambda _address, _reason: None,
     ) -> None:
-        self._listener, self._secret, self._admit, self._refused = listener, secret, admit, refused
+        self._listener, self._secret, self._admit, self._say_refused = listener, secret, admit, refused
         self._unproved = ByAddress[_Unproved]()
         self._deadlines = deque[tuple[float, int]]()
         self._num_accepted = 0
@@ -186,6 +186,10 @@ class TokenGate:
 
     def _drive_out(self) -> None:
         self._end(self._unproved.pop_oldest()[1], f"{MAX_UNPROVED} other connections have not proved the secret yet")
+
+    def _refused(self, address: str, reason: str) -> None:
+        with contextlib.suppress(Exception):  # stderr is gone, or a disk is full: the gate has to stay open
+            self._say_refused(address, reason)
 
     def _end(self, one: _Unproved, reason: str) -> None:
         self._unproved.pop(one.number)

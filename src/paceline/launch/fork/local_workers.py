@@ -392,7 +392,7 @@ class LocalWorkers:
         if parent is None:
             return
         output, was_killed = f"\n{parent.output()}".rstrip(), parent.was_killed
-        is_back = self._restart_parent(parent, how) if had_forked or was_killed else False
+        is_back = self._restart_parent(parent, how, with_it=had_forked) if had_forked or was_killed else False
         if not had_forked:
             if not is_back:
                 text = f"The process that imports the workers' modules {how}.{output}"
@@ -411,8 +411,8 @@ class LocalWorkers:
             if self.alive.get(worker) is assignment and worker not in self._unstarted:
                 self._report_lost(worker, "WarmParentLost", loss, echo=number > 0)
 
-    def _restart_parent(self, parent: WarmParent, how: str) -> bool:
-        """Start the warm parent again after it was lost; return whether that is possible."""
+    def _restart_parent(self, parent: WarmParent, how: str, *, with_it: bool) -> bool:
+        """Start the warm parent again after it was lost, `with_it` its workers; return whether that is possible."""
         if self._num_parent_restarts >= MAX_PARENT_RESTARTS:
             return False
         self._num_parent_restarts += 1
@@ -423,5 +423,6 @@ class LocalWorkers:
         except LaunchError:
             self._has_forked = True
             return False
-        self._say(f"the process that workers are forked from {how}: it is started again")
+        lost = "; the workers of this host are lost with it" if with_it else ""
+        self._say(f"the process that workers are forked from {how}: it is started again{lost}")
         return True

@@ -7,7 +7,6 @@ then gives the outcome: finished, failed, or stopped, and whether workers were o
 from __future__ import annotations
 
 import dataclasses
-import json
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from paceline import clock
 from paceline.elastic.membership_messages import PREEMPTED, TOO_FEW, Finish
 from paceline.launch.job.restart_plan import RemainingHost, RestartPlan
+from paceline.plain_data import finite, read_object, whole
 
 __all__ = [
     "STUCK",
@@ -260,10 +260,10 @@ def read_error(worker_dir: Path) -> dict[str, Any] | None:
     """Return the content of error.json with long texts shortened; None if it is missing or incomplete."""
     try:
         with open(worker_dir / "error.json", "rb") as file:
-            error = json.loads(file.read(ERROR_BYTES))
+            error = read_object(file.read(ERROR_BYTES))
+        error["time"] = finite(error["time"]) if error.get("time") is not None else None
+        error["step"] = whole(error["step"]) if error.get("step") is not None else None
     except (OSError, ValueError):
-        return None
-    if not isinstance(error, dict):
         return None
     message, trace = str(error.get("message", "")), str(error.get("traceback", ""))
     if len(message) > TEXT_CHARS:

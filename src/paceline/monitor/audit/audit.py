@@ -169,8 +169,8 @@ def _too_far_behind(stream: str, lag: StalenessSeen) -> Iterator[str]:
             f"step {step} ({stream}): the weights that its gradient was computed on lacked {behind} updates, but the "
             f"plan allows {bound} (staleness={bound})"
         )
-    if len(lag.beyond) > MOST_LISTED:
-        yield f"and {len(lag.beyond) - MOST_LISTED} more steps of stream {stream} were too far behind"
+    if lag.num_beyond > MOST_LISTED:
+        yield f"and {lag.num_beyond - MOST_LISTED} more steps of stream {stream} were too far behind"
 
 
 def _how_far_behind(stream: str, lag: StalenessSeen) -> str:

@@ -21,6 +21,7 @@ from paceline.monitor.audit.settled_steps import settled_step
 from paceline.monitor.audit.step_alignment import aligned
 from paceline.monitor.records.attempt_history import ResumePoint, lineage, parse_ledger_line, resume_point_of
 from paceline.monitor.records.run_files import local_path, worker_number
+from paceline.plain_data import MOST_WHOLE, shown, text_of, whole
 
 __all__ = ["MOST_LISTED", "AttemptLedger", "PartialSteps", "Rollback", "RunLedgers", "StalenessSeen"]
 
@@ -37,7 +38,8 @@ class StalenessSeen:
     bounds: set[int | None] = dataclasses.field(default_factory=set["int | None"])  # of all attempts
     most: int = 0
     beyond: list[tuple[int, int, int]] = dataclasses.field(default_factory=list["tuple[int, int, int]"])
-    """Step, how far it was behind, and its bound: those that should not be."""
+    """Step, how far it was behind, and its bound: the first of those that should not be."""
+    num_beyond: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +112,7 @@ class RunLedgers:
         found: list[AttemptLedger] = []
         for directory in run_dir.glob("attempt_*"):
             number = directory.name.removeprefix("attempt_")
-            if not number.isdigit():
+            if not number.isdecimal() or len(number) > 9 or not directory.is_dir():
                 continue
             places = {worker_number(place.name): place / "ledger.jsonl" for place in directory.iterdir()}
             paths = {worker: path for worker, path in places.items() if worker is not None}
@@ -161,9 +163,10 @@ class RunLedgers:
             try:
                 if "step" in line or "runs" in line:
                     has_stepped = True
-                    waiting += self._known(where, runs_in(line), streams)
-                    if len(waiting) > MOST_WAITING:
-                        self._take_runs(attempt, worker, waiting, streams)
+                    for run in self._known(where, runs_in(line), streams):
+                        waiting.append(run)
+                        if len(waiting) > MOST_WAITING:
+                            self._take_runs(attempt, worker, waiting, streams)
                     continue
                 self._take_runs(attempt, worker, waiting, streams)
                 if "rollback" in line:
@@ -171,21 +174,23 @@ class RunLedgers:
                 elif "joins" in line:
                     pass  # a worker that came later; what it took over was another worker's
                 elif "stream" in line:
-                    streams[line["stream"]] = _stream(line)
+                    streams[text_of(line["stream"])] = _stream(line)
                 elif line.get("attempt") != attempt.number:
                     self.problems.append(f"{where} belongs to attempt {line.get('attempt')}, not {attempt.number}")
                 elif has_stepped:
                     self.problems.append(f"{where} begins the attempt anew after steps were taken in it")
-            except (KeyError, TypeError, ValueError) as error:
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
                 self._not_said(where, error)
         self._take_runs(attempt, worker, waiting, streams)
 
     def _known(self, where: str, runs: Iterator[Run], streams: dict[str, StreamHeader]) -> Iterator[Run]:
         """Those of a stream that was opened."""
+        unknown: set[str] = set()
         for run in runs:
             if run.shape.stream in streams:
                 yield run
-            else:
+            elif run.shape.stream not in unknown:
+                unknown.add(run.shape.stream)
                 self._not_said(where, KeyError(run.shape.stream))
 
     def _not_said(self, where: str, error: Exception) -> None:
@@ -207,14 +212,16 @@ class RunLedgers:
             if not valid:
                 return
             run = run.part(0, valid)
-        wrong = _impossible(run, attempt.begun.from_step)
-        if wrong and run.num > 1:
-            for index in range(run.num):
-                self._take_run(attempt, worker, run.part(index, index + 1), stream)
-            return
-        if wrong:
+        begin, end = _possible(run, attempt.begun.from_step)
+        if (begin, end) != (0, run.num):
+            first = run.part(end if begin == 0 else 0, (end if begin == 0 else 0) + 1)
+            wrong = _impossible(first, attempt.begun.from_step)
+            more = run.num - (end - begin) - 1
+            wrong += f", and so are {more} more of its line" if more else ""
             self._not_said(local_path(self._paths[attempt.number, worker]), ValueError(wrong))
-            return
+            if begin == end:
+                return
+            run = run.part(begin, end)
         name = run.shape.stream
         if run.shape.behind is not None:
             self._take_lag(name, run, bound=stream.staleness)
@@ -285,14 +292,13 @@ class RunLedgers:
         lag.bounds.add(bound)
         lag.most = max(lag.most, behind)
         if bound is not None and behind > bound:
-            lag.beyond += [(step, behind, bound) for step in range(run.step, run.last_step + 1, run.stride)]
+            steps = range(run.step, run.last_step + 1, run.stride)
+            lag.beyond += [(step, behind, bound) for step in steps[: MOST_LISTED - len(lag.beyond)]]
+            lag.num_beyond += len(steps)
 
     def _take_rollback(self, attempt: AttemptLedger, told: dict[str, Any]) -> None:
-        skips = tuple(
-            (str(name), (int(begin[0]), int(begin[1])), (int(end[0]), int(end[1])))
-            for name, (begin, end) in sorted(told["skips"].items())
-        )
-        rollback = Rollback(to_step=int(told["to_step"]), from_step=int(told["from_step"]), skips=skips)
+        skips = tuple((name, _place(begin), _place(end)) for name, (begin, end) in sorted(told["skips"].items()))
+        rollback = Rollback(to_step=whole(told["to_step"]), from_step=whole(told["from_step"]), skips=skips)
         if rollback.from_step > attempt.until_step:  # a later attempt went on from before it: its steps are void
             return
         if not attempt.begun.from_step <= rollback.to_step < rollback.from_step:
@@ -336,18 +342,36 @@ def _joins(path: Path) -> bool:
 
 
 def _impossible(run: Run, from_step: int) -> str:
-    """What of a run cannot be, in an attempt from a step; "": nothing."""
+    """What of a run of one line that cannot be is wrong, in an attempt from a step."""
     if (run.shape.behind or 0) < 0:
         return f"the update of step {run.step} cannot be {run.shape.behind} behind"
-    edges = [
-        (base + start, base + stop)
-        for base in (run.base, run.part(run.num - 1, run.num).base)
-        for start, stop in run.shape.ranges
-    ]
-    if run.step <= from_step or any(not 0 <= start <= stop for start, stop in edges):
-        ranges = [(run.base + start, run.base + stop) for start, stop in run.shape.ranges]
-        return f"step {run.step} with ranges {ranges} cannot be, in an attempt from step {from_step}"
-    return ""
+    ranges = [(run.base + start, run.base + stop) for start, stop in run.shape.ranges]
+    return f"step {run.step} with ranges {shown(ranges)} cannot be, in an attempt from step {from_step}"
+
+
+def _possible(run: Run, from_step: int) -> tuple[int, int]:
+    """Which of its lines can be, in an attempt from a step: they follow each other, from the first to before the
+    second number."""
+    shape = run.shape
+    if (shape.behind or 0) < 0 or any(start > stop for start, stop in shape.ranges):
+        return 0, 0
+    begin, end = run.before(from_step + 1), run.num
+    lowest = run.base + min((start for start, _ in shape.ranges), default=0)
+    if not shape.ranges:
+        pass
+    elif run.shift > 0:
+        begin = max(begin, -(lowest // run.shift))
+    elif run.shift < 0:
+        end = min(end, lowest // -run.shift + 1)
+    elif lowest < 0:
+        end = 0
+    return (begin, end) if begin < end else (0, 0)
+
+
+def _place(told: Any) -> tuple[int, int]:
+    """An epoch, and a position of it."""
+    epoch, position = told
+    return whole(epoch), whole(position, least=-MOST_WHOLE)
 
 
 def _num_dropped(run: Run) -> int:
@@ -358,11 +382,11 @@ def _num_dropped(run: Run) -> int:
 def _stream(line: dict[str, Any]) -> StreamHeader:
     samples = line["samples"]
     return StreamHeader(
-        samples=int(samples or 0) or None,
-        batch=int(line["batch"]),
-        seed=int(line["seed"]),
+        samples=whole(samples or 0) or None,
+        batch=whole(line["batch"], least=1),
+        seed=whole(line["seed"], most=2**63 - 1),
         shuffle=bool(line["shuffle"]),
         drop_last=bool(line["drop_last"]),
-        weights=str(line.get("weights", "")),
-        staleness=None if line.get("staleness") is None else int(line["staleness"]),
+        weights=text_of(line.get("weights", "")),
+        staleness=None if line.get("staleness") is None else whole(line["staleness"]),
     )

@@ -18,10 +18,12 @@ from typing import Any
 
 from paceline.errors import writing
 from paceline.events import Record, StepsMerged, WorkerStarted
+from paceline.logs.log_reader import LONGEST_LINE
 from paceline.logs.metric_rows import StepRanges, cut_rows, merge_rows, steps_of_row
 from paceline.logs.sealed_log import LineLog, Sealing
 from paceline.monitor.records.attempt_history import AttemptSteps, lineage, resume_points, steps_between
 from paceline.monitor.records.steps import Step, real
+from paceline.plain_data import read_object, whole
 
 __all__ = ["MetricsFile", "metrics_line"]
 
@@ -161,7 +163,7 @@ def drop_others(path: Path, counts: Callable[[int, int | None], bool]) -> StepRa
     try:
         with open(path, encoding="utf-8", errors="replace") as old, open(temporary, "w", encoding="utf-8") as new:
             num_dropped, kept = 0, list[tuple[int, int]]()
-            for line in old:
+            for line in iter(lambda: old.readline(LONGEST_LINE), ""):
                 steps, attempt = _place(line) if line.endswith("\n") else ([], None)
                 if steps and all(counts(step, attempt) for edges in steps for step in edges):
                     new.write(line)
@@ -182,7 +184,7 @@ def drop_others(path: Path, counts: Callable[[int, int | None], bool]) -> StepRa
 def _place(line: str) -> tuple[list[tuple[int, int]], int | None]:
     """The steps of a line and its attempt, which lines of earlier versions do not say; no steps: it is damaged."""
     try:
-        said = json.loads(line)
-        return steps_of_row(said), int(said["attempt"]) if "attempt" in said else None
+        said = read_object(line)
+        return steps_of_row(said), whole(said["attempt"]) if "attempt" in said else None
     except (ValueError, TypeError, KeyError):  # cut off by a kill in the middle of a write
         return [], None

@@ -1,6 +1,6 @@
 """Serves an attempt's state to Prometheus: base units, `_total` and `_seconds` names, no label that grows with the run.
 
-The server is one thread that answers scrapes; the reader of the run's events sets the numbers. It listens on loopback
+One thread answers scrapes (`scrape_server`); the reader of the run's events sets the numbers. It listens on loopback
 unless the job says otherwise, and it serves nothing but these numbers.
 """
 
@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 from collections.abc import Collection
-from socketserver import ThreadingMixIn
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Summary, make_wsgi_app
+from prometheus_client import CollectorRegistry, Counter, Gauge, Summary
 
-from paceline.errors import LaunchError
 from paceline.events import CheckpointFailed, CheckpointSaved, Evaluated, Record, WorkerStarted
+from paceline.monitor.export.scrape_server import ScrapeServer
 from paceline.monitor.records.steps import Step, parts_of
 
 __all__ = ["PrometheusEndpoint"]
 
-SCRAPE_TIMEOUT_S = 5.0
 IDLE_STEPS = 20  # over about so many an idle share is smoothed
 
 
@@ -61,12 +57,8 @@ class PrometheusEndpoint:
         self._startup = Gauge("paceline_startup_seconds", about, registry=registry)
         self._workers = _WorkerMetrics(registry)
         self._workers.follow(range(workers))
-        self._server = _listen(host, port, registry)
-        self.url = _url(host, self._server.server_port)
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="metrics", daemon=True
-        )
-        self._thread.start()
+        self._server = ScrapeServer(host, port, registry)
+        self.url = _url(host, self._server.port)
 
     def accept(self, item: Record | Step) -> None:
         if isinstance(item, Step):
@@ -95,9 +87,7 @@ class PrometheusEndpoint:
 
     def close(self) -> None:
         """Stop listening; scrapes under way are cut."""
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+        self._server.close()
 
     def _step(self, row: Step) -> None:
         self._steps.inc()
@@ -170,40 +160,6 @@ class _WorkerMetrics:
             before = self._shares.get(worker, share)
             self._shares[worker] = share = before + (share - before) / IDLE_STEPS
             self._idle.labels(str(worker)).set(share)
-
-
-class _ScrapeServer(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-    allow_reuse_port = False  # a second run on the same port is an error, not half of the scrapes
-
-    def server_bind(self) -> None:
-        """Bind without looking up the host's full name, as the base class does: that can take seconds."""
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
-        self.setup_environ()
-
-
-class _QuietRequests(WSGIRequestHandler):
-    timeout = SCRAPE_TIMEOUT_S
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Scrapes are not news."""
-
-
-def _listen(host: str, port: int, registry: CollectorRegistry) -> _ScrapeServer:
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        kind = type("_FamilyServer", (_ScrapeServer,), {"address_family": family})
-        server = kind((str(address[0]), port), _QuietRequests)
-    except OSError as error:
-        raise LaunchError(
-            f"The metrics endpoint cannot listen on {host}:{port}: {error.strerror or error}. "
-            "Use another metrics_port (0: any free one), or metrics_host=127.0.0.1."
-        ) from error
-    server.set_app(make_wsgi_app(registry))
-    return server
 
 
 def _url(host: str, port: int) -> str:

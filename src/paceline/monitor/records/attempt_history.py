@@ -11,7 +11,6 @@ workers' events. Steps after the newest checkpoint are taken again, and the cons
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from paceline.logs.log_reader import last_lines, lines_of
 from paceline.monitor.records.event_reader import attempt_dir, decode_event
 from paceline.monitor.records.run_files import worker_number
 from paceline.monitor.records.steps import Step, StepMerger
+from paceline.plain_data import read_object, text_of, whole
 
 __all__ = [
     "AttemptSteps",
@@ -109,28 +109,33 @@ def resume_point_of(path: Path) -> ResumePoint | None:
     begun: ResumePoint | None = None
     for text in lines_of(path):
         line = parse_ledger_line(text)
-        if line is None or not isinstance(line.get("from_step"), int):
+        point = _resume_point(line) if line is not None else None
+        if point is None:
             break
-        begun = _resume_point(line)
+        begun = point
     return begun
 
 
 def parse_ledger_line(text: str) -> dict[str, Any] | None:
     """The object that a line of a ledger holds; None where it is damaged."""
     try:
-        line = json.loads(text)
+        return read_object(text)
     except ValueError:
         return None
-    return line if isinstance(line, dict) else None
 
 
-def _resume_point(line: dict[str, Any]) -> ResumePoint:
-    return ResumePoint(
-        from_step=line["from_step"],
-        of_attempt=line.get("of_attempt"),
-        source=line.get("source"),
-        starts=tuple((str(name), int(epoch), int(place)) for name, (epoch, place) in line.get("starts", {}).items()),
-    )
+def _resume_point(line: dict[str, Any]) -> ResumePoint | None:
+    """What the first line of a ledger says; None where it does not say what such a line says."""
+    of_attempt, source, starts = line.get("of_attempt"), line.get("source"), line.get("starts", {})
+    try:
+        return ResumePoint(
+            from_step=whole(line["from_step"]),
+            of_attempt=None if of_attempt is None else whole(of_attempt),
+            source=None if source is None else text_of(source),
+            starts=tuple((name, whole(epoch), whole(place)) for name, (epoch, place) in starts.items()),
+        )
+    except (ValueError, TypeError, AttributeError, KeyError):
+        return None
 
 
 STEP_DONE = '{"event": "StepDone"'  # how the line of a step begins

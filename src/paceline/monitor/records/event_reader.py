@@ -77,5 +77,5 @@ def decode_event(line: str) -> Record | None:
     """Return the event that a line holds, or None where the line is damaged or comes from another version."""
     try:
         return decode(line)
-    except (ValueError, TypeError, KeyError, AttributeError):  # no JSON; no such fields; no time or worker; no object
+    except ValueError:
         return None

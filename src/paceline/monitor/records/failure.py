@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import os
 import re
 import signal as signals
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.monitor.records.run_files import local_path
+from paceline.plain_data import read_object
 from paceline.units import bytes_text, workers_text
 
 __all__ = ["Failure", "explain", "headline", "is_consequence", "is_echo", "root_cause"]
@@ -30,6 +30,7 @@ LOADER = re.compile(  # what torch makes of an error in a loader process
     r"Caught \w+ in DataLoader worker process (\d+)\.\nOriginal (Traceback \(most recent call last\):\n.*)", re.DOTALL
 )
 OF_ONE_WORKER = re.compile(r"worker_\d+[\\/]\w+\.\w+|\(in loader process \d+\)$")
+MOST_BYTES = 8 << 20  # of an error.json that is read
 MESSAGE_WIDTH = 200  # of an error's message in a headline; the traceback below has all of it
 
 
@@ -243,6 +244,7 @@ def _signal_name(number: int) -> str:
 def is_echo(path: Path) -> bool:
     """Return whether an error only reports that a peer was lost."""
     try:
-        return bool(json.loads(path.read_text(encoding="utf-8")).get("echo"))
-    except (OSError, ValueError, AttributeError):  # being written at this moment, or cut off: an error all the same
+        with open(path, "rb") as file:
+            return bool(read_object(file.read(MOST_BYTES)).get("echo"))
+    except (OSError, ValueError):  # being written at this moment, or cut off: an error all the same
         return False

@@ -6,13 +6,13 @@ many lines are sealed; those of its own lines that were read before are left out
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 from paceline.logs.log_reader import sealed_lines
 from paceline.logs.sealed_log import SealedMark
 from paceline.monitor.records.run_files import GrowingFile
+from paceline.plain_data import finite, read_object
 
 __all__ = ["GrowingLog"]
 
@@ -77,6 +77,6 @@ class GrowingLog:
 
 def _time(line: str) -> float:
     try:
-        return float(json.loads(line)["time"])
-    except (ValueError, TypeError, KeyError):  # damaged
+        return finite(read_object(line)["time"])
+    except (ValueError, KeyError):  # damaged
         return 0.0

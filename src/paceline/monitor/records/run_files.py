@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 from paceline.errors import DISK_FULL
+from paceline.logs.log_reader import LONGEST_LINE
 
 __all__ = ["GrowingFile", "local_path", "replace_text", "worker_number"]
 
 CHUNK_BYTES = 1 << 18
+MOST_DIGITS = 6  # of a worker's number
 
 
 class GrowingFile:
@@ -37,6 +39,9 @@ class GrowingFile:
         if not pieces:
             return []
         *lines, self._partial = (self._partial + b"".join(pieces)).split(b"\n")
+        if len(self._partial) > LONGEST_LINE:  # it is given out in pieces
+            lines.append(self._partial)
+            self._partial = b""
         return [line.decode("utf-8", errors="replace") for line in lines]
 
     def inode(self) -> int | None:
@@ -90,7 +95,8 @@ def _write_over(path: Path, content: bytes) -> bool:
 def worker_number(directory: str) -> int | None:
     """Return k for "worker_k", None for another name."""
     prefix, _, number = directory.rpartition("_")
-    return int(number) if prefix == "worker" and number.isascii() and number.isdigit() else None
+    is_number = number.isascii() and number.isdigit() and len(number) <= MOST_DIGITS
+    return int(number) if prefix == "worker" and is_number else None
 
 
 def local_path(path: Path | str) -> str:

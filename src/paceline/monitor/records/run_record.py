@@ -15,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from paceline import clock, run_lock
+from paceline.events import MOST_WORKERS
 from paceline.monitor.records.processes import is_same_process, process_started_s, process_state, this_host
 from paceline.monitor.records.run_files import replace_text
+from paceline.plain_data import LATEST, fitted, read_object
 from paceline.private_files import make_run_directory
 
 __all__ = ["RUNNING", "AttemptRecord", "RunRecord"]
 
 RUNNING = "running"
+MOST_BYTES = 8 << 20  # of a record that is read
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,9 +61,7 @@ class RunRecord:
         """Read a run directory's record; raises ValueError, saying what is there, where it is not one."""
         run_dir = Path(run_dir)
         try:
-            fields = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
-            attempts = tuple(AttemptRecord(**attempt) for attempt in fields.pop("attempts"))
-            return cls(run_dir=run_dir, attempts=attempts, **fields)
+            return dataclasses.replace(_fields_of(run_dir / "run.json"), run_dir=run_dir)
         except (FileNotFoundError, NotADirectoryError):
             what = (
                 "has no run.json"
@@ -74,7 +75,7 @@ class RunRecord:
                 "(runs/... unless --run-dir said otherwise)."
                 + (" The record of a run on several hosts is on the host of --head." if _has_attempts(run_dir) else "")
             ) from None
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, OSError) as error:
             raise ValueError(
                 f"{run_dir / 'run.json'} cannot be read ({error}): it is damaged or of another version."
             ) from error
@@ -139,9 +140,13 @@ class RunRecord:
     def changed(self, **fields: Any) -> RunRecord:
         """Write the record with other values in some fields; the other fields are taken as the file has them now.
 
-        A later start's record stays as it is.
+        A later start's record stays as it is. One that was removed or damaged meanwhile is written anew.
         """
-        now = RunRecord.load(self.run_dir)
+        try:
+            now = RunRecord.load(self.run_dir)
+        except ValueError:
+            make_run_directory(self.run_dir)
+            now = self
         return now if now.attempt > self.attempt else dataclasses.replace(now, **fields).save()
 
     def save(self) -> RunRecord:
@@ -177,6 +182,21 @@ class RunRecord:
     def state_now(self) -> str:
         """Return the state; "lost" if the supervisor was killed and wrote no end (known only on its own host)."""
         return "lost" if self.state == RUNNING and self.is_here() and not self.is_alive() else self.state
+
+
+def _fields_of(path: Path) -> RunRecord:
+    with open(path, "rb") as file:
+        fields = read_object(file.read(MOST_BYTES))
+    if "attempts" not in fields:
+        raise ValueError("it names no attempts")
+    record = fitted(RunRecord, {**fields, "run_dir": ""})
+    numbers = [(record.started, record.workers, record.attempt)]
+    numbers += [(each.started, 0, each.attempt) for each in record.attempts]
+    if not all(
+        0 <= when <= LATEST and 0 <= workers <= MOST_WORKERS and 0 <= n <= MOST_WORKERS for when, workers, n in numbers
+    ):
+        raise ValueError("its times or numbers cannot be")
+    return record
 
 
 def _has_attempts(run_dir: Path) -> bool:

@@ -7,7 +7,6 @@ everything that is not a step. The second one streams the steps, worker by worke
 from __future__ import annotations
 
 import dataclasses
-import json
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,10 +15,12 @@ from typing import NamedTuple
 from paceline import clock
 from paceline.events import Record, RunFinished, RunStarted, StreamOpened, WorkerJoined, WorkerLost, WorkerStarted
 from paceline.logs.log_reader import last_lines, lines_of
+from paceline.monitor.records.damaged_lines import DamagedLines
 from paceline.monitor.records.event_reader import attempt_dir, decode_event
 from paceline.monitor.records.failure import is_echo
 from paceline.monitor.records.run_files import worker_number
 from paceline.monitor.records.run_record import RUNNING, RunRecord
+from paceline.plain_data import LATEST, finite, read_object, whole
 
 __all__ = ["AttemptLog", "StepTime", "read_attempts"]
 
@@ -55,8 +56,14 @@ class AttemptLog:
     steps: Callable[[int], Iterable[StepTime]]  # of a worker, by time
 
 
-def read_attempts(record: RunRecord, *, others: Sequence[Path] = ()) -> list[AttemptLog]:
-    """Return the attempts of a run that left files, by their numbers; `others` are directories of its other hosts."""
+def read_attempts(
+    record: RunRecord, *, others: Sequence[Path] = (), damaged: DamagedLines | None = None
+) -> list[AttemptLog]:
+    """Return the attempts of a run that left files, by their numbers; `others` are directories of its other hosts.
+
+    `damaged` gets the lines that were left out, those of steps when they are read.
+    """
+    damaged = damaged or DamagedLines()
     logs: list[AttemptLog] = []
     for attempt in record.attempts:
         directory = attempt_dir(record.run_dir, attempt.attempt)
@@ -66,7 +73,7 @@ def read_attempts(record: RunRecord, *, others: Sequence[Path] = ()) -> list[Att
         found_in = [path for place in places if place.is_dir() for path in place.iterdir()]
         paths = {worker: path / "events.jsonl" for path in found_in if (worker := _worker(path)) is not None}
         records = sorted(
-            (found for path in (directory / "events.jsonl", *paths.values()) for found in _rare(path)),
+            (found for path in (directory / "events.jsonl", *paths.values()) for found in _rare(path, damaged)),
             key=operator.attrgetter("time"),
         )
         last_told = {worker: _last_told(path) for worker, path in paths.items()}
@@ -90,7 +97,7 @@ def read_attempts(record: RunRecord, *, others: Sequence[Path] = ()) -> list[Att
                 last_step=max((step for _, step in last_told.values()), default=0),
                 echoes=frozenset(worker for worker, path in paths.items() if is_echo(path.with_name("error.json"))),
                 records=records,
-                steps=_Steps(paths),
+                steps=_Steps(paths, damaged),
             )
         )
     return logs
@@ -112,37 +119,33 @@ def _elsewhere(records: Sequence[Record], otherwise: int, here: Collection[int])
 class _Steps:
     """Reads a worker's steps each time that it is called."""
 
-    def __init__(self, paths: Mapping[int, Path]) -> None:
-        self._paths = paths
+    def __init__(self, paths: Mapping[int, Path], damaged: DamagedLines) -> None:
+        self._paths, self._damaged = paths, damaged
 
     def __call__(self, worker: int) -> Iterator[StepTime]:
         path = self._paths.get(worker)
-        for line in lines_of(path) if path is not None else ():
-            if line.startswith(STEPS):
-                step_time = _step(line)
-                if step_time is not None:
-                    yield step_time
+        if path is not None:
+            yield from self._damaged.read(path, (line for line in lines_of(path) if line.startswith(STEPS)), _step)
 
 
 def _step(line: str) -> StepTime | None:
     try:
-        fields = json.loads(line)
+        fields = read_object(line)
+        when, seconds = finite(fields["time"]), fields["seconds"]
+        if not 0 <= when <= LATEST or not all(finite(value) >= 0 for value in seconds.values()):
+            return None
         if "num_steps" in fields:
-            num, seconds = fields["num_steps"], fields["seconds"]
-            return StepTime(
-                fields["time"], fields["last_step"], seconds, False, num, fields["first_step"], fields["skipped_s"]
-            )
-        return StepTime(fields["time"], fields["step"], fields["seconds"], fields.get("skipped", False))
-    except (ValueError, TypeError, KeyError):  # cut off by a kill, or damaged
+            first, last = whole(fields["first_step"]), whole(fields["last_step"])
+            num, skipped_s = whole(fields["num_steps"], least=1), finite(fields["skipped_s"])
+            return StepTime(when, last, seconds, False, num, first, skipped_s)
+        return StepTime(when, whole(fields["step"]), seconds, fields.get("skipped", False) is True)
+    except (ValueError, TypeError, KeyError, AttributeError):  # cut off by a kill, or damaged
         return None
 
 
-def _rare(path: Path) -> Iterator[Record]:
-    for line in lines_of(path):
-        if not line.startswith(STEPS):
-            found = decode_event(line)
-            if found is not None:
-                yield found
+def _rare(path: Path, damaged: DamagedLines) -> Iterator[Record]:
+    lines = (line for line in lines_of(path) if not line.startswith(STEPS))
+    return damaged.read(path, lines, decode_event)
 
 
 def _last_told(path: Path) -> tuple[float, int]:

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 import operator
 import statistics
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from paceline.logs.log_reader import lines_of
+from paceline.logs.metric_rows import read_row
+from paceline.monitor.records.damaged_lines import DamagedLines
 
 __all__ = ["NUM_COLUMNS", "Curves", "Point", "read_curves", "thinned"]
 
@@ -48,14 +51,14 @@ class Curves:
     num_broken: int  # steps whose loss is not finite
 
 
-def read_curves(metrics: Path, elapsed: Callable[[float], float]) -> Curves:
-    """Read a run's `metrics.jsonl`; empty curves where there is none."""
+def read_curves(metrics: Path, elapsed: Callable[[float], float], damaged: DamagedLines | None = None) -> Curves:
+    """Read a run's `metrics.jsonl`; empty curves where there is none. `damaged` gets the lines that were left out."""
     steps, losses, times, samples, took = array("d"), array("d"), array("d"), array("q"), array("d")
     since = array("d")  # when the step began, by the clock of `times`
     lows, highs, weights = array("d"), array("d"), array("d")  # of the losses: a row may stand for many
     slowest, fastest, nums = array("d"), array("d"), array("q")
     first_loss, last_loss, num_broken = None, None, 0
-    for row in _rows(metrics):
+    for row in (damaged or DamagedLines()).read(metrics, lines_of(metrics), read_row):
         merged = row.get("merged")
         if isinstance(merged, dict):
             row = {**row, **_as_one(merged)}
@@ -72,7 +75,7 @@ def read_curves(metrics: Path, elapsed: Callable[[float], float]) -> Curves:
             num_broken += 1
         num_broken += row.get("num_broken", 0)
         speed = row.get("samples_per_s")
-        if speed:
+        if speed and math.isfinite(row["num_samples"] / speed):
             times.append(elapsed(row["time"]))
             samples.append(row["num_samples"])
             took.append(row["num_samples"] / speed)
@@ -165,17 +168,3 @@ def thinned(
         points.append(Point(sum(xs[begin:end]) / (end - begin), mean, min(lows[begin:end]), max(highs[begin:end])))
         begin = end
     return tuple(points)
-
-
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            for line in file:
-                try:
-                    row = json.loads(line)
-                except ValueError:  # cut off by a kill
-                    continue
-                if isinstance(row, dict) and {"step", "time", "num_samples"} <= row.keys():
-                    yield row
-    except FileNotFoundError:
-        return

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from paceline.events import EventsMerged, StateKept, WorkerFinished, WorkerStarted
+from paceline.monitor.records.damaged_lines import DamagedLines
 from paceline.monitor.records.run_files import local_path
 from paceline.monitor.records.run_record import RunRecord
 from paceline.monitor.report.attempt_log import AttemptLog, read_attempts
@@ -52,6 +53,7 @@ class RunReport:
     last_step: int | None
     kept: SnapshotCost | None = None  # None: no snapshots in memory
     held: Mapping[int, WorkerMemory] = dataclasses.field(default_factory=lambda: dict[int, WorkerMemory]())  # by worker
+    left_out: tuple[str, ...] = ()  # files with lines that cannot be read
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,8 @@ def read_report(run_dir: Path | str, *others: Path | str) -> RunReport:
             "and the directories that it has on other hosts."
         )
     record = RunRecord.load(heads[0] if heads else places[0])
-    logs = read_attempts(record, others=[place for place in places if place != record.run_dir])
+    damaged = DamagedLines()
+    logs = read_attempts(record, others=[place for place in places if place != record.run_dir], damaged=damaged)
     ledger = goodput_ledger(logs)
     plans = [each.event.plan for log in logs for each in log.records if isinstance(each.event, WorkerStarted)]
     steps = [step for book in ledger.attempts for step in (book.first_step, book.last_step) if step is not None]
@@ -92,11 +95,12 @@ def read_report(run_dir: Path | str, *others: Path | str) -> RunReport:
         plan=plans[-1] if plans else record.plan,
         record=record,
         ledger=ledger,
-        curves=read_curves(record.run_dir / "metrics.jsonl", ledger.elapsed),
+        curves=read_curves(record.run_dir / "metrics.jsonl", ledger.elapsed, damaged),
         first_step=min(steps, default=None),
         last_step=max(steps, default=None),
         kept=_snapshot_cost(logs, ledger),
         held=memory_by_worker(logs),
+        left_out=tuple(damaged.texts()),
     )
 
 
@@ -119,6 +123,7 @@ def report_text(report: RunReport) -> str:
             *memory_lines(report.held, most=MOST_LISTED),
             *([f"\n{snapshot_cost_text(report.kept)}"] if report.kept is not None else []),
             *_incidents_lines(ledger),
+            *(line for text in report.left_out for line in _wrapped(f"note: {text}", WIDTH)),
         ]
     )
 

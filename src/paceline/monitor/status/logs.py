@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from paceline.logs.log_reader import LONGEST_LINE
 from paceline.monitor.records.event_reader import attempt_dir
 from paceline.monitor.records.run_files import GrowingFile, worker_number
 from paceline.monitor.records.run_record import RunRecord
@@ -14,6 +16,7 @@ from paceline.units import printable
 __all__ = ["main_logs"]
 
 STREAMS = ("stdout", "stderr")
+PIECE_BYTES = 2 * LONGEST_LINE  # of a file, in memory at once: a line of any length is given out by then
 EVERY_S = 0.2  # between two looks at the files
 SHORT = {"stdout": "", "stderr": " err"}
 
@@ -64,8 +67,12 @@ def _files(record: RunRecord, worker: int | None, stream: str | None) -> dict[st
 
 def _print(files: dict[str, GrowingFile], *, is_over: bool = False) -> None:
     for tag, file in files.items():
-        lines = file.poll(limit_bytes=None)
+        while lines := file.poll(PIECE_BYTES):
+            _print_lines(lines, tag if len(files) > 1 else "")
         rest = file.rest() if is_over else ""
-        for line in [*lines, rest] if rest else lines:
-            shown = printable(line, colors=True)
-            print(shown if len(files) == 1 else f"{tag}{shown}", flush=True)
+        _print_lines([rest] if rest else [], tag if len(files) > 1 else "")
+
+
+def _print_lines(lines: Sequence[str], tag: str) -> None:
+    for line in lines:
+        print(f"{tag}{printable(line, colors=True)}", flush=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,7 +15,9 @@ from typing import Any
 from paceline import clock
 from paceline.events import Record, StreamOpened, Warned, WorkerFailed
 from paceline.logs.log_reader import last_lines, lines_of
+from paceline.logs.metric_rows import read_row
 from paceline.monitor.console.progress import number_text, rate_text
+from paceline.monitor.records.damaged_lines import DamagedLines
 from paceline.monitor.records.event_reader import attempt_dir, decode_event
 from paceline.monitor.records.run_files import worker_number
 from paceline.monitor.records.run_record import RunRecord
@@ -44,12 +45,13 @@ class Progress:
     since_step_s: float | None  # since the last one was committed, where the attempt has committed any
 
     @classmethod
-    def of(cls, record: RunRecord) -> Progress:
+    def of(cls, record: RunRecord, damaged: DamagedLines) -> Progress:
         """Read `metrics.jsonl` from its end, and what the workers said when they opened the data."""
-        rows = _last_rows(record.run_dir / "metrics.jsonl")
+        rows = _last_rows(record.run_dir / "metrics.jsonl", damaged)
         row = rows[0] if rows else {}
         opened = _opened(attempt_dir(record.run_dir, record.attempt))
-        ends = [record.job.get("max_steps"), None if opened is None else opened.last_step]
+        most = record.job.get("max_steps")
+        ends = [most if type(most) is int else None, None if opened is None else opened.last_step]
         when = row.get("time", 0.0)
         return cls(
             step=row.get("step", 0),
@@ -109,15 +111,9 @@ class RunTrouble:
         return cls(error=error, warning=warned.event.text, warned_s=age_s)
 
 
-def _last_rows(path: Path) -> list[dict[str, Any]]:
+def _last_rows(path: Path, damaged: DamagedLines) -> list[dict[str, Any]]:
     """The newest first."""
-    rows: list[dict[str, Any]] = []
-    for line in itertools.islice(last_lines(path), NUM_STEPS):
-        try:
-            rows.append(dict(json.loads(line)))
-        except ValueError:  # cut off by a kill
-            continue
-    return rows
+    return list(damaged.read(path, itertools.islice(last_lines(path), NUM_STEPS), read_row))
 
 
 def _opened(directory: Path) -> StreamOpened | None:

@@ -25,6 +25,7 @@ from paceline.events import (
 )
 from paceline.logs.log_reader import last_lines, lines_of
 from paceline.monitor.console.event_lines import event_line
+from paceline.monitor.records.damaged_lines import DamagedLines
 from paceline.monitor.records.event_reader import attempt_dir, decode_event
 from paceline.monitor.records.failure import is_echo
 from paceline.monitor.records.processes import process_state, this_host
@@ -82,6 +83,7 @@ class RunStatus:
     workers_left: int  # in the newest attempt, in good order, while the others went on
     last_leaving: str | None  # the last one of them, in words
     workers: tuple[WorkerStatus, ...]
+    left_out: tuple[str, ...] = ()  # files with lines that cannot be read
 
     @property
     def stands_still(self) -> bool:
@@ -97,12 +99,13 @@ class RunStatus:
 def status(run_dir: Path | str) -> RunStatus:
     """Read how a run stands; raises ValueError where `run_dir` is not the directory of a run."""
     record = RunRecord.load(run_dir)
-    progress = Progress.of(record)
-    said = _supervisor_events(record)
+    damaged = DamagedLines()
+    said = _supervisor_events(record, damaged)
+    progress = Progress.of(record, damaged)
     changes = _MembershipChanges.of(said)
     started = _started(record, changes.replaced)
     failed = {each.event.rank: each.event for each in said if isinstance(each.event, WorkerFailed)}
-    workers = _workers(record, started, changes, failed)
+    workers = _workers(record, started, changes, failed, damaged)
     plans = [each.event.plan for each in started.values() if isinstance(each.event, WorkerStarted)]
     return RunStatus(
         run_dir=str(record.run_dir),
@@ -124,6 +127,7 @@ def status(run_dir: Path | str) -> RunStatus:
         workers_left=changes.num_left,
         last_leaving=changes.last_leaving,
         workers=workers,
+        left_out=tuple(damaged.texts()),
     )
 
 
@@ -159,6 +163,7 @@ def _text(run: RunStatus) -> str:
             f"kill -CONT {worker.pid} has it go on"
             for worker in halted
         ]
+    lines += [f"  note: {text}" for text in run.left_out]
     lines += [f"  plan {run.plan}"] if run.plan else []
     lines += [f"  metrics at {run.metrics_url}"] if run.metrics_url else []
     if run.workers_lost:
@@ -241,7 +246,11 @@ class _MembershipChanges:
 
 
 def _workers(
-    record: RunRecord, started: Mapping[int, Record], changes: _MembershipChanges, failed: Mapping[int, WorkerFailed]
+    record: RunRecord,
+    started: Mapping[int, Record],
+    changes: _MembershipChanges,
+    failed: Mapping[int, WorkerFailed],
+    damaged: DamagedLines,
 ) -> tuple[WorkerStatus, ...]:
     return tuple(
         _worker(
@@ -249,6 +258,7 @@ def _workers(
             worker,
             started.get(worker),
             failed,
+            damaged=damaged,
             lost_at=changes.lost.get(worker),
             left_at=changes.left.get(worker),
         )
@@ -262,6 +272,7 @@ def _worker(
     last_record: Record | None,
     failed: Mapping[int, WorkerFailed],
     *,
+    damaged: DamagedLines,
     lost_at: float | None,
     left_at: float | None,
 ) -> WorkerStatus:
@@ -273,6 +284,7 @@ def _worker(
     for number, line in enumerate(last_lines(directory / "events.jsonl")):
         event = decode_event(line)
         if event is None:
+            damaged.note(directory / "events.jsonl", line)
             continue
         age_s = clock.now() - event.time if age_s is None else age_s
         step = step or getattr(event.event, "step", 0)
@@ -335,7 +347,7 @@ def _started(record: RunRecord, replaced: Collection[int]) -> dict[int, Record]:
     return found
 
 
-def _supervisor_events(record: RunRecord) -> list[Record]:
+def _supervisor_events(record: RunRecord, damaged: DamagedLines) -> list[Record]:
     """In the order of their times."""
     path = attempt_dir(record.run_dir, record.attempt) / "events.jsonl"
-    return [event for line in lines_of(path) if (event := decode_event(line)) is not None]
+    return list(damaged.read(path, lines_of(path), decode_event))

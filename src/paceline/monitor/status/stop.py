@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
@@ -16,6 +15,7 @@ from paceline.monitor.records.processes import is_same_process
 from paceline.monitor.records.run_files import local_path
 from paceline.monitor.records.run_record import RunRecord
 from paceline.monitor.status.status import status
+from paceline.plain_data import finite, read_object, whole
 
 __all__ = ["main_stop"]
 
@@ -41,7 +41,7 @@ def main_stop(run_dir: Path | str) -> int:
         print(f"{name} does not run: it is {record.state_now()}")
         return 0
     print(f"stopping {name} (process {record.pid})", flush=True)
-    grace_s = float(record.job.get("grace_s", 0.0))
+    grace_s = _grace_s(record)
     patience_s = PATIENCE_S + grace_s
     began = clock.now()
 
@@ -60,6 +60,14 @@ def main_stop(run_dir: Path | str) -> int:
     return 0
 
 
+def _grace_s(record: RunRecord) -> float:
+    """What the job gives its workers to leave in; a record that does not say it gives them none."""
+    try:
+        return max(0.0, finite(record.job.get("grace_s", 0.0)))
+    except ValueError:
+        return 0.0
+
+
 def _still_there(record: RunRecord, grace_s: float) -> str:
     """What the run waits for, as far as it is known, and for how long."""
     now = status(record.run_dir)
@@ -72,10 +80,7 @@ def _still_there(record: RunRecord, grace_s: float) -> str:
 
 def _how_it_ended(record: RunRecord, began: float) -> Iterator[str]:
     """The run's end, what is saved of it, and what the supervisor warned of since `began`."""
-    try:
-        facts = json.loads((record.run_dir / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # the disk is full, or it was ended before it could say anything
-        facts = {}
+    facts = _summary(record.run_dir / "summary.json")
     state, name = record.state_now(), local_path(record.run_dir)
     if facts.get("attempt") != record.attempt:
         yield f"{name} is {state}"
@@ -97,6 +102,15 @@ def _how_it_ended(record: RunRecord, began: float) -> Iterator[str]:
     warning, warned_s = (trouble := status(record.run_dir).trouble).warning, trouble.warned_s
     if warning and warned_s is not None and clock.now() - warned_s >= began:
         yield f"  {warning}"
+
+
+def _summary(path: Path) -> dict[str, int]:
+    """The numbers of a summary that are needed here; empty where it does not say them."""
+    try:
+        said = read_object(path.read_bytes())
+        return {name: whole(said[name]) for name in ("attempt", "step", "steps", "steps_unsaved", "checkpoints_saved")}
+    except (OSError, ValueError, KeyError):  # the disk is full, or it was ended before it could say anything
+        return {}
 
 
 def _end(pid: int, started_s: float, patience_s: float, explain: Callable[[], None]) -> bool:

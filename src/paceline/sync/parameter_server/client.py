@@ -42,7 +42,7 @@ KEY = "paceline/servers/{attempt}/{number}"
 POLL_S = 0.005
 END_S = 3.0  # for a server that this worker has started to notice that all clients have disconnected
 REPORT_AFTER_S = 10.0  # a wait of this length is reported
-STARTER_FIRST_S = 0.5  # the worker that started a server knows which signal killed it, so it may report first
+STARTER_FIRST_S = 3.0  # for the worker that started a server, which knows the signal that killed it, to say so
 
 
 ServerRequest = tuple[Mapping[str, Any], Sequence[Tensor]]
@@ -227,10 +227,16 @@ class ServerClient:
             how = reaped(about["pid"], within_s=END_S)
             if how:
                 self._started.remove(about["pid"])
+                self._give_up(about, f"{name} {how}")  # the others wait for that
             return f"{name} {how or 'was lost'}"
-        if not at_once:
-            time.sleep(STARTER_FIRST_S)
-        return f"{name} was lost"
+        return (None if at_once else self._told_by_starter(about)) or f"{name} was lost"
+
+    def _told_by_starter(self, about: Mapping[str, Any]) -> str | None:
+        """Wait a moment for the worker that started a server to say how it ended; None if it does not."""
+        deadline = time.monotonic() + STARTER_FIRST_S
+        while (told := self._given_up(about)) is None and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return told
 
     def close(self, *, others_stay: bool = False, at_once: bool = False) -> None:
         """Disconnect, and wait a moment for the servers that this worker has started; they end with the last client.

@@ -207,6 +207,9 @@ class MirroredServerClient(ServerClient):
             if told["is_first"]:
                 about, took_s = self._addresses[caller.name], round(time.perf_counter() - began, 4)
                 by = f"pid {about['pid']} on {about['host']}"
+                how = (
+                    self._given_up(self._addresses[lost.listener]) or how
+                )  # its starter may have seen the signal by now
                 self._tell(ServerReplaced(server=number, lost=how, by=by, step=self._pass_key[1], took_s=took_s))
             return
         raise lost
