@@ -64,8 +64,8 @@ class HeldPart:
         one = f"the gradient of {self.name}" if self.is_gradient else self.name
         said = f"{what} needs the whole of {one} {list(self.whole)}, but this worker holds {here}: {self.because}."
         remedy = (
-            "worker.clip_gradients(max_norm) clips by the norm of all gradients, which it returns (float('inf'): it "
-            "clips nothing), and so does worker.stepper(..., clip_norm=). A hook (parameter.register_hook) sees each "
+            "To clip, call worker.clip_gradients(max_norm), which returns the norm of all gradients (float('inf'): it "
+            "clips nothing), or worker.stepper(..., clip_norm=). A hook (parameter.register_hook) sees each "
             "gradient whole."
             if self.is_gradient
             else "A constraint on weights can be a parametrization (torch.nn.utils.parametrizations). "

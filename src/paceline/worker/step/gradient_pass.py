@@ -38,6 +38,7 @@ from paceline.worker.data import random_state
 from paceline.worker.data.step_batch import StepBatch, to_device
 from paceline.worker.step.buffer_trial import BufferTrials
 from paceline.worker.step.forward_writes import ForwardWrites
+from paceline.worker.step.grad_scaler import scaled_losses
 from paceline.worker.step.gradient_noise_scale import GradientNoiseScale
 from paceline.worker.step.losses import (
     WEIGHT_UNIT,
@@ -47,6 +48,8 @@ from paceline.worker.step.losses import (
     as_weight,
     halves_of,
     loss_and_weight,
+    single,
+    split_loss,
     weighed,
 )
 from paceline.worker.step.micro_batch_observer import MicroBatchObserver, observed
@@ -89,6 +92,7 @@ class StepExecutor:
         self.outcome: StepOutcome | None = None  # of the last pass; None during one, or when it was left early
         self._plan, self._group, self._consensus, self._device = plan, group, consensus, device
         self._axes = axes
+        scaled_losses.install()
         self.trials = BufferTrials(plan, self.buffers, self.shards, device)
         self.losses = LossSpikeDetector(plan.guard)
         self.noise = GradientNoiseScale()
@@ -213,6 +217,7 @@ class StepExecutor:
             gradients.buffer_rules = self.buffers.rules_of_tensors
             self.shards.begin()
             self.hooks.begin(gradients.named)
+            scaled_losses.open()
             self.writes.begin(gradients.named, self.buffers.modules, self.shards.gathered())
             yield
         except Disrupted:
@@ -221,6 +226,7 @@ class StepExecutor:
         finally:
             self._batch = self._micro = self._gradients = None
             self.trials.end()
+            scaled_losses.close()
             batch.num_passes += 1
             batch.is_void = False
             self.hooks.end()
@@ -259,7 +265,8 @@ class StepExecutor:
         )  # before backward: recomputed blocks change their buffers once more
         value, weight, factor = weighed(loss, micro.num_samples, batch.num_here)
         is_mean = weight is None
-        self._losses.append((value.detach(), micro.num_samples if weight is None else weight, is_mean))
+        unscaled = single(scaled_losses.unscaled(split_loss(loss)[0]))
+        self._losses.append((unscaled, micro.num_samples if weight is None else weight, is_mean))
         self._ran.append(micro)
         with torch.autocast(self._device.type, enabled=False):
             (value if factor == 1.0 else value * factor).backward()
@@ -272,6 +279,7 @@ class StepExecutor:
         self._micro, self._is_backward_done = micro, False
         self.buffers.rewind()
         self.trials.open_micro()
+        scaled_losses.open()
         random_state.seed_all(self._plan.batch.seed, 0, batch.step, batch.num_passes, micro.index)
         self.shards.before_run(is_last=is_last, is_void=batch.is_void)
         if self.observer is not None:
