@@ -27,7 +27,7 @@ def change(model: nn.Module, step: int) -> None:
     """What is right on parts: whole tensors written to parameters, and numbers at the same places."""
     generator = torch.Generator().manual_seed(step)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    shapes = {name: parameter.shape for name, parameter in net().named_parameters()}
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     wholes = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -39,9 +39,17 @@ def change(model: nn.Module, step: int) -> None:
                 parameter.data = wholes[name] * 0.3
 
 
+def by_size(model: nn.Module) -> list[dict[str, Any]]:
+    """Groups with rates by fan-in and size, as they are scaled by hand: of whole parameters."""
+    return [
+        {"params": [one], "lr": 0.3 / one.size(-1) + one.numel() / 1000 + len(one) / max(one.shape) / 100}
+        for one in model.parameters()
+    ]
+
+
 def train(worker: Any) -> list[float]:
     model = worker.prepare(net())
-    optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9))
+    optim = worker.prepare(torch.optim.SGD(by_size(model), lr=0.3, momentum=0.9))
     step, losses = worker.stepper(model, optim, F.cross_entropy), []
     for batch in worker.batches(data(), epochs=2):
         losses.append(float(step(batch)))
@@ -124,6 +132,8 @@ def refused(worker: Any) -> dict[str, str]:
     if worker.plan.layout.stages == 1:
         attempt("a gradient's norm", lambda: float(weight.grad.norm()))
     attempt("a norm", lambda: [float(one.detach().norm()) for one in model.parameters()])
+    attempt("an array", lambda: [one.detach().numpy() for one in model.parameters()])
+    attempt("a list", lambda: [one.tolist() for one in model.parameters()])
     attempt("a random fill", lambda: [nn.init.normal_(one) for one in model.parameters()])
     attempt("noise", lambda: [torch.randn_like(one) for one in model.parameters()])
     attempt("a mask", lambda: [F.dropout(one.detach()) for one in model.parameters()])
@@ -144,6 +154,8 @@ def refused(worker: Any) -> dict[str, str]:
 NAMES = {
     "a gradient's norm": "clip_gradients",
     "a norm": "penalty=",
+    "an array": "numpy() ",
+    "a list": "tolist() ",
     "a random fill": "",
     "noise": "",
     "a mask": "",

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from paceline.comm.sharded_tensors import rows_of
 from paceline.parallel.check.model_check import ModelCheck
-from paceline.parallel.fully_sharded.sharded_model import units_of
+from paceline.parallel.fully_sharded.shard_units import units_of
 from paceline.parallel.meta.meta_device import USER_ERRORS
 from paceline.parallel.offload.optimizer_state import brought_bytes
 from paceline.parallel.tensor.layers import kind_of, split_dims

@@ -22,7 +22,7 @@ from paceline.parallel.check.model_support import require_fit, require_open
 from paceline.parallel.context.find_plan import find_plan as find_context
 from paceline.parallel.context.plan import ContextPlan
 from paceline.parallel.expert.find_experts import RoutedExperts, find_experts
-from paceline.parallel.fully_sharded.sharded_model import require_splittable
+from paceline.parallel.fully_sharded.shard_units import require_splittable
 from paceline.parallel.model_units import names_matching
 from paceline.parallel.pipeline.find_stages import PipelinePlan, find_stages
 from paceline.parallel.sample_input import SampleInput, as_sample, guess_sample

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.parallel.check.model_check import ModelCheck
-from paceline.parallel.fully_sharded.sharded_model import units_of
+from paceline.parallel.fully_sharded.shard_units import units_of
 from paceline.parallel.meta.tensor_tree import tensors_in
 from paceline.parallel.sample_input import SampleInput
 from paceline.plan import Layout

@@ -23,8 +23,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +33,7 @@ from torch.nn import Parameter
 from paceline.comm.flight_recorder import FlightRecorder
 from paceline.comm.group import WorkerGroup
 from paceline.comm.sharded_tensors import is_sharded, local_part
-from paceline.errors import PlanError, Reason
+from paceline.errors import PlanError
 from paceline.parallel.class_name import class_name
 from paceline.parallel.fully_sharded.collectives import (
     ShardAllGather,
@@ -42,16 +41,15 @@ from paceline.parallel.fully_sharded.collectives import (
     ShardReduceScatter,
     reduce_late_gradients,
 )
+from paceline.parallel.fully_sharded.shard_units import Slot, require_splittable, slots_of, trained_types, units_of
 from paceline.parallel.fully_sharded.user_access import watch_access
-from paceline.parallel.model_units import blocks_of
+from paceline.parallel.gradient_queries import backward_calls
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["ShardGroup", "ShardedModel", "ShardedModels", "require_splittable", "units_of"]
+__all__ = ["ShardGroup", "ShardedModel", "ShardedModels"]
 
-# where a parameter is registered, and the sharded parameter that is registered there
-Slot = tuple[nn.Module, str, Parameter]
 HALF = torch.bfloat16
 
 
@@ -218,7 +216,7 @@ class ShardedModel:
         _tie_again(model, before)
         gather_modules = set(self._units[: len(experts)])
         inner = [*(module for _, module in experts), *(block for _, block in blocks if apart is None)]
-        self._slots = {unit: _slots_of(unit, inner=() if unit in gather_modules else inner) for unit in self._units}
+        self._slots = {unit: slots_of(unit, inner=() if unit in gather_modules else inner) for unit in self._units}
         self._mixed = [unit for unit, slots in self._slots.items() if len({p.dtype for _, _, p in slots}) > 1]
         held = model.parameters() if apart is None else [p for slots in self._slots.values() for _, _, p in slots]
         self.parameters = {id(parameter): parameter for parameter in held}
@@ -242,7 +240,7 @@ class ShardedModel:
     def before_run(self, *, is_last: bool, is_void: bool) -> None:
         self._is_void = is_void
         for unit in self._mixed:
-            if len(kinds := _trained_types(self._slots[unit])) > 1:
+            if len(kinds := trained_types(self._slots[unit])) > 1:
                 raise PlanError(
                     f"parameters of a unit that have different types ({' and '.join(kinds)}) are trained under "
                     "Layout(shard=...) since some were thawed (requires_grad_()), but its gradients travel as one: "
@@ -334,76 +332,10 @@ class ShardedModel:
                 whole.register_post_accumulate_grad_hook(functools.partial(self._arrived, id(split)))
 
     def _arrived(self, number: int, _: Tensor) -> None:
+        backward_calls.require_own(self._names.get(number, "a parameter"))
         # Experts get tokens of other workers, whose runs may count although this worker's run is void.
         if not self._is_void or number in self._of_experts:
             self.used.add(number)
-
-
-def units_of(model: nn.Module, named: Sequence[str] = ()) -> list[tuple[str, nn.Module]]:
-    """Return the modules that are gathered separately: the `named` ones, or else the repeated blocks.
-
-    Modules that share parameters with anything outside of them are left out, and so are containers, which have no
-    forward of their own.
-    """
-    found = [
-        (name, block)
-        for name, block in blocks_of(model, named)
-        if not isinstance(block, (nn.ModuleList, nn.ModuleDict)) and block is not model
-    ]
-    shared = _shared_outside(model, [block for _, block in found])
-    return [(name, block) for name, block in found if not any(id(p) in shared for p in block.parameters())]
-
-
-def require_splittable(model: nn.Module, named: Sequence[str] = ()) -> None:
-    """Raise one PlanError that names every parameter and module that `fully_shard` cannot shard, and the remedies."""
-    found: list[Reason] = []
-
-    def note(module: str, what: str, remedy: str) -> None:
-        found.append(Reason(module=module, what=what, remedy=remedy))
-
-    if isinstance(model, (nn.ModuleList, nn.ModuleDict)):
-        kind = class_name(model)
-        note(kind, f"the model is a {kind}, which has no forward:", "put it into a module that has one.")
-    blocks = blocks_of(model, named) if named else []
-    shared = _shared_outside(model, [block for _, block in blocks])
-    for name, block in blocks:
-        held = [key for key, parameter in block.named_parameters() if id(parameter) in shared]
-        if held:
-            note(name, f"the unit {name} shares {held[0]} with what is outside of it:", "leave it out of units=.")
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 0:
-            note(name, f"{name} is a single number without a dim:", "make it nn.Parameter(torch.ones(1)), of one dim.")
-        elif not parameter.is_contiguous():
-            note(name, f"{name} is not contiguous in memory (strides {parameter.stride()}):", "use .contiguous().")
-        if parameter.is_complex() or not parameter.is_floating_point():
-            note(
-                name,
-                f"{name} is of {_short(parameter.dtype)}: only real floating numbers are split.",
-                "Make it a buffer, or of real numbers: torch.view_as_real() of a complex one.",
-            )
-    units = units_of(model, named)
-    for name, unit in [*units, ("what is in no block", model)]:
-        kinds = _trained_types(_slots_of(unit, inner=(one for _, one in units)))
-        if len(kinds) > 1:
-            note(
-                name,
-                f"{name} mixes {' and '.join(kinds)}, but its gradients travel as one:",
-                "give what is trained in it one type, for example model.float() before worker.prepare(model). What is "
-                "frozen may have another one.",
-            )
-    if found:
-        raise PlanError.listing(f"Layout(shard=...) cannot split {class_name(model)}", found)
-
-
-def _shared_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> set[int]:
-    """Return the ids of the blocks' parameters that also belong to another block, or to no block."""
-    inside = {module for block in blocks for module in block.modules()}
-    found = {id(p) for module in model.modules() if module not in inside for p in module.parameters(recurse=False)}
-    holders: dict[int, int] = {}
-    for block in blocks:
-        for parameter in block.parameters():
-            holders[id(parameter)] = holders.get(id(parameter), 0) + 1
-    return found | {number for number, count in holders.items() if count > 1}
 
 
 class _GatherModule(nn.Module):
@@ -439,19 +371,3 @@ def _tie_again(model: nn.Module, before: Sequence[Slot]) -> None:
     for module, key, parameter in _registered(model):
         if id(parameter) in changed:
             setattr(module, key, changed[id(parameter)])
-
-
-def _slots_of(unit: nn.Module, *, inner: Iterable[nn.Module]) -> list[Slot]:
-    """Return where a unit's own parameters are registered, without those of the units within it."""
-    others = set(itertools.chain.from_iterable(one.modules() for one in inner if one is not unit))
-    modules = [one for one in unit.modules() if one not in others]
-    return [(one, name, parameter) for one in modules for name, parameter in one.named_parameters(recurse=False)]
-
-
-def _trained_types(slots: Iterable[Slot]) -> list[str]:
-    """The types of the parameters that are trained."""
-    return sorted({_short(parameter.dtype) for _, _, parameter in slots if parameter.requires_grad})
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -110,8 +110,14 @@ def _check_registered(slots: Sequence[Slot], storages: Mapping[int, ShardStorage
     """Refuse other tensors in the places of parameters: a forward would gather ours over them."""
     for module, key, split in slots:
         now = vars(module)["_parameters"].get(key)
-        if now is None or now is split or (storage := storages.get(id(split))) is None or now is storage.whole:
+        if now is split or (storage := storages.get(id(split))) is None or now is storage.whole:
             continue
+        if now is None:
+            raise PlanError(
+                f"{storage.name} was removed from its module (bias = None, a parametrization, pruning), but under "
+                "Layout(shard=...) its forward gathers the prepared parameters. Change the model before "
+                "worker.prepare(model), or use Layout(replicas=n)"
+            )
         raise PlanError(
             f"the model ran with another tensor in the place of {storage.name} (torch.func.functional_call, or an "
             "assignment to the module), but under Layout(shard=...) its forward gathers the prepared parameters: "

@@ -165,8 +165,8 @@ class TrainingLoop:
         if self._unapplied is not None and self._unapplied is not batch and gradients.are_left():
             raise RuntimeError(
                 f"the gradients of batch {self._unapplied.serial} are still there, and no prepared optimizer has "
-                "stepped on them. Gradients are not accumulated over batches: use a larger Batch(size=...) in the plan. "
-                "To leave out a step, call optim.zero_grad()"
+                "stepped on them. Gradients are not accumulated over batches: use a larger Batch(size=...). To leave "
+                "out a step, call optim.zero_grad()"
             )
         self._unapplied = None
         return self._scaled_pass(batch, gradients, names_unused=len(models) == 1)

@@ -30,6 +30,7 @@ from torch import Tensor
 from paceline.comm.group import Disrupted, WorkerGroup
 from paceline.errors import SyncError
 from paceline.parallel.fully_sharded.sharded_model import ShardedModels
+from paceline.parallel.gradient_queries import backward_calls
 from paceline.parallel.precision import computing, input_dtype
 from paceline.plan import ParameterServer, Plan
 from paceline.schedule.micro_batches import MicroBatch, micro_batches
@@ -218,6 +219,7 @@ class StepExecutor:
             self.shards.begin()
             self.hooks.begin(gradients.named)
             scaled_losses.open()
+            backward_calls.is_in_pass = self._axes.link is None  # stages call backward elsewhere
             self.writes.begin(gradients.named, self.buffers.modules, self.shards.gathered())
             yield
         except Disrupted:
@@ -227,6 +229,7 @@ class StepExecutor:
             self._batch = self._micro = self._gradients = None
             self.trials.end()
             scaled_losses.close()
+            backward_calls.is_in_pass = False
             batch.num_passes += 1
             batch.is_void = False
             self.hooks.end()
@@ -257,7 +260,7 @@ class StepExecutor:
         if self._gradients is not None:
             self._gradients.check()
         if batch.is_void:
-            with torch.autocast(self._device.type, enabled=False):
+            with torch.autocast(self._device.type, enabled=False), backward_calls.own():
                 (weighed(loss, micro.num_samples, batch.num_here)[0] * 0.0).backward()
             return
         self.buffers.capture(
@@ -268,7 +271,7 @@ class StepExecutor:
         unscaled = single(scaled_losses.unscaled(split_loss(loss)[0]))
         self._losses.append((unscaled, micro.num_samples if weight is None else weight, is_mean))
         self._ran.append(micro)
-        with torch.autocast(self._device.type, enabled=False):
+        with torch.autocast(self._device.type, enabled=False), backward_calls.own():
             (value if factor == 1.0 else value * factor).backward()
 
     def _waited_s(self) -> float:
