@@ -27,16 +27,26 @@ from torch import Tensor, nn
 
 from paceline.comm.sharded_tensors import TensorSlice
 from paceline.errors import PlanError, Reason
-from paceline.parallel.torch_functions import ABOUT, POINTWISE, mapped, name_of, on_parts, tensors_in
+from paceline.parallel.torch_functions import ABOUT, POINTWISE, SIZES, mapped, name_of, on_parts, tensors_in
 
-__all__ = ["HeldPart", "PartialParameter", "PartialTensor", "explained", "mark_partial", "on_parts"]
+__all__ = [
+    "HeldPart",
+    "PartialParameter",
+    "PartialTensor",
+    "explained",
+    "is_trusted",
+    "mark_partial",
+    "on_parts",
+    "size_of",
+    "whole_shape",
+]
 
 TORCH_DIR = str(Path(torch.__file__).parent)
 OWN_DIR = str(Path(__file__).parents[1])
 OPTIMIZERS_DIR, LAYERS_DIR = f"{TORCH_DIR}/optim/", f"{TORCH_DIR}/nn/"
 SCALER_DIR = f"{TORCH_DIR}/amp/"  # divides number by number; an overflow on one worker is shown to those of all
+SHARDING_DIR = f"{TORCH_DIR}/distributed/fsdp/"  # moves rows
 WATCH_FILE = f"{OWN_DIR}/parallel/parameter_watch.py"  # passes on what user code does to `.data`
-SIZES = frozenset(("get:shape", "size", "numel", "nelement", "len", "get:nbytes"))
 MODULE_FILE, OPTIMIZER_FILE = f"{TORCH_DIR}/nn/modules/module.py", f"{TORCH_DIR}/optim/optimizer.py"
 
 
@@ -131,6 +141,12 @@ def mark_partial(parameter: nn.Parameter, held: HeldPart) -> Any:
     return marked
 
 
+def whole_shape(parameter: Tensor) -> tuple[int, ...]:
+    """The shape of the whole of a parameter, of which another layout may have left a part."""
+    held: HeldPart | None = getattr(parameter, "held", None)
+    return tuple(parameter.shape) if held is None else held.whole
+
+
 def explained(error: BaseException) -> PlanError | None:
     """Return what to say in place of an error of torch's compiler that met a part of a parameter, if it is one."""
     is_compiler = type(error).__module__.startswith("torch._dynamo")
@@ -148,9 +164,9 @@ def _call(func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...]
         return NotImplemented  # another class's rules know more: SplitTensor's, for example
     name = name_of(func)
     with on_parts():
-        if name in SIZES and not _is_trusted(in_layers=True):
-            return _size_of(name, args, kwargs)
-        if name in ABOUT or _is_trusted():
+        if name in SIZES and not is_trusted(in_layers=True):
+            return size_of(name, args[0].held, args, kwargs)
+        if name in ABOUT or is_trusted():
             if name == "reduce_ex":
                 return args[0].detach().__reduce_ex__(*args[1:])
             return func(*args, **kwargs)
@@ -174,9 +190,9 @@ def _call(func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...]
         return _followed(out, held)
 
 
-def _size_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def size_of(name: str, held: HeldPart, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Answer a question about the size of a part for the whole."""
-    whole = torch.Size(args[0].held.whole)
+    whole = torch.Size(held.whole)
     if name in ("get:shape", "size"):
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         return whole if dim is None else whole[dim]
@@ -239,7 +255,7 @@ def _is_in_place(name: str) -> bool:
     return name.endswith("_") or name in ("set:data", "iadd", "isub", "imul", "itruediv")
 
 
-def _is_trusted(*, in_layers: bool = False) -> bool:
+def is_trusted(*, in_layers: bool = False) -> bool:
     """Whether Paceline, or an optimizer, has called the torch function: they know that they work on parts.
 
     `in_layers`: also where torch's functions of layers lie between.
@@ -248,7 +264,7 @@ def _is_trusted(*, in_layers: bool = False) -> bool:
     caller = frame.f_back
     while caller is not None and caller.f_code.co_filename.startswith((TORCH_DIR, WATCH_FILE)):
         file = caller.f_code.co_filename
-        if file.startswith((OPTIMIZERS_DIR, SCALER_DIR)):
+        if file.startswith((OPTIMIZERS_DIR, SCALER_DIR, SHARDING_DIR)):
             return True
         if not in_layers and file.startswith(LAYERS_DIR) and file != MODULE_FILE:
             return False  # a layer that was not split, or a function of layers

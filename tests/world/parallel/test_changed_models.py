@@ -102,6 +102,18 @@ def beside(worker: Any) -> None:
         optim.step()
 
 
+def steps_in_backward(worker: Any) -> None:
+    model = net()
+    own = {one: torch.optim.SGD([one], lr=0.1) for one in model.parameters()}
+
+    def step(parameter: Any) -> None:
+        own[parameter].step()
+
+    for one in own:
+        one.register_post_accumulate_grad_hook(step)
+    run(worker, lambda _: None, model=model)
+
+
 def lbfgs(worker: Any) -> None:
     worker.prepare(torch.optim.LBFGS(worker.prepare(net()).parameters()))
 
@@ -126,6 +138,7 @@ def refusals(worker: Any) -> dict[str, str]:
         calls["does not see through layers"] = compiled
     if layout.stages == 1:
         calls["split already"] = shares_layers
+        calls["in a dictionary of its own|the parameter 0.weight itself"] = steps_in_backward
         calls["beside worker.backward|a second gradient arrived"] = beside
         for says, change in IN_STEPS.items():
             calls[says] = lambda worker, change=change: run(worker, change)

@@ -44,6 +44,7 @@ from paceline.parallel.fully_sharded.collectives import (
 from paceline.parallel.fully_sharded.shard_units import Slot, require_splittable, slots_of, trained_types, units_of
 from paceline.parallel.fully_sharded.user_access import watch_access
 from paceline.parallel.gradient_queries import backward_calls
+from paceline.parallel.partial_parameter import mark_partial
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -329,6 +330,9 @@ class ShardedModel:
             whole = getattr(module, name)
             if whole is not split and whole.requires_grad and self._gathered.get(id(split)) is not whole:
                 self._gathered[id(split)] = whole
+                held = getattr(split, "held", None)
+                if held is not None and type(whole) is Parameter:
+                    mark_partial(whole, held)
                 whole.register_post_accumulate_grad_hook(functools.partial(self._arrived, id(split)))
 
     def _arrived(self, number: int, _: Tensor) -> None:

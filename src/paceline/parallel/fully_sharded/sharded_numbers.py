@@ -118,5 +118,8 @@ def _written(name: str, own: Any, self: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _rows(one: Any, like: Any) -> Any:
+    held = getattr(like, "held", None)  # of a part, where layers are split, too
+    if held is not None and type(one) is Tensor and tuple(one.shape) == held.whole:
+        one = held.part_of(one)
     is_whole = isinstance(one, Tensor) and not is_sharded(one) and one.dim() > 0 and one.shape == like.shape
     return part_like(one.detach(), like) if is_whole else one

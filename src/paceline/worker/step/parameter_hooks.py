@@ -243,6 +243,8 @@ def _called_with_stand_in(name: str, hook: DeferredHook, shown: nn.Parameter) ->
         return hook.hook(shown)
     except Exception as error:
         what = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:80]}"
+        if isinstance(error, KeyError) and error.args and error.args[0] is shown:
+            what = "it looked the parameter up in a dictionary of its own, as hooks do that step an optimizer"
         raise RuntimeError(
             f"the hook on {name} (register_post_accumulate_grad_hook) failed: {what}. The "
             "parameter is split over workers, so the hook is given a whole copy of it, with the whole gradient: use "
