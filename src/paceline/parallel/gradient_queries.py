@@ -3,13 +3,16 @@
 `torch.autograd.grad(loss, model.parameters())` and `loss.backward(inputs=...)` ask for the gradients at these very
 tensors, now. Under some layouts the forward has computed with other tensors, so they get None or nothing. Under others
 each worker gets a part, which Paceline sums when the micro-batches are done. Neither raises an error in torch.
+
+A backward of the script's own within a step, beside `worker.backward`, adds gradients without a weight.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +20,47 @@ from torch import Tensor
 
 from paceline.errors import PlanError, Reason
 
-__all__ = ["refuse_gradients_at"]
+__all__ = ["BackwardCalls", "backward_calls", "refuse_gradients_at"]
 
 _REFUSED: dict[int, tuple[weakref.ref[Tensor], str, str]] = {}  # by id: the parameter, its name, and why
+
+
+class BackwardCalls:
+    """Whether the backward that runs was called by Paceline, or by the script within a gradient pass."""
+
+    def __init__(self) -> None:
+        self.is_in_pass = False
+        self.is_scripts = False
+        self._is_own = False
+
+    @contextlib.contextmanager
+    def own(self) -> Iterator[None]:
+        """Backwards within it are Paceline's."""
+        self._is_own = True
+        try:
+            yield
+        finally:
+            self._is_own = False
+
+    @contextlib.contextmanager
+    def called(self) -> Iterator[None]:
+        """A backward runs that adds to the gradients of parameters."""
+        before, self.is_scripts = self.is_scripts, self.is_in_pass and not self._is_own
+        try:
+            yield
+        finally:
+            self.is_scripts = before
+
+    def require_own(self, name: str) -> None:
+        """Called where a gradient arrives; raises RuntimeError in a backward of the script's."""
+        if self.is_scripts:
+            raise RuntimeError(
+                f"loss.backward() made a gradient of {name} within a step, beside worker.backward(loss): it has no "
+                "weight in the global batch. Add the losses, and call worker.backward(loss) once for a micro-batch"
+            )
+
+
+backward_calls = BackwardCalls()
 
 
 def refuse_gradients_at(parameter: Tensor, name: str, why: str) -> None:
@@ -44,7 +85,9 @@ def _install() -> None:
     def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) > 3 and args[3]:  # (gradients of outputs, keep graph, create graph, inputs, ...)
             _check(args[3])
-        return into_engine(outputs, *args, **kwargs)
+            return into_engine(outputs, *args, **kwargs)
+        with backward_calls.called():
+            return into_engine(outputs, *args, **kwargs)
 
     for module in (torch.autograd.graph, torch.autograd):
         setattr(module, "_engine_run_backward", run_backward)  # noqa: B010  # a private name to type checkers

@@ -5,11 +5,12 @@ know that. Other code does not: `p.norm()`, `sum(p.pow(2).sum() for p in model.p
 weights computes on the slice, and nobody would notice. So these parameters are of a class of their own, which sees each
 torch function that takes them. The layers' own forwards, Paceline and optimizers use them as before.
 
-For all other code the rules are: questions about shape, type and gradient are answered for the part. Numbers may be
-combined with numbers at the same place (`p.mul_(0.9)`, an average of the weights). Of a whole tensor the worker's part
-is taken (`p.copy_(whole)`), and where a parameter is elsewhere nothing happens. The result is a `PartialTensor`, with
-the same rules, and so are gradients of these parameters. Everything else would need the whole, or numbers of other
-workers, and is refused.
+For all other code the rules are: questions about shape and size are answered for the whole, as learning rates by fan-in
+and groups by size want it. Those about type and gradient are answered for the part. Numbers may be combined with
+numbers at the same place (`p.mul_(0.9)`, an average of the weights). Of a whole tensor the worker's part is taken
+(`p.copy_(whole)`), and where a parameter is elsewhere nothing happens. The result is a `PartialTensor`, with the same
+rules, and so are gradients of these parameters. Everything else would need the whole, or numbers of other workers, and
+is refused.
 """
 
 from __future__ import annotations
@@ -26,14 +27,25 @@ from torch import Tensor, nn
 
 from paceline.comm.sharded_tensors import TensorSlice
 from paceline.errors import PlanError, Reason
-from paceline.parallel.torch_functions import ABOUT, POINTWISE, mapped, name_of, on_parts, tensors_in
+from paceline.parallel.torch_functions import ABOUT, POINTWISE, SIZES, mapped, name_of, on_parts, tensors_in
 
-__all__ = ["HeldPart", "PartialParameter", "PartialTensor", "mark_partial", "on_parts"]
+__all__ = [
+    "HeldPart",
+    "PartialParameter",
+    "PartialTensor",
+    "explained",
+    "is_trusted",
+    "mark_partial",
+    "on_parts",
+    "size_of",
+    "whole_shape",
+]
 
 TORCH_DIR = str(Path(torch.__file__).parent)
 OWN_DIR = str(Path(__file__).parents[1])
 OPTIMIZERS_DIR, LAYERS_DIR = f"{TORCH_DIR}/optim/", f"{TORCH_DIR}/nn/"
 SCALER_DIR = f"{TORCH_DIR}/amp/"  # divides number by number; an overflow on one worker is shown to those of all
+SHARDING_DIR = f"{TORCH_DIR}/distributed/fsdp/"  # moves rows
 WATCH_FILE = f"{OWN_DIR}/parallel/parameter_watch.py"  # passes on what user code does to `.data`
 MODULE_FILE, OPTIMIZER_FILE = f"{TORCH_DIR}/nn/modules/module.py", f"{TORCH_DIR}/optim/optimizer.py"
 
@@ -64,8 +76,8 @@ class HeldPart:
         one = f"the gradient of {self.name}" if self.is_gradient else self.name
         said = f"{what} needs the whole of {one} {list(self.whole)}, but this worker holds {here}: {self.because}."
         remedy = (
-            "worker.clip_gradients(max_norm) clips by the norm of all gradients, which it returns (float('inf'): it "
-            "clips nothing), and so does worker.stepper(..., clip_norm=). A hook (parameter.register_hook) sees each "
+            "To clip, call worker.clip_gradients(max_norm), which returns the norm of all gradients (float('inf'): it "
+            "clips nothing), or worker.stepper(..., clip_norm=). A hook (parameter.register_hook) sees each "
             "gradient whole."
             if self.is_gradient
             else "A constraint on weights can be a parametrization (torch.nn.utils.parametrizations). "
@@ -129,13 +141,32 @@ def mark_partial(parameter: nn.Parameter, held: HeldPart) -> Any:
     return marked
 
 
+def whole_shape(parameter: Tensor) -> tuple[int, ...]:
+    """The shape of the whole of a parameter, of which another layout may have left a part."""
+    held: HeldPart | None = getattr(parameter, "held", None)
+    return tuple(parameter.shape) if held is None else held.whole
+
+
+def explained(error: BaseException) -> PlanError | None:
+    """Return what to say in place of an error of torch's compiler that met a part of a parameter, if it is one."""
+    is_compiler = type(error).__module__.startswith("torch._dynamo")
+    if not is_compiler or ": PlanError: " not in f": {error}" or "but this worker holds" not in str(error):
+        return None
+    return PlanError(
+        "the script compiles a prepared model (torch.compile), but the compiler does not see through layers of which "
+        "each worker has a part. Leave torch.compile out, or use Layout(replicas=n) or Layout(shard=n)"
+    )
+
+
 def _call(func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a torch function that met a partial tensor, by the rules above; raises PlanError."""
     if any(one not in (Tensor, nn.Parameter, PartialParameter, PartialTensor) for one in types):
         return NotImplemented  # another class's rules know more: SplitTensor's, for example
     name = name_of(func)
     with on_parts():
-        if name in ABOUT or _is_trusted():
+        if name in SIZES and not is_trusted(in_layers=True):
+            return size_of(name, args[0].held, args, kwargs)
+        if name in ABOUT or is_trusted():
             if name == "reduce_ex":
                 return args[0].detach().__reduce_ex__(*args[1:])
             return func(*args, **kwargs)
@@ -157,6 +188,17 @@ def _call(func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...]
         if out.shape != partial[0].shape:
             raise held.refusal(f"{name}() with a tensor of another shape")
         return _followed(out, held)
+
+
+def size_of(name: str, held: HeldPart, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Answer a question about the size of a part for the whole."""
+    whole = torch.Size(held.whole)
+    if name in ("get:shape", "size"):
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        return whole if dim is None else whole[dim]
+    if name == "len":
+        return whole[0]
+    return whole.numel() * (args[0].element_size() if name == "get:nbytes" else 1)
 
 
 def _gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -213,15 +255,18 @@ def _is_in_place(name: str) -> bool:
     return name.endswith("_") or name in ("set:data", "iadd", "isub", "imul", "itruediv")
 
 
-def _is_trusted() -> bool:
-    """Whether Paceline, or an optimizer, has called the torch function: they know that they work on parts."""
+def is_trusted(*, in_layers: bool = False) -> bool:
+    """Whether Paceline, or an optimizer, has called the torch function: they know that they work on parts.
+
+    `in_layers`: also where torch's functions of layers lie between.
+    """
     frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]  # the inspect module takes a thousand times as long
     caller = frame.f_back
     while caller is not None and caller.f_code.co_filename.startswith((TORCH_DIR, WATCH_FILE)):
         file = caller.f_code.co_filename
-        if file.startswith((OPTIMIZERS_DIR, SCALER_DIR)):
+        if file.startswith((OPTIMIZERS_DIR, SCALER_DIR, SHARDING_DIR)):
             return True
-        if file.startswith(LAYERS_DIR) and file != MODULE_FILE:
+        if not in_layers and file.startswith(LAYERS_DIR) and file != MODULE_FILE:
             return False  # a layer that was not split, or a function of layers
         caller = caller.f_back
     if caller is None or caller.f_code.co_filename.startswith(OWN_DIR):

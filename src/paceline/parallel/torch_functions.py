@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["ABOUT", "POINTWISE", "attribute_of", "mapped", "name_of", "on_parts", "tensors_in"]
+__all__ = ["ABOUT", "POINTWISE", "SIZES", "attribute_of", "mapped", "name_of", "on_parts", "tensors_in"]
 
 # Within it our classes are plain tensors. torch documents this class and has no public name for it.
 on_parts: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]  # see above
@@ -75,6 +75,7 @@ ABOUT = frozenset(f"get:{name}" for name in GETTERS) | _names(
     "deepcopy repr format len is_set_to dim_order result_type can_cast is_tensor is_storage zeros_like "
     "ones_like full_like empty_like new_zeros new_ones new_full new_empty new_tensor"
 )
+SIZES = _names("get:shape size numel nelement len get:nbytes")
 FOREACH = _names("add sub mul div addcmul addcdiv lerp copy zero neg abs sqrt pow clamp_min clamp_max")
 POINTWISE = _names(
     "get:data detach clone to float double half bfloat16 cpu cuda contiguous alias type type_as "

@@ -18,6 +18,7 @@ from paceline.comm.flight_recorder import FlightRecorder
 from paceline.comm.messages.json_channel import ChannelClosed
 from paceline.errors import PlanError, SyncError
 from paceline.events import Note, Warned, WorkerStarted
+from paceline.parallel import partial_parameter
 from paceline.parallel.fully_sharded import sharded_numbers
 from paceline.parallel.offload.memory import refuse_useless
 from paceline.plan import Plan
@@ -268,7 +269,7 @@ def _call_function(
     try:
         return function(worker)
     except (SyncError, RuntimeError, ConnectionError) as error:
-        if (said := sharded_numbers.explained(error)) is not None:
+        if (said := sharded_numbers.explained(error) or partial_parameter.explained(error)) is not None:
             raise said from error
         if lifecycle.blames_server(error):
             raise  # where replicas do not wait for each other, some may have left before

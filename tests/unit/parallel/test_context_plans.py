@@ -79,23 +79,25 @@ class Convolution(nn.Module):
 
 
 class Routed(nn.Module):
-    """Each token goes to one of two experts."""
+    """Each token goes to one of two experts; `by_where`: torch.where finds them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_where: bool = False) -> None:
         super().__init__()
+        self.by_where = by_where
         self.gate, self.experts = nn.Linear(32, 2), nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.view(-1, 32)
         choice, out = self.gate(rows), torch.zeros_like(rows)
         for number, expert in enumerate(self.experts):
-            chosen = (choice.argmax(-1) == number).nonzero().squeeze(1)
+            is_chosen = choice.argmax(-1) == number
+            chosen = torch.where(is_chosen)[0] if self.by_where else is_chosen.nonzero().squeeze(1)
             out = out.index_add(0, chosen, expert(rows[chosen]) * choice.softmax(-1)[chosen, number, None])
         return out.view(x.shape)
 
 
 def test_a_module_that_needs_all_tokens_gets_them_and_the_plan_says_so() -> None:
-    for mixer in (Convolution(), Routed()):
+    for mixer in (Convolution(), Routed(), Routed(by_where=True)):
         plan = find_plan(Mixing(mixer), size=2)
         assert plan.gathered == ("mixer",)
         assert "whole: mixer" in str(plan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -71,6 +72,21 @@ def test_gradients_keep_their_parameters_strides_and_missing_ones_count_as_zero(
         assert parameter.grad.stride() == parameter.stride()
     assert expanded.grad is not None and not expanded.grad.any()
     assert bucket.bytes.num_sent == 0  # there is nobody else
+
+
+def test_a_gradient_that_user_code_has_moved_elsewhere_is_summed_in_the_next_step() -> None:
+    parameter = Parameter(torch.zeros(3))
+    bucket = Bucket([("a", parameter)], group=SingleWorkerGroup(), wire=Raw())
+    for number in (1.0, 2.0):
+        parameter.grad = torch.full((3,), number)
+        bucket.depart()
+        bucket.land()
+        bucket.scale(2.0)
+        assert parameter.grad.tolist() == [2 * number] * 3
+        parameter.grad.data = parameter.grad.double().float()  # as model.double() and model.float() do
+    parameter.data = parameter.data.double()
+    with pytest.raises(RuntimeError, match=r"a is torch.float64, but was torch.float32 when it was prepared"):
+        bucket.depart()
 
 
 def test_who_is_alone_takes_what_it_had_still_to_send_into_the_first_step_that_counts() -> None:

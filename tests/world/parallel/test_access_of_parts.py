@@ -20,14 +20,14 @@ from layout_runs import beside
 from paceline.errors import PlanError
 from paceline.plan import Layout
 
-LAYOUTS = [Layout(tensor=2), Layout(shard=2), Layout(stages=2)]
+LAYOUTS = [Layout(tensor=2), Layout(shard=2), Layout(stages=2), Layout(shard=2, tensor=2)]
 
 
 def change(model: nn.Module, step: int) -> None:
     """What is right on parts: whole tensors written to parameters, and numbers at the same places."""
     generator = torch.Generator().manual_seed(step)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    shapes = {name: parameter.shape for name, parameter in net().named_parameters()}
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     wholes = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -39,9 +39,17 @@ def change(model: nn.Module, step: int) -> None:
                 parameter.data = wholes[name] * 0.3
 
 
+def by_size(model: nn.Module) -> list[dict[str, Any]]:
+    """Groups with rates by fan-in and size, as they are scaled by hand: of whole parameters."""
+    return [
+        {"params": [one], "lr": 0.3 / one.size(-1) + one.numel() / 1000 + len(one) / max(one.shape) / 100}
+        for one in model.parameters()
+    ]
+
+
 def train(worker: Any) -> list[float]:
     model = worker.prepare(net())
-    optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9))
+    optim = worker.prepare(torch.optim.SGD(by_size(model), lr=0.3, momentum=0.9))
     step, losses = worker.stepper(model, optim, F.cross_entropy), []
     for batch in worker.batches(data(), epochs=2):
         losses.append(float(step(batch)))
@@ -124,6 +132,10 @@ def refused(worker: Any) -> dict[str, str]:
     if worker.plan.layout.stages == 1:
         attempt("a gradient's norm", lambda: float(weight.grad.norm()))
     attempt("a norm", lambda: [float(one.detach().norm()) for one in model.parameters()])
+    if worker.plan.layout.shard > 1 and worker.plan.layout.tensor > 1:
+        attempt("what is gathered", lambda: [one.full_tensor() for one in model.parameters()])
+    attempt("an array", lambda: [one.detach().numpy() for one in model.parameters()])
+    attempt("a list", lambda: [one.tolist() for one in model.parameters()])
     attempt("a random fill", lambda: [nn.init.normal_(one) for one in model.parameters()])
     attempt("noise", lambda: [torch.randn_like(one) for one in model.parameters()])
     attempt("a mask", lambda: [F.dropout(one.detach()) for one in model.parameters()])
@@ -144,6 +156,9 @@ def refused(worker: Any) -> dict[str, str]:
 NAMES = {
     "a gradient's norm": "clip_gradients",
     "a norm": "penalty=",
+    "what is gathered": "full_tensor() needs the whole",
+    "an array": "numpy() ",
+    "a list": "tolist() ",
     "a random fill": "",
     "noise": "",
     "a mask": "",
@@ -157,12 +172,12 @@ NAMES |= {"gradient_penalty": "", "by_functions": "in the place of", "transforme
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_parts_are_as_in_one_process_or_refused(world: World, layout: Layout, tmp_path: Path) -> None:
     expected = world.one_process(train, plan_of(Layout()))
-    for found in world(train, 2, plan_of(layout)):
+    for found in world(train, layout.workers_each, plan_of(layout)):
         assert found == pytest.approx(expected, rel=1e-9)
-    axis = "shard" if layout.shard > 1 else "tensor" if layout.tensor > 1 else "stages"
-    for texts in beside(tmp_path)(refused, 2, plan_of(layout), save_at_end=False):
+    axes = [axis.removesuffix("s") for axis in ("shard", "tensor", "stages") if getattr(layout, axis) > 1]
+    for texts in beside(tmp_path)(refused, layout.workers_each, plan_of(layout), save_at_end=False):
         for name, said in texts.items():
-            assert axis.removesuffix("s") in said and NAMES[name] in said, (name, said)
+            assert any(axis in said for axis in axes) and NAMES[name] in said, (name, said)
 
 
 def test_gradients_of_gradients_are_right_under_tensor_parallel(world: World) -> None:

@@ -203,7 +203,7 @@ def test_a_run_in_which_no_step_has_trained_fails_and_one_that_was_not_to_train_
                     worker.backward(loss)
             if how in ("infinite", "trained"):
                 optim.step()
-                optim.zero_grad()
+            optim.zero_grad()
         return worker.step
 
     for how, says in (
@@ -312,6 +312,15 @@ def wiped(worker: Any, model: nn.Module, optim: Any) -> None:
         optim.step()
 
 
+def accumulates(worker: Any, model: nn.Module, optim: Any) -> None:
+    for number, batch in enumerate(worker.batches(dataset())):
+        for x, y in batch:
+            worker.backward(F.cross_entropy(model(x), y))
+        if number % 2:
+            optim.step()
+            optim.zero_grad()
+
+
 def average_inside(worker: Any, model: nn.Module, optim: Any) -> None:
     for batch in worker.batches(dataset()):
         for x, _ in batch:
@@ -375,6 +384,7 @@ def report_text(worker: Any, model: Any, optim: Any) -> None:
         (plain_backward, r"call worker\.backward\(loss\) instead"),
         (empty_pass, r"called no worker\.backward"),
         (wiped, "was removed within a gradient pass over a batch"),
+        (accumulates, r"gradients of batch 1 are still there, and no prepared optimizer has stepped on them"),
         (average_inside, r"worker\.average\(\) was called inside a step"),
         (loss_and_accuracy, "a pair whose second part is 0"),
         (stranger_in_the_optimizer, "holds 6 parameters that are not of this stepper's models"),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from forked import World
 from layout_runs import EXACT, ROWS, Net, Text, beside, next_word
+from paceline.events import StepDone, decode
 from paceline.plan import Batch, Layout, ParameterServer, Plan
 
 BATCH = Batch(size=16, micro=3)
@@ -178,3 +179,52 @@ def test_servers_clip_by_value(world: World, tmp_path: Path) -> None:
     served = Plan(batch=BATCH, compute=EXACT, sync=ParameterServer())
     for found in world(on_servers, 2, served, save_at_end=False):
         assert found["losses"] == pytest.approx(alone["losses"], rel=1e-9)
+
+
+def overflows(worker: Any) -> dict[str, Any]:
+    """A GradScaler whose first step overflows; in the end a stepper is given a scaled loss."""
+    torch.manual_seed(3)
+    model = worker.prepare(Net(0.0))
+    optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.5))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    scales, says = [], ""
+    for number, batch in enumerate(worker.batches(Text(ROWS), epochs=2)):
+        for x, y in batch:
+            loss = next_word(model(x).float().double(), y)  # so gradients beyond float32 overflow
+            worker.backward(scaler.scale(loss) if number else scaler.scale(loss) * 1e38)
+        scaler.unscale_(optim)
+        worker.clip_gradients(0.5)
+        scaler.step(optim)
+        scaler.update()
+        optim.zero_grad()
+        scales.append(scaler.get_scale())
+    evaluated = worker.evaluate(model, Text(ROWS), next_word)["loss"]
+    step = worker.stepper(model, optim, lambda output, y: scaler.scale(next_word(output, y)))
+    for batch in worker.batches(Text(ROWS)):
+        try:
+            step(batch)
+        except RuntimeError as error:
+            says = str(error)
+            break
+    return {"scales": scales, "evaluated": evaluated, "says": says}
+
+
+def reported(world: World) -> list[float]:
+    records = [decode(line) for line in (world.worker_dir(0) / "events.jsonl").read_text().splitlines()]
+    return [record.event.loss for record in records if isinstance(record.event, StepDone)]
+
+
+@pytest.mark.parametrize("layout", [Layout(shard=2, tensor=2), Layout(context=2)], ids=["shard_tensor", "context"])
+def test_a_scaled_loss_is_reported_as_in_one_process_and_its_first_overflow_skipped(
+    world: World, tmp_path: Path, layout: Layout
+) -> None:
+    one = beside(tmp_path)
+    (alone,) = one(overflows, 1, Plan(batch=BATCH, compute=EXACT), save_at_end=False)
+    split = Plan(batch=BATCH, compute=EXACT, layout=layout)
+    for found in world(overflows, layout.workers_each, split, save_at_end=False):
+        assert found["scales"] == alone["scales"] and alone["scales"][0] == 2.0**9
+        assert found["evaluated"] == pytest.approx(alone["evaluated"], rel=1e-6)
+        assert "GradScaler.scale() multiplied the loss by 2048" in found["says"]
+    losses = reported(world)
+    assert losses == pytest.approx(reported(one), rel=1e-6)
+    assert losses[0] > 1e38 and 0 < max(losses[1:]) < 20

@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from paceline.comm.sharded_tensors import is_sharded
 from paceline.errors import PlanError, Reason
+from paceline.parallel.check.kept_views import kept_views
+from paceline.parallel.partial_parameter import PartialParameter
 from paceline.parallel.remote_embeddings import tables_of, unfit_tables
 from paceline.plan import Compute, Layout, ParameterServer, Plan, Sparse
 
@@ -99,8 +101,8 @@ def _wrapped(model: nn.Module) -> Iterator[Reason]:
     for name, _ in _outermost(model, _is_split_already):
         yield Reason(
             module=name,
-            what=f"{name} has parameters that are split already (fully_shard, or DTensors).",
-            remedy="Prepare it before anything splits it: Layout(shard=n) does that.",
+            what=f"{name} has parameters that are split already (fully_shard, DTensors, or another prepared model).",
+            remedy="Prepare it before anything splits it. Make models that share modules one module, and prepare that.",
         )
 
 
@@ -141,6 +143,8 @@ def _closed(model: nn.Module, layout: Layout, compute: Compute) -> Iterator[Reas
                 f"taken apart for {words}.",
                 remedy="Use Layout(replicas=n), or an ordinary parameter.",
             )
+    if rows_are_split or layout.tensor * layout.experts * layout.stages > 1:
+        yield from kept_views(model, words)
 
 
 def _outermost(model: nn.Module, is_one: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
@@ -158,7 +162,8 @@ def _kinds(module: nn.Module) -> set[str]:
 
 
 def _is_split_already(module: nn.Module) -> bool:
-    return "FSDPModule" in _kinds(module) or any(is_sharded(one) for one in module.parameters(recurse=False))
+    own = list(module.parameters(recurse=False))
+    return "FSDPModule" in _kinds(module) or any(is_sharded(one) or isinstance(one, PartialParameter) for one in own)
 
 
 def _is_compiled(module: Any) -> bool:

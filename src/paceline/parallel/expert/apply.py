@@ -23,7 +23,7 @@ from paceline.parallel.expert.find_experts import RoutedExperts
 from paceline.parallel.expert.token_dispatch import ExpertCollectives, dispatch_tokens, route_of
 from paceline.parallel.expert.verify import verify_separable
 from paceline.parallel.meta.meta_device import absent
-from paceline.parallel.partial_parameter import HeldPart, PartialParameter, mark_partial, on_parts
+from paceline.parallel.partial_parameter import HeldPart, PartialParameter, mark_partial, on_parts, whole_shape
 from paceline.parallel.tensor.plan import ParameterSplit
 from paceline.parallel.tensor.split_tensor import whole
 from paceline.units import bytes_text
@@ -106,7 +106,7 @@ def _free(member: nn.Module, name: str, because: str) -> None:
     for inner, module in member.named_modules(prefix=name):
         for key, parameter in module.named_parameters(recurse=False):
             setattr(module, key, absent(parameter))
-            held = HeldPart(name=f"{inner}.{key}", whole=tuple(parameter.shape), dim=None, because=because)
+            held = HeldPart(name=f"{inner}.{key}", whole=whole_shape(parameter), dim=None, because=because)
             mark_partial(parameter, held)
             mark_partial(getattr(module, key), held)
 

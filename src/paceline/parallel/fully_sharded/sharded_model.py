@@ -50,6 +50,8 @@ from paceline.parallel.fully_sharded.sharded_units import (
     units_of,
 )
 from paceline.parallel.fully_sharded.user_access import watch_access
+from paceline.parallel.gradient_queries import backward_calls
+from paceline.parallel.partial_parameter import mark_partial
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -335,9 +337,13 @@ class ShardedModel:
             whole = getattr(module, name)
             if whole is not split and whole.requires_grad and self._gathered.get(id(split)) is not whole:
                 self._gathered[id(split)] = whole
+                held = getattr(split, "held", None)
+                if held is not None and type(whole) is Parameter:
+                    mark_partial(whole, held)
                 whole.register_post_accumulate_grad_hook(functools.partial(self._arrived, id(split)))
 
     def _arrived(self, number: int, _: Tensor) -> None:
+        backward_calls.require_own(self._names.get(number, "a parameter"))
         # Experts get tokens of other workers, whose runs may count although this worker's run is void.
         if not self._is_void or number in self._of_experts:
             self.used.add(number)

@@ -19,7 +19,8 @@ from paceline.errors import PlanError
 
 __all__ = ["explained", "install"]
 
-READS = ("item", "tolist", "__float__", "__int__", "__bool__", "__index__", "__complex__", "__format__")
+COPIES = ("tolist", "numpy", "__array__")  # of all numbers; torch's own fail for DTensors
+READS = ("item", "__float__", "__int__", "__bool__", "__index__", "__complex__", "__format__")
 # operations that draw a number for each place of a tensor; of all their overloads
 RANDOM = (
     *("rand_like", "randn_like", "randint_like", "normal", "normal_", "uniform", "uniform_", "random", "random_"),
@@ -33,6 +34,7 @@ WHOLE = (
     "worker.clip_gradients(max_norm) returns the norm of all "
     "gradients. Or gather on all workers, by tensor.full_tensor()"
 )
+SWAP_WORDS = ("Cannot swap t1", "Cannot swap t2", "Couldn't swap")  # module.to(dtype), parametrizations
 TORCH_WORDS = ("torch.Tensor and DTensor", "sharding strategy", "Sharding propagation failed", "DTensorSpec")
 
 
@@ -42,7 +44,7 @@ def install() -> None:
 
     if "item" in vars(DTensor):
         return
-    for names, guard in ((READS, _read), (WRITES, _written)):
+    for names, guard in ((READS, _read), (COPIES, _copied), (WRITES, _written)):
         for name in names:
             setattr(DTensor, name, _method(guard, name, getattr(DTensor, name)))
     # Functions of torch meet no method of DTensors. Its dispatcher has a table of operations with a handler of their
@@ -58,6 +60,12 @@ def explained(error: BaseException) -> PlanError | None:
     """Return what to say in place of torch's error about an operation that it does not know for DTensors, if it is
     one."""
     said = str(error)
+    if isinstance(error, RuntimeError) and any(words in said for words in SWAP_WORDS):
+        return PlanError(
+            "the script puts another tensor in the place of a sharded parameter (model.to(dtype), a parametrization, "
+            f"pruning), under Layout(shard=...) ({said.strip().partition(chr(10))[0][:80]}). Change the model before "
+            "worker.prepare(model), or use Layout(replicas=n)"
+        )
     if not isinstance(error, RuntimeError) or not any(words in said for words in TORCH_WORDS):
         return None
     return PlanError(
@@ -84,6 +92,13 @@ def _read(name: str, own: Any, self: Any, args: Any, kwargs: Any) -> Any:
     return own(self, *args, **kwargs)
 
 
+def _copied(name: str, own: Any, self: Any, args: Any, kwargs: Any) -> Any:
+    raise PlanError(
+        f"{name.strip('_')}() of a tensor of which each worker has rows, under Layout(shard=...): there is no one "
+        f"array of it here, and what is written to a copy is lost. {WHOLE}.{name}(), and write by tensor.copy_(whole)"
+    )
+
+
 def _drawn(operation: Any, args: Any, kwargs: Any) -> Any:
     name = str(operation).split(".")[1]
     raise PlanError(
@@ -103,5 +118,8 @@ def _written(name: str, own: Any, self: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _rows(one: Any, like: Any) -> Any:
+    held = getattr(like, "held", None)  # of a part, where layers are split, too
+    if held is not None and type(one) is Tensor and tuple(one.shape) == held.whole:
+        one = held.part_of(one)
     is_whole = isinstance(one, Tensor) and not is_sharded(one) and one.dim() > 0 and one.shape == like.shape
     return part_like(one.detach(), like) if is_whole else one

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
 
 from paceline.errors import PlanError, Reason
 from paceline.parallel.class_name import class_name
@@ -51,6 +52,8 @@ def require_splittable(model: nn.Module, named: Sequence[str] = ()) -> None:
         if held:
             note(name, f"the unit {name} shares {held[0]} with what is outside of it:", "leave it out of units=.")
     for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            continue  # refused under any layout
         if parameter.dim() == 0:
             note(name, f"{name} is a single number without a dim:", "make it nn.Parameter(torch.ones(1)), of one dim.")
         elif not parameter.is_contiguous():

@@ -8,6 +8,7 @@ the parameters from before `worker.prepare` are no longer those of the model.
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -19,8 +20,10 @@ from torch.nn import Parameter
 from paceline.comm.sharded_tensors import is_sharded, rows_of
 from paceline.errors import PlanError
 from paceline.parallel.fully_sharded import sharded_numbers
+from paceline.parallel.fully_sharded.sharded_parts import mark_rows_of_part
 from paceline.parallel.model_copies import refuse_copies
 from paceline.parallel.parameter_watch import TORCH_DATA, data_of, note_data_set
+from paceline.parallel.partial_parameter import PartialParameter
 
 __all__ = ["ShardStorage", "watch_access"]
 
@@ -82,8 +85,12 @@ def watch_access(
     for unit, some in slots.items():
         check = functools.partial(_check_registered, some, storages)  # before torch gathers, which would replace them
         unit.register_forward_pre_hook(torch.compiler.disable(check), prepend=True)
+    parts = {(module, key): old.held for module, key, old in before if isinstance(old, PartialParameter)}
+    for module, key, split in itertools.chain.from_iterable(slots.values()):
+        if is_sharded(split) and (module, key) in parts:
+            mark_rows_of_part(split, parts[module, key])
     for _, _, old in before:
-        if id(old) not in names and type(old) is Parameter:
+        if id(old) not in names and type(old) in (Parameter, PartialParameter):
             old.__class__ = RetiredParameter
     if is_root:
         for module in (model, *slots):
@@ -110,8 +117,14 @@ def _check_registered(slots: Sequence[Slot], storages: Mapping[int, ShardStorage
     """Refuse other tensors in the places of parameters: a forward would gather ours over them."""
     for module, key, split in slots:
         now = vars(module)["_parameters"].get(key)
-        if now is None or now is split or (storage := storages.get(id(split))) is None or now is storage.whole:
+        if now is split or (storage := storages.get(id(split))) is None or now is storage.whole:
             continue
+        if now is None:
+            raise PlanError(
+                f"{storage.name} was removed from its module (bias = None, a parametrization, pruning), but under "
+                "Layout(shard=...) its forward gathers the prepared parameters. Change the model before "
+                "worker.prepare(model), or use Layout(replicas=n)"
+            )
         raise PlanError(
             f"the model ran with another tensor in the place of {storage.name} (torch.func.functional_call, or an "
             "assignment to the module), but under Layout(shard=...) its forward gathers the prepared parameters: "
@@ -134,6 +147,9 @@ def _set_data(tensor: Any, value: Any) -> None:
         TORCH_DATA.__set__(tensor, value)
         return
     name = "a sharded tensor" if storage is None else storage.name
+    held = getattr(tensor, "held", None)  # of a part, where layers are split, too
+    if held is not None and type(value) is Tensor and tuple(value.shape) == held.whole:
+        value = held.part_of(value)
     if not isinstance(value, Tensor) or value.shape != tensor.shape or value.dtype != tensor.dtype:
         found = f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise PlanError(

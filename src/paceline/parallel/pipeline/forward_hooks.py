@@ -15,7 +15,9 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["HookCall", "call_hooks", "has_hooks", "silenced_hooks"]
+from paceline.errors import PlanError
+
+__all__ = ["HookCall", "call_hooks", "has_hooks", "refuse_backward_hooks", "silenced_hooks"]
 
 HOOKS, NAMED = "_forward_hooks", "_forward_hooks_with_kwargs"  # where torch's modules keep them
 
@@ -40,6 +42,21 @@ def silenced_hooks(unit: nn.Module, names: Iterable[str]) -> Iterator[list[HookC
     finally:
         for (_, module), hooks in zip(modules, former, strict=True):
             module.__dict__[HOOKS] = hooks
+
+
+def refuse_backward_hooks(model: nn.Module, units: Iterable[nn.Module], layout: str) -> None:
+    """Raise PlanError for hooks on the backward of a unit, or of a module with units in it: no stage would run them.
+
+    Of modules inside units, whose backward is within one stage, they run as always.
+    """
+    inside = {inner for unit in units for inner in unit.modules() if inner is not unit}
+    for name, module in model.named_modules():
+        if module not in inside and (vars(module)["_backward_hooks"] or vars(module)["_backward_pre_hooks"]):
+            raise PlanError(
+                f"{name or 'the model'} has a hook on its backward (register_full_backward_hook), but under {layout} "
+                "the backward of a stage begins and ends elsewhere. Put the hook on a module inside it, or a hook on "
+                "a tensor of its forward (output.register_hook)"
+            )
 
 
 def call_hooks(unit: nn.Module, hook_outputs: Iterable[HookCall]) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from paceline.errors import PlanError, Reason
 from paceline.parallel.meta.meta_device import absent, own_tensors
 from paceline.parallel.model_units import ModelUnit
-from paceline.parallel.partial_parameter import HeldPart, mark_partial
+from paceline.parallel.partial_parameter import HeldPart, mark_partial, whole_shape
 from paceline.parallel.pipeline.tape import Tape
 from paceline.schedule.balanced_partition import partition_evenly
 
@@ -140,7 +140,7 @@ def keep_stages(model: nn.Module, partition: StagePartition, stages: Sequence[in
             if isinstance(tensor, nn.Parameter) and isinstance(placeholder, nn.Parameter):
                 name = names[id(tensor)]
                 because = f"Layout(stages={partition.num_stages}) put it on stage {homes[name][0]}"
-                held = HeldPart(name=name, whole=tuple(tensor.shape), dim=None, because=because)
+                held = HeldPart(name=name, whole=whole_shape(tensor), dim=None, because=because)
                 mark_partial(tensor, held)  # lists of parameters that were made before still have it
                 mark_partial(placeholder, held)
             setattr(module, key, placeholder)

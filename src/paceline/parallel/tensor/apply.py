@@ -4,7 +4,7 @@ object."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from paceline.parallel.tensor.op_rules import rule_of
 from paceline.parallel.tensor.plan import ParameterSplit, TensorPlan
 from paceline.parallel.tensor.split_tensor import SplitTensor, TensorGroupOps, mapped, split_tensors_in, whole
 
-__all__ = ["TensorParallelModel", "apply_plan", "split_layers"]
+__all__ = ["TensorParallelModel", "apply_plan", "split_layers", "watch_places"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +92,24 @@ def split_layers(model: nn.Module, layers: Sequence[Layer], ops: TensorGroupOps)
             # torch's TransformerEncoder reads a layer's weights directly in evaluation, unless the layer has hooks.
             module.register_forward_pre_hook(_nothing)
     return splits
+
+
+def watch_places(model: nn.Module, splits: Mapping[str, ParameterSplit]) -> None:
+    """Refuse forwards with other tensors in the places of split parameters: their layers compute with parts."""
+    places = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], name) for name in splits]
+    held = {name: getattr(module, key).held.name for module, key, name in places}  # tied ones have one name
+
+    def check(module: nn.Module, args: Any) -> None:
+        for owner, key, name in places:
+            now = getattr(vars(owner)["_parameters"].get(key), "held", None)
+            if now is None or now.name != held[name]:
+                raise PlanError(
+                    f"the model ran with another tensor, or none, in the place of {name}, of which its layer has a "
+                    "part: weights tied, replaced or parametrized after worker.prepare(model). Change the model before "
+                    "it, write new values (p.copy_(whole)), or use Layout(replicas=n)"
+                )
+
+    model.register_forward_pre_hook(check, prepend=True)
 
 
 def _nothing(module: nn.Module, args: Any) -> None:

@@ -51,6 +51,13 @@ def _text(func: Func, args: Args, kwargs: Kwargs) -> str:
     return f"SplitTensor(part {split.ops.index} of {split.ops.size} of {full_shape(split)}, {where})"
 
 
+def _where(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """With one argument it finds places, as many as there happen to be."""
+    if len(args) + len(kwargs) < 3:
+        raise CannotSplit("where() of one argument looks for places in the whole")
+    return _pointwise(func, args, kwargs)
+
+
 def _pointwise(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Each number of the result comes from numbers at the same place, after broadcasting."""
     if "out" in kwargs:
@@ -325,6 +332,7 @@ NEW = _names("new_zeros new_ones new_full new_empty new_tensor")
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(POINTWISE, _pointwise),
+    "where": _where,
     **dict.fromkeys(RANDOM, _random),
     **dict.fromkeys(ONE, _one),
     "get:data": _one,

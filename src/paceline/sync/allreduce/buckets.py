@@ -251,19 +251,33 @@ class Bucket:
         """Multiply all gradients of the bucket."""
         self._flat[: self._num_elements].mul_(factor)
 
+    def _gradient(self, place: int) -> Tensor:
+        """Return a parameter's gradient in the buffer: user code may have moved an earlier one elsewhere (`.data`)."""
+        view, known = self._views[place], self._gradients[place]
+        if known is view:
+            return view.detach()
+        if local_part(known).data_ptr() != view.data_ptr():
+            self._gradients[place] = known = as_local_of(view, like=self.parameters[place])
+        return known
+
     def _begin(self) -> None:
         """Copy the gradients in; from here on they are views of the buffer."""
         if self._transfer is not None:
             self._transfer.wait()  # of an abandoned gradient pass: others may still write to the buffer
         self.drop()
-        for parameter, view, gradient in zip(self.parameters, self._views, self._gradients, strict=True):
+        for place, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
+            if parameter.dtype != view.dtype:
+                raise RuntimeError(
+                    f"{self.names[place]} is {parameter.dtype}, but was {view.dtype} when it was prepared, and so are "
+                    "its gradients: call model.to(dtype) before worker.prepare(model)"
+                )
             if parameter.grad is None:
                 view.zero_()
             elif parameter.grad.is_sparse:
                 view.zero_().add_(parameter.grad)
             else:
                 view.copy_(local_part(parameter.grad))
-            parameter.grad = gradient  # frees the gradient that autograd made
+            parameter.grad = self._gradient(place)  # frees the gradient that autograd made
         if self.observer is not None and isinstance(self._codec, ErrorFeedback):
             self._given, self._came = self._flat[: self._num_elements].clone(), None
         if self._is_measured is not None and self._square is None:

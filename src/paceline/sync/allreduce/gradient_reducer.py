@@ -355,6 +355,11 @@ class GradientReducer(GradientBuckets):
         """Return whether any gradient has arrived here."""
         return bool(self._arrived)
 
+    def are_left(self) -> bool:
+        """Return whether any parameter has a gradient that is not zero on this worker. It waits for a device."""
+        found = (p.grad for _, p in self._all if p.grad is not None and not p.grad.is_meta)
+        return any(bool(local_part(one).count_nonzero()) for one in found)
+
     def _was_used(self, parameter: Parameter) -> bool:
         """Return whether this worker's runs gave a parameter a gradient."""
         report = None if self._is_used is None else self._is_used(parameter)

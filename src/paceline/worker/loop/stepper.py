@@ -14,6 +14,7 @@ from paceline.sync.allreduce.gradient_reducer import GradientReducer
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.loop.training_loop import TrainingLoop
 from paceline.worker.state.prepared_models import PreparedModels
+from paceline.worker.step.grad_scaler import scaled_losses
 from paceline.worker.step.step_outcome import StepOutcome
 from paceline.worker.step.weight_penalty import Penalty, WeightPenalty
 
@@ -146,6 +147,7 @@ def make_stepper(
         raise ValueError("a stepper over several models needs forward=fn(models, micro)")
     else:
         loss_of = pair_loss(models[0], cast("Callable[[Any, Any], Any]", loss))
+    loss_of = _without_scaler(loss_of)
     gradients = prepared_models.reducers.sum_over(models)
     for one in optimizers:
         foreign = sum(not gradients.has(p) for group in one.param_groups for p in group["params"])
@@ -170,6 +172,15 @@ def make_stepper(
 
 def _bound(forward: Callable[[Any, Any], Any], model: Any) -> Callable[[Any], Any]:
     return lambda micro: forward(model, micro)
+
+
+def _without_scaler(loss_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def checked(micro: Any) -> Any:
+        loss = loss_of(micro)
+        scaled_losses.refuse_in_stepper()
+        return loss
+
+    return checked
 
 
 def pair_loss(model: nn.Module, loss: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:

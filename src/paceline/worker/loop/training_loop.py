@@ -26,7 +26,7 @@ from paceline.worker.loop.step_log import StepLog
 from paceline.worker.loop.step_mode import StepMode, StepTaker
 from paceline.worker.parts import WorkerParts
 from paceline.worker.state.codec_state import GatheredCodecState
-from paceline.worker.step.grad_scaler import has_grad_scaler
+from paceline.worker.step.grad_scaler import scaled_losses
 from paceline.worker.step.step_outcome import StepInvalidated, StepOutcome
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class TrainingLoop:
         self.executor.observer = self._files.module_capture
         self._axes = place.axes
         self._last_pass: GradientReducer | None = None  # the gradients of the last pass
+        self._unapplied: StepBatch | None = None  # of a plain loop: no prepared optimizer has stepped on its gradients
         self._unsettled: list[GradientReducer] = []  # those of passes whose step is to be taken
 
     @property
@@ -161,6 +162,13 @@ class TrainingLoop:
             )
         self.mode.check_plain_loop()
         gradients = self._models.reducers.sum_over(models)
+        if self._unapplied is not None and self._unapplied is not batch and gradients.are_left():
+            raise RuntimeError(
+                f"the gradients of batch {self._unapplied.serial} are still there, and no prepared optimizer has "
+                "stepped on them. Gradients are not accumulated over batches: use a larger Batch(size=...). To leave "
+                "out a step, call optim.zero_grad()"
+            )
+        self._unapplied = None
         return self._scaled_pass(batch, gradients, names_unused=len(models) == 1)
 
     def _scaled_pass(self, batch: StepBatch, gradients: GradientReducer, *, names_unused: bool) -> Iterator[Any]:
@@ -169,7 +177,8 @@ class TrainingLoop:
             batch, gradients, lambda: self.executor.run(batch, gradients), names_unused=names_unused
         )
         outcome = self.executor.outcome
-        if outcome is not None and not (outcome.is_taken or outcome.is_idle) and has_grad_scaler():
+        self._unapplied = batch if outcome is not None and outcome.is_taken and not outcome.is_empty else None
+        if outcome is not None and not (outcome.is_taken or outcome.is_idle) and scaled_losses.has_scaler:
             gradients.poison()  # the scaler then skips the step, and lowers its scale, on all workers
 
     def _timed_pass(
@@ -306,6 +315,7 @@ class TrainingLoop:
                 "Put it after the loop: for x, y in batch: worker.backward(...)   then   optim.step()"
             )
         self._models.check(optimizer)
+        self._unapplied = None
         step = self.step_log.latest
         closure = closure_in(args, kwargs)
         if step is not None and closure is not None:
@@ -345,6 +355,7 @@ class TrainingLoop:
             self._last_pass.check_unchanged()
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._unapplied = None  # nor those of its closure
         if self.step_log.latest is not None and not self._is_stepping:
             self.commit(self.step_log.latest.batch)
 

@@ -180,7 +180,7 @@ class ModelLayout:
         self, model: nn.Module, plan: TensorPlan, tensor_parallel_group: RecordedTensorGroup
     ) -> TensorGroupOps:
         """Split the layers of a whole model over the tensor parallel group; returns the group as layers know it."""
-        from paceline.parallel.tensor.apply import apply_plan
+        from paceline.parallel.tensor.apply import apply_plan, watch_places
 
         first = self._axes.preparation_group.broadcast_object(plan.layers)
         if first != plan.layers:
@@ -189,6 +189,9 @@ class ModelLayout:
                 "model, or the same version of torch: make it equal on all workers before worker.prepare(model)"
             )
         applied = apply_plan(model, plan, tensor_parallel_group)
+        layout = self._plan.layout
+        if layout.shard * layout.stages * layout.experts == 1:  # others register parameters of their own
+            watch_places(model, applied.parameters)
         self._splits[model] = applied.parameters
         names = dict(model.named_parameters(remove_duplicate=False))
         self.split_ids.update(id(names[name]) for name in applied.parameters)

@@ -61,6 +61,11 @@ def require_possible_steps(optimizer: Optimizer, registry: StateRegistry, plan: 
             f"under {layout!r} each worker has only a part of {next(iter(split))}, and would take other steps. Use "
             f"shard or stages in place of {axes}, or an optimizer that treats each number by itself, such as AdamW."
         )
+    if layout.shard > 1 and isinstance(optimizer, torch.optim.LBFGS):
+        raise PlanError(
+            f"{name} computes with all its parameters as one vector, but under {layout!r} each worker has rows of "
+            "them. Use replicas in place of shard, or an optimizer that takes one parameter at a time, such as AdamW."
+        )
     if layout.shard > 1 and (why := why_not_sharded(optimizer)) is not None:
         raise PlanError(
             f"{name} was tried on sharded parameters, but {why}. Under {layout!r} use an optimizer that treats each "

@@ -1,4 +1,7 @@
-"""torch's GradScaler in the plain loop: a step whose gradients overflow is skipped on all workers, by each scaler.
+"""torch's GradScaler in the plain loop: losses are judged and reported unscaled, and all workers skip the same steps.
+
+A scaler multiplies each loss before its backward. Guards, reports and closures want the loss of one process, so what
+`scaler.scale` was given is kept until the micro-batch's backward.
 
 Gradients of a pass that is not taken are removed on all workers. A scaler that finds none at all raises an error, and
 one that is to lower its scale must see that they were not finite. So it is shown infinite ones.
@@ -6,13 +9,81 @@ one that is to lower its scale must see that they were not finite. So it is show
 
 from __future__ import annotations
 
-import gc
+import dataclasses
+import functools
+from typing import Any
 
 import torch
+from torch import Tensor
 
-__all__ = ["has_grad_scaler"]
+__all__ = ["ScaledLosses", "scaled_losses"]
 
 
-def has_grad_scaler() -> bool:
-    """Whether the user's code has an enabled GradScaler. Slow: for steps that are skipped."""
-    return any(isinstance(one, torch.amp.GradScaler) and one.is_enabled() for one in gc.get_objects())
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Scaled:
+    """One loss that a scaler has multiplied."""
+
+    given: Tensor  # without a graph
+    scaled: Tensor
+    scale: float
+
+
+class ScaledLosses:
+    """What the scalers of this process have multiplied since the micro-batch began."""
+
+    def __init__(self) -> None:
+        self.has_scaler = False  # whether an enabled one was used within a pass
+        self._is_open = False
+        self._found: list[_Scaled] = []
+        self._is_installed = False
+
+    def install(self) -> None:
+        """Have torch's scalers tell of what they multiply, from now on."""
+        if self._is_installed:
+            return
+        self._is_installed = True
+        scale: Any = torch.amp.GradScaler.scale
+
+        @functools.wraps(scale)
+        def noted(scaler: Any, outputs: Any) -> Any:
+            scaled = scale(scaler, outputs)
+            if self._is_open and scaler.is_enabled():
+                self.has_scaler = True
+                if isinstance(outputs, Tensor):
+                    self._found.append(_Scaled(outputs.detach().clone(), scaled, scaler.get_scale()))
+            return scaled
+
+        setattr(torch.amp.GradScaler, "scale", noted)  # noqa: B010  # the stub has it as a method
+
+    def open(self) -> None:
+        """A micro-batch begins, or a pass."""
+        self._found.clear()
+        self._is_open = True
+
+    def close(self) -> None:
+        """The pass is over."""
+        self._found.clear()
+        self._is_open = False
+
+    def unscaled(self, value: Tensor) -> Tensor:
+        """Return a loss of this micro-batch as it was before a scaler multiplied it, without a graph.
+
+        Of a loss that was computed from a scaled one, that scale is taken out.
+        """
+        found = next((one for one in self._found if one.scaled is value), None)
+        if found is not None:
+            return found.given
+        scales = {one.scale for one in self._found}
+        return value.detach() / scales.pop() if len(scales) == 1 else value.detach()
+
+    def refuse_in_stepper(self) -> None:
+        """Raise RuntimeError where a loss was multiplied: a stepper takes its steps without the scaler."""
+        if self._found:
+            raise RuntimeError(
+                f"GradScaler.scale() multiplied the loss by {self._found[0].scale:g} within worker.stepper(), whose "
+                "optimizers step without the scaler: gradients would stay that large. Return the loss unscaled. Or "
+                "write a plain loop: worker.backward(scaler.scale(loss)), then scaler.step(optim) and scaler.update()"
+            )
+
+
+scaled_losses = ScaledLosses()

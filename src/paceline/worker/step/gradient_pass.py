@@ -30,6 +30,7 @@ from torch import Tensor
 from paceline.comm.group import Disrupted, WorkerGroup
 from paceline.errors import SyncError
 from paceline.parallel.fully_sharded.sharded_model import ShardedModels
+from paceline.parallel.gradient_queries import backward_calls
 from paceline.parallel.precision import computing, input_dtype
 from paceline.plan import ParameterServer, Plan
 from paceline.schedule.micro_batches import MicroBatch, micro_batches
@@ -38,6 +39,7 @@ from paceline.worker.data import random_state
 from paceline.worker.data.step_batch import StepBatch, to_device
 from paceline.worker.step.buffer_trial import BufferTrials
 from paceline.worker.step.forward_writes import ForwardWrites
+from paceline.worker.step.grad_scaler import scaled_losses
 from paceline.worker.step.gradient_noise_scale import GradientNoiseScale
 from paceline.worker.step.losses import (
     WEIGHT_UNIT,
@@ -47,6 +49,8 @@ from paceline.worker.step.losses import (
     as_weight,
     halves_of,
     loss_and_weight,
+    single,
+    split_loss,
     weighed,
 )
 from paceline.worker.step.micro_batch_observer import MicroBatchObserver, observed
@@ -89,6 +93,7 @@ class StepExecutor:
         self.outcome: StepOutcome | None = None  # of the last pass; None during one, or when it was left early
         self._plan, self._group, self._consensus, self._device = plan, group, consensus, device
         self._axes = axes
+        scaled_losses.install()
         self.trials = BufferTrials(plan, self.buffers, self.shards, device)
         self.losses = LossSpikeDetector(plan.guard)
         self.noise = GradientNoiseScale()
@@ -213,6 +218,8 @@ class StepExecutor:
             gradients.buffer_rules = self.buffers.rules_of_tensors
             self.shards.begin()
             self.hooks.begin(gradients.named)
+            scaled_losses.open()
+            backward_calls.is_in_pass = self._axes.link is None  # stages call backward elsewhere
             self.writes.begin(gradients.named, self.buffers.modules, self.shards.gathered())
             yield
         except Disrupted:
@@ -221,6 +228,8 @@ class StepExecutor:
         finally:
             self._batch = self._micro = self._gradients = None
             self.trials.end()
+            scaled_losses.close()
+            backward_calls.is_in_pass = False
             batch.num_passes += 1
             batch.is_void = False
             self.hooks.end()
@@ -251,7 +260,7 @@ class StepExecutor:
         if self._gradients is not None:
             self._gradients.check()
         if batch.is_void:
-            with torch.autocast(self._device.type, enabled=False):
+            with torch.autocast(self._device.type, enabled=False), backward_calls.own():
                 (weighed(loss, micro.num_samples, batch.num_here)[0] * 0.0).backward()
             return
         self.buffers.capture(
@@ -259,9 +268,10 @@ class StepExecutor:
         )  # before backward: recomputed blocks change their buffers once more
         value, weight, factor = weighed(loss, micro.num_samples, batch.num_here)
         is_mean = weight is None
-        self._losses.append((value.detach(), micro.num_samples if weight is None else weight, is_mean))
+        unscaled = single(scaled_losses.unscaled(split_loss(loss)[0]))
+        self._losses.append((unscaled, micro.num_samples if weight is None else weight, is_mean))
         self._ran.append(micro)
-        with torch.autocast(self._device.type, enabled=False):
+        with torch.autocast(self._device.type, enabled=False), backward_calls.own():
             (value if factor == 1.0 else value * factor).backward()
 
     def _waited_s(self) -> float:
@@ -272,6 +282,7 @@ class StepExecutor:
         self._micro, self._is_backward_done = micro, False
         self.buffers.rewind()
         self.trials.open_micro()
+        scaled_losses.open()
         random_state.seed_all(self._plan.batch.seed, 0, batch.step, batch.num_passes, micro.index)
         self.shards.before_run(is_last=is_last, is_void=batch.is_void)
         if self.observer is not None:

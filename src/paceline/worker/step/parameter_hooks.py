@@ -197,6 +197,12 @@ def _defer(parameter: Tensor, hooks: ParameterHooks) -> bool:
     for kind in KINDS:
         held: Any = getattr(parameter, kind, None)
         for number, hook in list(held.items()) if held else ():
+            if getattr(getattr(hook, "__code__", None), "co_qualname", "").startswith("register_multi_grad_hook."):
+                raise PlanError(
+                    "register_multi_grad_hook() has a hook on parameters. It waits for gradients of one backward, "
+                    "which are of one micro-batch on one worker. Use parameter.register_hook(fn) on each: it sees "
+                    "the whole gradient of the step; or read parameter.grad after the loop over the batch"
+                )
             if not isinstance(hook, DeferredHook) and not _is_own(hook):
                 held[number] = hook = DeferredHook(hook, hooks)
             found = found or isinstance(hook, DeferredHook)
@@ -237,6 +243,8 @@ def _called_with_stand_in(name: str, hook: DeferredHook, shown: nn.Parameter) ->
         return hook.hook(shown)
     except Exception as error:
         what = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:80]}"
+        if isinstance(error, KeyError) and error.args and error.args[0] is shown:
+            what = "it looked the parameter up in a dictionary of its own, as hooks do that step an optimizer"
         raise RuntimeError(
             f"the hook on {name} (register_post_accumulate_grad_hook) failed: {what}. The "
             "parameter is split over workers, so the hook is given a whole copy of it, with the whole gradient: use "

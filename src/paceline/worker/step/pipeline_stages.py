@@ -28,6 +28,7 @@ from paceline.parallel.fully_sharded.sharded_model import ShardedModels
 from paceline.parallel.model_copies import refuse_copies
 from paceline.parallel.model_units import ModelUnit
 from paceline.parallel.partial_state import reading_parts
+from paceline.parallel.pipeline.forward_hooks import refuse_backward_hooks
 from paceline.parallel.pipeline.stage_partition import StagePartition, keep_stages
 from paceline.parallel.pipeline.stage_transfer import StageTransport
 from paceline.parallel.pipeline.stage_worker import MOST_KINDS, PipelineStepResult, StageWorker, bubble_share
@@ -292,6 +293,9 @@ class PipelinePass:
         if not micros:
             return []
         staged, sizes = self.staged, [part.num_samples for part in parts]
+        refuse_backward_hooks(
+            staged.model, [one.module for one in staged.units], f"Layout(stages={staged.partition.num_stages})"
+        )
         self._worker.pipeline = pipeline = staged.pipeline(len(micros))
 
         @contextlib.contextmanager
