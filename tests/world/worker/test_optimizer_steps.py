@@ -211,7 +211,8 @@ def overflows(worker: Any) -> dict[str, Any]:
 
 def reported(world: World) -> list[float]:
     records = [decode(line) for line in (world.worker_dir(0) / "events.jsonl").read_text().splitlines()]
-    return [record.event.loss for record in records if isinstance(record.event, StepDone)]
+    losses = [record.event.loss for record in records if isinstance(record.event, StepDone)]
+    return [loss for loss in losses if loss is not None]
 
 
 @pytest.mark.parametrize("layout", [Layout(shard=2, tensor=2), Layout(context=2)], ids=["shard_tensor", "context"])
