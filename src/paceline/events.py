@@ -54,7 +54,7 @@ __all__ = [
 
 
 MOST_WORKERS = 1 << 20  # more than any run has; a table with a line for each still fits into memory
-COUNTS = frozenset({"rank", "workers", "hosts"})  # fields that are at most so large
+COUNTS = frozenset({"rank", "workers", "hosts"})  # fields that are at most so large, or lists of such numbers
 
 
 class Event:
@@ -423,7 +423,9 @@ def decode(line: str) -> Record:
     if not 0 <= when <= LATEST:
         raise ValueError(f"an event at {when}: {line[:80]!r}")
     for name in COUNTS & fields.keys():
-        whole(fields[name], most=MOST_WORKERS)
+        value = fields[name]
+        for one in value if isinstance(value, list) else (value,):
+            whole(one, most=MOST_WORKERS)
     return Record(when, None if worker is None else whole(worker, most=MOST_WORKERS), fitted(kind, fields))
 
 

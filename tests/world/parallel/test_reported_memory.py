@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from forked import World
 from layout_runs import EXACT, RESUME, Text, next_word, prepared
@@ -25,8 +26,9 @@ def train(worker: Any) -> int:
         step(batch)
     state = [one for entries in optim.state.values() for one in entries.values() if isinstance(one, torch.Tensor)]
     tensors = {id(one): one for one in [*model.parameters(), *model.buffers(), *state] if not one.is_meta}
-    locals_ = [getattr(one, "to_local", lambda one=one: one)() for one in tensors.values()]
-    return sum(one.numel() * one.element_size() for one in locals_)
+    rows = [one.to_local() for one in tensors.values() if isinstance(one, DTensor)]  # their memory may be padded
+    others = [one for one in tensors.values() if not isinstance(one, DTensor)]  # a split one says the whole's numel()
+    return sum(one.nbytes for one in rows) + sum(one.untyped_storage().nbytes() for one in others)
 
 
 @pytest.fixture(scope="module")

@@ -44,6 +44,8 @@ def by_hand(worker: Any, *, evaluates: bool = False, skips: bool = False) -> dic
         for x, y in batch:
             worker.backward(F.mse_loss(model(x), y))
         if skips and worker.rank == 1 and worker.step == 1:
+            first.zero_grad()
+            second.zero_grad()
             continue  # one replica takes no step for this batch
         first.step()
         if evaluates:
