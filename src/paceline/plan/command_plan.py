@@ -1,7 +1,7 @@
 """The plan that a run is started with: which of command, job file and script says what.
 
-All text is read here, before anything starts, or where the script calls `paceline.run`. From then on the plan travels
-as data: a supervisor sends its `CommandPlan` to each worker in the assignment.
+`Plan.parse` reads all text from here, before anything starts, or where the script calls `paceline.run`. From then on
+the plan travels as data: a supervisor sends its `CommandPlan` to each worker in the assignment.
 """
 
 from __future__ import annotations
