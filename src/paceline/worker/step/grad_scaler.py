@@ -25,7 +25,7 @@ class _Scaled:
 
     given: Tensor  # without a graph
     scaled: Tensor
-    scale: float
+    scaler: torch.amp.GradScaler  # its scale stays until the pass is over; to read it waits for a device
 
 
 class ScaledLosses:
@@ -50,7 +50,7 @@ class ScaledLosses:
             if self._is_open and scaler.is_enabled():
                 self.has_scaler = True
                 if isinstance(outputs, Tensor):
-                    self._found.append(_Scaled(outputs.detach().clone(), scaled, scaler.get_scale()))
+                    self._found.append(_Scaled(outputs.detach().clone(), scaled, scaler))
             return scaled
 
         setattr(torch.amp.GradScaler, "scale", noted)  # noqa: B010  # the stub has it as a method
@@ -73,16 +73,16 @@ class ScaledLosses:
         found = next((one for one in self._found if one.scaled is value), None)
         if found is not None:
             return found.given
-        scales = {one.scale for one in self._found}
+        scales = {one.scaler.get_scale() for one in self._found}
         return value.detach() / scales.pop() if len(scales) == 1 else value.detach()
 
     def refuse_in_stepper(self) -> None:
         """Raise RuntimeError where a loss was multiplied: a stepper takes its steps without the scaler."""
         if self._found:
             raise RuntimeError(
-                f"GradScaler.scale() multiplied the loss by {self._found[0].scale:g} within worker.stepper(), whose "
-                "optimizers step without the scaler: gradients would stay that large. Return the loss unscaled. Or "
-                "write a plain loop: worker.backward(scaler.scale(loss)), then scaler.step(optim) and scaler.update()"
+                f"GradScaler.scale() multiplied the loss by {self._found[0].scaler.get_scale():g} within "
+                "worker.stepper(), whose optimizers step without the scaler: gradients would stay that large. Return "
+                "the loss unscaled. Or write a plain loop: worker.backward(scaler.scale(loss)), then scaler.step(optim) and scaler.update()"
             )
 
 
