@@ -82,7 +82,8 @@ class ScaledLosses:
             raise RuntimeError(
                 f"GradScaler.scale() multiplied the loss by {self._found[0].scaler.get_scale():g} within "
                 "worker.stepper(), whose optimizers step without the scaler: gradients would stay that large. Return "
-                "the loss unscaled. Or write a plain loop: worker.backward(scaler.scale(loss)), then scaler.step(optim) and scaler.update()"
+                "the loss unscaled. Or write a plain loop: worker.backward(scaler.scale(loss)), then "
+                "scaler.step(optim) and scaler.update()"
             )
 
 
