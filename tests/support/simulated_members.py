@@ -49,7 +49,7 @@ class Standing:
 
 
 class Group:
-    """The connections of one generation, as one process sees them: who has put what into which round."""
+    """The connections of one generation, as one process sees them, and the rounds to which each has brought data."""
 
     def __init__(self, form: MembershipView) -> None:
         self.form = form

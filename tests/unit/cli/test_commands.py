@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,34 +16,6 @@ from paceline.cli import main as cli
 from paceline.cli.parity.request import ParityRequest
 from paceline.errors import CheckpointError, LaunchError, PlanError
 from paceline.plan import Cast, Plan
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> str:
-    (tmp_path / "train.py").write_text("")
-    return "train.py"  # tests run in tmp_path
-
-
-@pytest.fixture
-def takes_the_place_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Record]:
-    """Put a recorder where a sub-command finds the function that does its work."""
-
-    def put(module: str, function: str, *, returns: int = 0, raises: BaseException | None = None) -> Record:
-        calls: Record = []
-
-        def recorder(*args: Any, **keywords: Any) -> int:
-            calls.append((args, keywords))
-            if raises is not None:
-                raise raises
-            return returns
-
-        stand_in = types.ModuleType(module)
-        setattr(stand_in, function, recorder)
-        monkeypatch.setitem(sys.modules, module, stand_in)
-        return calls
-
-    return put
-
 
 # ------------------------------------------------------------------------------------------------ help and start
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,33 +14,6 @@ from paceline.cli.arguments import Parser, split_script
 from paceline.cli.run import OPTIONS
 from paceline.errors import PlanError
 from paceline.plan import Batch, Cast, CommandPlan, Job, Layout, Plan
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> str:
-    (tmp_path / "train.py").write_text("")
-    return "train.py"  # tests run in tmp_path
-
-
-@pytest.fixture
-def takes_the_place_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Record]:
-    """Put a recorder where a sub-command finds the function that does its work."""
-
-    def put(module: str, function: str, *, returns: int = 0, raises: BaseException | None = None) -> Record:
-        calls: Record = []
-
-        def recorder(*args: Any, **keywords: Any) -> int:
-            calls.append((args, keywords))
-            if raises is not None:
-                raise raises
-            return returns
-
-        stand_in = types.ModuleType(module)
-        setattr(stand_in, function, recorder)
-        monkeypatch.setitem(sys.modules, module, stand_in)
-        return calls
-
-    return put
 
 
 @pytest.fixture

@@ -155,7 +155,7 @@ def test_where_a_loss_makes_another_curve_its_mean_is_held_and_the_steps_before_
 
 def test_who_takes_steps_by_itself_may_be_ahead_of_the_others_when_it_is_lost() -> None:
     ahead = told("kill:worker=1,step=4,where=sum", plan=LOCAL_PLAN, losses={1: 1.0, 2: 0.9, 3: 0.85, 4: 0.7})
-    assert ahead.is_other_from == 3, "the round ends where the newest of those is who are left"
+    assert ahead.is_other_from == 3, "the round ends at the newest step of the replicas that are left"
     assert_unharmed(ahead, told())
 
 

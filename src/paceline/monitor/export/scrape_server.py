@@ -76,7 +76,7 @@ class ScrapeServer:
                 return
             except OSError:  # no more files
                 if not len(self._open):
-                    time.sleep(TURN_S)
+                    time.sleep(TURN_S)  # the listener stays readable, and nothing here can be closed: do not spin
                     return
                 self._end(self._open.pop_oldest()[1])
                 return
