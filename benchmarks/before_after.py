@@ -15,6 +15,7 @@ Each line gives medians, and the median of the pairs' ratios with its middle hal
 from __future__ import annotations
 
 import argparse
+import compileall
 import dataclasses
 import io
 import os
@@ -173,6 +174,8 @@ def main() -> None:
         parser.error(f"--only: {', '.join(unknown)} is not known; known are {', '.join(KINDS)}")
     with tempfile.TemporaryDirectory(prefix="paceline-before-") as folder:
         trees = [unpacked(options.commit, Path(folder)), ROOT]
+        for tree in trees:  # or the one that was never imported would be compiled at each start
+            compileall.compile_dir(tree / "src", quiet=2)
         print(f"| what | {options.commit} | now | now / then |\n|---|---|---|---|", flush=True)
         for kind, measure in zip(KINDS, (steps, starts, recoveries, all_reduces), strict=True):
             if kind in kinds:

@@ -74,6 +74,10 @@ class World:
         """Whether the engine kills it a moment after SIGTERM: Open MPI's mpirun waits for a quarter of a second."""
         return self.source in ("openmpi", "mpi")
 
+    def is_for_each_host(self, hosts: int) -> bool:
+        """Whether it was only started to have the command of a job with so many hosts once on each of them."""
+        return hosts > 1 and (self.workers, self.local_workers) == (hosts, 1)
+
 
 def find_world(variables: Variables) -> World | None:
     """Return the world that these variables describe, or None; LaunchError where sources disagree or are incomplete."""

@@ -11,7 +11,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from paceline import config
+from paceline import config, environment
 from paceline.cli.arguments import Commands, Parser, add_command
 from paceline.errors import PlanError
 from paceline.plan import CommandPlan, Job, Plan, read_job_file
@@ -124,9 +124,26 @@ def run(arguments: argparse.Namespace) -> int:
     job, plan, given = job_of(arguments)
     if arguments.dry_run:
         return show_dry_run(job, plan=plan)
-    from paceline.runs.run import start
+    _refuse_in_world(job)
+    from paceline.launch.fork.warm_parent_client import WarmParent
 
-    return start(job, plan=plan, given=given, command_started=arguments.command_started, words=arguments.words)
+    with WarmParent.start() as warm:  # before the next import: it imports torch meanwhile
+        from paceline.runs.run import start
+
+        return start(
+            job, warm=warm, plan=plan, given=given, command_started=arguments.command_started, words=arguments.words
+        )
+
+
+def _refuse_in_world(job: Job) -> None:
+    """Raise PlanError where another launcher started this command once for each worker."""
+    world = environment.detect()
+    if world is not None and world.workers > 1 and not world.is_for_each_host(job.hosts):
+        raise PlanError(
+            f"{world.source} started this command {world.workers} times, and each would start workers of its own. Have "
+            f"it start the script itself (... python {job.program}), or this command once on each host, with "
+            f"--hosts {world.workers} and --head. To have {world.source} ignored, set PACELINE_WORLD=none."
+        )
 
 
 def job_of(arguments: argparse.Namespace) -> tuple[Job, CommandPlan, tuple[str, ...]]:

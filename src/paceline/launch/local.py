@@ -28,12 +28,7 @@ from paceline.plan.command_plan import CommandPlan
 from paceline.plan.job import Job
 from paceline.private_files import make_run_directory, read_private, replace_private
 
-__all__ = ["launch", "prestart"]
-
-
-def prestart() -> WarmParent:
-    """Start the warm parent as early as possible: it imports what workers need while the job is being prepared."""
-    return WarmParent.start()
+__all__ = ["launch"]
 
 
 def launch(

@@ -20,8 +20,8 @@ from paceline import clock, config, environment
 from paceline.checkpoint.checkpoint_dir import find
 from paceline.elastic.membership_messages import PREEMPTED, TOO_FEW
 from paceline.errors import LaunchError, PlanError, WorkerError, WorkersLostError
+from paceline.launch.fork.warm_parent_client import WarmParent
 from paceline.launch.io.standard_streams import open_missing_streams
-from paceline.launch.local import prestart
 from paceline.monitor.records.processes import this_host
 from paceline.monitor.records.run_files import local_path
 from paceline.plan import CommandPlan, Job, Plan, read_plan
@@ -158,7 +158,7 @@ def run(
     if is_first and (directory := environment.run_dir()) is not None:  # of the command that goes on with a run
         fields = {**fields, "run_dir": directory, "fresh": False}
         wanted = config.read(Job, fields)
-    if world is not None and not _is_for_each_host(world, wanted):
+    if world is not None and not world.is_for_each_host(wanted.hosts):
         return _join(world, function, wanted, chosen, fields, is_first=is_first)
     return _run_function(function, wanted, chosen, fields, is_first=is_first)
 
@@ -166,20 +166,13 @@ def run(
 def start(
     job: Job,
     *,
+    warm: WarmParent,
     plan: CommandPlan,
     given: Sequence[str] = (),
     command_started: float,
     words: Sequence[str] = (),
 ) -> int:
-    """Run a script for the command, whose arguments are `words`; returns the exit status."""
-    world = environment.detect()
-    if world is not None and world.workers > 1 and not _is_for_each_host(world, job):
-        raise PlanError(
-            f"{world.source} started this command {world.workers} times, and each would start workers of its own. Have "
-            f"it start the script itself (... python {job.program}), or this command once on each host, with "
-            f"--hosts {world.workers} and --head. To have {world.source} ignored, set PACELINE_WORLD=none."
-        )
-    warm = prestart()
+    """Run a script for the command, whose arguments are `words`; closes `warm` and returns the exit status."""
     try:
         settled = _settled(job, plan, script=Path(job.program))
         wait_for_orphans(settled, say=_tell)
@@ -206,7 +199,7 @@ def _run_function(
 ) -> T:
     """Be the supervisor of workers that run a function of this process."""
     started = clock.now()
-    with prestart() as warm:
+    with WarmParent.start() as warm:  # at once: it imports what workers need while the job is being prepared
         own_plan = CommandPlan(whole=plan)
         settled = _settled(job, own_plan, script=_own_script())
         wait_for_orphans(settled, say=_tell)
@@ -386,11 +379,6 @@ def _tell_of_new_coordinator(attempt: Attempt, exit_code: int) -> None:
             f"if the coordinator's machine ({head}) is gone for good, this one goes on {saved}, by the same command "
             f"with --hosts 1 --head {this_host()}:{head.rpartition(':')[2]} --run-dir {attempt.run_dir}"
         )
-
-
-def _is_for_each_host(world: World, job: Job) -> bool:
-    """Whether the world was only started to have this job's command once on each of its hosts."""
-    return job.hosts > 1 and (world.workers, world.local_workers) == (job.hosts, 1)
 
 
 def _own_script() -> Path | None:

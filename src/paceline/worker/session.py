@@ -8,7 +8,7 @@ import importlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,6 @@ from paceline.parallel.fully_sharded import sharded_numbers
 from paceline.parallel.offload.memory import refuse_useless
 from paceline.plan import Plan
 from paceline.plan.job import Assignment, Job
-from paceline.worker.bare.bare_worker import BareWorker
 from paceline.worker.build import build_worker
 from paceline.worker.data import random_state
 from paceline.worker.lifecycle import WorkerLifecycle
@@ -37,6 +36,9 @@ from paceline.worker.record.parity_capture import ParityCapture
 from paceline.worker.record.run_files import RunFiles
 from paceline.worker.topology.device import choose_device, peak_memory_bytes, why_gpus_are_idle
 from paceline.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from paceline.worker.bare.bare_worker import BareWorker
 
 __all__ = ["has_run", "merge_job", "run_worker"]
 
@@ -145,6 +147,8 @@ def _run_bare_loop(
     max_steps: int | None,
 ) -> T:
     """Run the function with a plain torch loop in place of a worker, for `paceline parity --bare`."""
+    from paceline.worker.bare.bare_worker import BareWorker  # no other run has use of it
+
     random_state.seed_all(plan.batch.seed, 3)
     worker = BareWorker(
         plan, device, capture=cast("ParityCapture", files.capture), emit=files.emit, max_steps=max_steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,11 +14,13 @@ from paceline.cli import main as cli
 from paceline.cli.arguments import Parser, split_script
 from paceline.cli.run import OPTIONS
 from paceline.errors import PlanError
+from paceline.launch.fork.warm_parent_client import WarmParent
 from paceline.plan import Batch, Cast, CommandPlan, Job, Layout, Plan
 
 
 @pytest.fixture
-def started(takes_the_place_of: Callable[..., Record]) -> Iterator[Record]:
+def started(takes_the_place_of: Callable[..., Record], monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
+    monkeypatch.setattr(WarmParent, "start", lambda: contextlib.nullcontext())  # no process for a run that is none
     yield takes_the_place_of("paceline.runs.run", "start", returns=7)
 
 

@@ -38,7 +38,6 @@ from paceline.cli.parity.where import ask_for_modules, find_departure
 from paceline.errors import PlanError, WorkerError
 from paceline.events import WorkerStarted, decode
 from paceline.launch.fork.warm_parent_client import WarmParent
-from paceline.launch.local import prestart
 from paceline.logs.log_reader import lines_of
 from paceline.plan import CommandPlan, Job, Plan
 from paceline.runs.attempt import Attempt, error_from_failures
@@ -106,7 +105,7 @@ def main_parity(request: ParityRequest) -> int:
     # By what they run: plans that differ in what a reference has not share one.
     references: dict[str, FinishedTrial] = {}
     with _directory(request.keep) as directory, contextlib.ExitStack() as stack:
-        warm = stack.enter_context(prestart())
+        warm = stack.enter_context(WarmParent.start())
         reference: FinishedTrial | None = None
         num_runs = len({trial.reference_key(float64=request.float64) for trial in planned})
         numbers = itertools.count(1)
@@ -123,7 +122,7 @@ def main_parity(request: ParityRequest) -> int:
             _say(f"{number}/{num_runs}  {_label(trial)}, {request.steps} steps")
             current = warm
             if number < num_runs:  # imports torch while this run computes
-                warm = stack.enter_context(prestart())
+                warm = stack.enter_context(WarmParent.start())
             try:
                 ended = _run(trial, request, directory, current)
                 if trial.plan is None and trial.is_reference:
@@ -281,7 +280,7 @@ def _located(
         )
         captured = directory / name / "captured"
         ask_for_modules(captured, steps=steps, perturbed=perturbed)
-        with prestart() as warm:
+        with WarmParent.start() as warm:
             _run(again, request, directory, warm)
         return captured
 
