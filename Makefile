@@ -2,7 +2,7 @@
 #   make demo     train a small language model with two workers on real text (a few minutes, no network once installed)
 #   make test     all tests, but those of test-long
 #   make test-long  many models and programs under many plans, planted errors, long runs: up to hours
-#   make check    formatter, linter, import contract, the library's types in short, unit tests: about a minute
+#   make check    formatter, linter, import contract, the library's types in short, unit tests: under a minute
 #   make lint     the same without tests, and the types of everything, in full
 #   make bench    the measurements of docs/reference/benchmarks.md
 #   make docs     the documentation, in docs/_build/html

@@ -173,7 +173,7 @@ def start(
     words: Sequence[str] = (),
 ) -> int:
     """Run a script for the command, whose arguments are `words`; closes `warm` and returns the exit status."""
-    try:
+    with warm:
         settled = _settled(job, plan, script=Path(job.program))
         wait_for_orphans(settled, say=_tell)
         attempt = Attempt(
@@ -184,8 +184,6 @@ def start(
             follow=job.run_dir is None,
         )
         attempt, outcome = run_with_restarts(attempt, warm)
-    finally:
-        warm.close()
     if words and outcome.state != "finished" and outcome.exit_code != 2:
         script = Path(job.program)
         command = command_of_words(words, attempt.run_dir, script=script, names_dir=job.run_dir is not None)

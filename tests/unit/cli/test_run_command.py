@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,6 +29,23 @@ def started(takes_the_place_of: Callable[..., Record], monkeypatch: pytest.Monke
 def test_every_job_field_is_an_option_or_positional() -> None:
     names = {field.name for field in dataclasses.fields(Job)}
     assert names == set(OPTIONS) | {"program", "args"}
+
+
+def test_the_warm_parent_starts_before_the_supervisor_is_imported(tmp_path: Path, script: str) -> None:
+    code = (
+        "import sys\n"
+        "from paceline.cli import main as cli\n"
+        "from paceline.launch.fork.warm_parent_client import WarmParent\n"
+        "def started():\n"
+        "    late = {'paceline.launch.coordinator.coordinator', 'paceline.monitor.watch'} & set(sys.modules)\n"
+        "    print('LATE', sorted(late))\n"
+        "    sys.exit(7)\n"
+        "WarmParent.start = started\n"
+        "cli.main(['run', sys.argv[1]])\n"
+    )
+    command = [sys.executable, "-c", code, script]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout.strip()) == (7, "LATE []"), done.stderr
 
 
 OPTION_VALUES: dict[str, tuple[list[str], object]] = {

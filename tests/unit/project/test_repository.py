@@ -62,6 +62,20 @@ def test_modules_that_promise_it_import_no_torch() -> None:
     assert "paceline.plan.job" in light_modules()
 
 
+def test_the_warm_parent_imports_what_all_plans_need_and_no_parameter_servers() -> None:
+    code = (
+        "import importlib, sys\n"
+        "from paceline.launch.fork.warm_parent_client import MODULES\n"
+        "for name in MODULES:\n"
+        "    importlib.import_module(name)\n"
+        "rare = 'zmq', 'paceline.sync.parameter_server', 'paceline.sync.local.gossip', 'paceline.worker.bare'\n"
+        "print([name for name in rare if name in sys.modules])\n"
+        "print('paceline.worker.loop.synchronous' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["[]", "True"], done.stdout + done.stderr
+
+
 def test_only_one_file_touches_the_environment() -> None:
     offenders = []
     for path in sources():
