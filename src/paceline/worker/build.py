@@ -99,7 +99,7 @@ class _Builder:
         tables = _tables(servers)
         models = self._models(executor, servers, tables)
         executor.hooks.gather = models.gathered
-        executor.writes.digests = WeightDigester().digests
+        executor.writes.digests = executor.state.digests = WeightDigester().digests
         registry = StateRegistry(self._device)
         codec_state = CodecState(self._plan.wire, models=models, registry=registry, axes=place.axes)
         contents = StateContents(registry, codec_state)
@@ -147,7 +147,7 @@ class _Builder:
         return self._loop
 
     def _executor(self) -> StepExecutor:
-        scope = self._scope
+        scope, group, layout = self._scope, self._place.group, self._plan.layout
         return StepExecutor(
             self._plan,
             group=scope.group,
@@ -155,6 +155,7 @@ class _Builder:
             device=self._device,
             axes=scope.axes,
             measures_noise=self._files.measures_noise,
+            num_shares=lambda: group.size // layout.tensor,
         )
 
     def _collectives(self, executor: StepExecutor) -> WorkerCollectives:

@@ -357,7 +357,7 @@ class Worker(StatefulMember):
             for batch in worker.batches(dataset):
                 worker.report(loss=step(batch), lr=optim.param_groups[0]["lr"])
         """
-        if not self._parts.executor.trials.is_under_way:  # a forward that counts for nothing
+        if not self._parts.executor.runs.is_under_way:  # a forward that counts for nothing
             self._loop.step_log.report(metrics)
 
     def __repr__(self) -> str:

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.schedule.micro_batches import MicroBatch
+from paceline.worker.step.buffer_captures import BufferSpec, FirstCapture
 from paceline.worker.step.buffer_queue import QueueForm, find_queue, merged_queue, written_rows
 from paceline.worker.step.buffer_rules import TriedBuffer, contradicted_rules, found_rule, given_rules
 
@@ -91,3 +93,14 @@ def test_rules_that_are_given_fit_buffers_by_name() -> None:
         given_rules(["queue"], {"queue": "average"})
     with pytest.raises(ValueError, match="fits no buffer of the model"):
         given_rules(["queue"], {"queues": "gather"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_the_first_micro_batch_wrote_stays_when_the_buffer_is_written_again(dtype: torch.dtype) -> None:
+    buffer, micros = torch.tensor([1.0, 2.0], dtype=dtype), [MicroBatch(0, 0, 2), MicroBatch(1, 2, 4)]
+    captured = FirstCapture()
+    captured.add(buffer, torch.zeros(2, dtype=dtype), micros[0])
+    buffer.fill_(7)
+    captured.add(buffer, torch.zeros(2, dtype=dtype), micros[1])
+    assert captured.has_written(0)
+    assert captured.share(BufferSpec(buffer.shape, dtype, buffer.device), micros).tolist() == [1.0, 2.0]

@@ -9,10 +9,11 @@ up is a call of all workers. Of plain tensors the worker's rows are taken.
 from __future__ import annotations
 
 import functools
+import traceback
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.comm.sharded_tensors import is_sharded, part_like
 from paceline.errors import PlanError
@@ -63,15 +64,31 @@ def explained(error: BaseException) -> PlanError | None:
     if isinstance(error, RuntimeError) and any(words in said for words in SWAP_WORDS):
         return PlanError(
             "the script puts another tensor in the place of a sharded parameter (model.to(dtype), a parametrization, "
-            f"pruning), under Layout(shard=...) ({said.strip().partition(chr(10))[0][:80]}). Change the model before "
+            f"pruning), under Layout(shard=...) ({_first_line(said)}). Change the model before "
             "worker.prepare(model), or use Layout(replicas=n)"
         )
     if not isinstance(error, RuntimeError) or not any(words in said for words in TORCH_WORDS):
         return None
+    if _is_in_a_module(error):
+        return PlanError(
+            "a part of the model was called by itself, under Layout(shard=...): its weights are gathered around the "
+            "model's own forward only. model.generate(...) of an encoder and a decoder does so. Call the model, or "
+            f"load whole weights into a model of your own: weights = worker.state_dict(model). ({_first_line(said)})"
+        )
     return PlanError(
         "the script computes with a parameter (or gradient) of which each worker has rows, under Layout(shard=...), "
-        f"and torch does not know how ({said.strip().partition(chr(10))[0][:160]}). {WHOLE}"
+        f"and torch does not know how ({_first_line(said)}). {WHOLE}"
     )
+
+
+def _first_line(said: str) -> str:
+    return said.strip().partition("\n")[0][:160]
+
+
+def _is_in_a_module(error: BaseException) -> bool:
+    """Whether an error arose within the call of a module."""
+    call = nn.Module._call_impl.__code__  # pyright: ignore[reportPrivateUsage]  # the one function of all calls
+    return any(frame.f_code is call for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _method(guard: Any, name: str, own: Any) -> Any:
@@ -110,11 +127,41 @@ def _drawn(operation: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _written(name: str, own: Any, self: Any, args: Any, kwargs: Any) -> Any:
-    """Take this worker's rows of plain tensors like the whole; not where autograd follows, which would see others."""
-    if not (torch.is_grad_enabled() and self.requires_grad) and any(one.is_shard() for one in self.placements):
-        args = tuple(_rows(one, self) for one in args)
-        kwargs = {key: _rows(one, self) for key, one in kwargs.items()}
-    return own(self, *args, **kwargs)
+    """Take this worker's rows of plain tensors like the whole; not where autograd follows, which would see others.
+
+    Optimizers write so to each parameter. Numbers at the same places are written here, past DTensor's rules of which
+    worker has which rows, which take longer than the numbers of a small layer.
+    """
+    is_followed = torch.is_grad_enabled() and any(
+        isinstance(one, Tensor) and one.requires_grad for one in (self, *args)
+    )
+    if is_followed or not any(one.is_shard() for one in self.placements):
+        return own(self, *args, **kwargs)
+    args = tuple(_rows(one, self) for one in args)
+    kwargs = {key: _rows(one, self) for key, one in kwargs.items()}
+    is_alike = all(_is_at_its_places(self, one) for one in (*args, *kwargs.values()))
+    if not is_alike or torch.compiler.is_compiling():
+        return own(self, *args, **kwargs)
+    here = [_local(one) for one in args]
+    getattr(self._local_tensor, name)(*here, **{key: _local(one) for key, one in kwargs.items()})
+    torch.autograd.graph.increment_version(self)
+    return self
+
+
+def _local(one: Any) -> Any:
+    return getattr(one, "_local_tensor", one)
+
+
+def _is_at_its_places(whole: Any, one: Any) -> bool:
+    """Whether the numbers of `one` belong to those of a sharded tensor on each worker; one number belongs to all."""
+    if not isinstance(one, Tensor):
+        return True
+    spec: Any = getattr(one, "_spec", None)
+    if spec is None:
+        return one.dim() == 0
+    own = whole._spec
+    is_alike = spec is own or (spec.placements == own.placements and spec.mesh == own.mesh and one.shape == whole.shape)
+    return is_alike and not any(placement.is_partial() for placement in own.placements)
 
 
 def _rows(one: Any, like: Any) -> Any:

@@ -225,6 +225,13 @@ class TrainingLoop:
             self._numerical_guard.broken_gradients(batch.step, self.executor.nonfinite_gradients)
         if outcome.spike is not None:
             self._numerical_guard.spiked(batch.step, outcome.spike)
+        if self.executor.state.unjudged:
+            self.step_log.warn(
+                f"forward changes plain attributes ({', '.join(self.executor.state.unjudged[:4])}), and whether it "
+                "reads them again could not be tried. Each worker has its own, and no checkpoint has them: what it "
+                "reads again belongs in a buffer (register_buffer)",
+                once="plain state",
+            )
         self._capture_modules(batch, is_done=True)
         self.step_log.end_pass(step, outcome, names_unused=names_unused)
 

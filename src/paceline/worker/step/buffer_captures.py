@@ -72,7 +72,10 @@ class FirstCapture:
         """A micro-batch has written this value."""
         index = 0 if micro is None else micro.index
         if self._value is None or index < self._index:
-            self._value, self._index = widened(value), index
+            self._value, self._index = (
+                widened(value).clone(),
+                index,
+            )  # of double precision it would be the buffer itself
 
     def has_written(self, index: int) -> bool:
         """Whether the micro-batch of this index, before which there is none, wrote here."""

@@ -1,44 +1,32 @@
 """Finds the rules of buffers by trial, in the first step that changes them, and agrees on them with all workers.
 
-The trial runs two micro-batches of this worker, or the halves of its only one, without gradients: A, B, and A and then
-B, each from the step's buffers. Weights that a forward writes are put back, and random state is left as it was. Where
-no whole forward can be run, the module that has the buffer is called alone, as it was in the step.
-The workers of a replica make as many forwards each, so all make a trial or none does. `buffer_rules` and `buffer_queue`
-judge it. What is found is exchanged once, and a buffer of which nothing is found ends the run before its first step is
-taken.
+The trial runs two micro-batches A and B once more (see `trial_runs`): A, B, and A and then B, each from the step's
+buffers. Where no whole forward can be run, the module that has the buffer is called alone, as it was in the step.
+`buffer_rules` and `buffer_queue` judge it. What is found is exchanged once, and a buffer of which nothing is found ends
+the run before its first step is taken.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch import Tensor
 
 from paceline.comm.group import WorkerGroup
-from paceline.comm.sharded_tensors import local_part
-from paceline.parallel.fully_sharded.sharded_model import ShardedModels
-from paceline.parallel.precision import computing, input_dtype
 from paceline.plan import Plan
-from paceline.worker.data import random_state
-from paceline.worker.data.step_batch import StepBatch, to_device
+from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.step.buffer_queue import QueueForm, find_queue, merged_queue, written_rows
 from paceline.worker.step.buffer_rules import BufferRule, TriedBuffer, contradicted_rules, found_rule, unknown_rule_text
-from paceline.worker.step.heard_calls import HeardCall, HeardCalls
 from paceline.worker.step.model_buffers import BufferAverager
 from paceline.worker.step.tracked_buffer import BufferKey, TrackedBuffer
+from paceline.worker.step.trial_runs import TrialForwards, TrialRuns
 
-__all__ = ["BufferTrials", "halves"]
+__all__ = ["BufferTrials"]
 
-Forward = Callable[[], Any]
-HEARD = 4  # passes in which calls are listened to
 POINTER_WORDS = ("ptr", "pointer", "cursor", "head", "tail", "pos", "index", "idx")  # in names of pointers
-LEAST = 4  # samples of a micro-batch whose halves are run: batch norm needs two
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,37 +45,8 @@ class Finding:
 class BufferTrials:
     """The trials of one worker."""
 
-    def __init__(self, plan: Plan, buffers: BufferAverager, shards: ShardedModels, device: torch.device) -> None:
-        self._plan, self._buffers, self._shards, self._device = plan, buffers, shards, device
-        self._versions: list[tuple[nn.Parameter, int]] = []  # of all weights, at the step's beginning
-        self._forward: Callable[[Any], Any] | None = None  # of a micro-batch; None: the script's own loop
-        self._heard = HeardCalls()
-        self._num_passes = 0
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a forward runs that counts for nothing."""
-        return not self._heard.is_open
-
-    def begin(self, forward: Callable[[Any], Any] | None) -> None:
-        """A pass begins. `forward` runs a micro-batch; None: calls are listened to, in the first passes."""
-        self._forward = forward
-        if self._buffers.is_settled:
-            return
-        models = self._buffers.models
-        self._versions = [(p, p._version) for model in models for p in model.parameters()]
-        self._num_passes += 1
-        if forward is None and self._num_passes <= HEARD and not self._plan.compute.compile:
-            self._heard.listen(models, self._buffers.unsettled_modules())
-
-    def open_micro(self) -> None:
-        """The next micro-batch of a pass begins."""
-        self._heard.open_micro()
-
-    def end(self) -> None:
-        """A pass has ended."""
-        self._heard.end()
-        self._versions, self._forward = [], None
+    def __init__(self, plan: Plan, buffers: BufferAverager, runs: TrialRuns) -> None:
+        self._plan, self._buffers, self._runs = plan, buffers, runs
 
     def settle(self, batch: StepBatch, marks: Sequence[float], *, num_micros: int, group: WorkerGroup) -> None:
         """Find the rules of the buffers that have changed and that some worker knows none of.
@@ -198,96 +157,40 @@ class BufferTrials:
         return tuple(form for form in possible if _is_shown(form, one, tried, buffer))
 
     def _tried(self, batch: StepBatch, buffers: Sequence[TrackedBuffer]) -> dict[BufferKey, TriedBuffer]:
-        forwards = self._forwards(batch)
+        forwards = self._runs.forwards(batch)
         found: dict[BufferKey, TriedBuffer] = {}
         if forwards is not None:
-            first, second, is_one_batch = forwards
-            found = self._trial(batch, buffers, first, second, is_one_batch=is_one_batch)
+            found = self._trial(batch, buffers, forwards)
         else:
             for owner in dict.fromkeys(one.module for one in buffers):
-                if calls := self._heard.owners.get(owner):
+                if calls := self._runs.calls_of(owner):
                     own = [one for one in buffers if one.module is owner]
-                    runs = [functools.partial(_repeat, [calls[place]]) for place in (0, -1)]
                     with contextlib.suppress(Exception):  # a part of a model may need what is around it
-                        found |= self._trial(batch, own, *runs, is_one_batch=len(calls) == 1)
+                        found |= self._trial(batch, own, calls)
         return {one.key: found[one.key] for one in buffers if one.key in found and _is_seen(one, found[one.key])}
 
     def _trial(
-        self, batch: StepBatch, buffers: Sequence[TrackedBuffer], first: Forward, second: Forward, *, is_one_batch: bool
+        self, batch: StepBatch, buffers: Sequence[TrackedBuffer], forwards: TrialForwards
     ) -> dict[BufferKey, TriedBuffer]:
         """What A, B, and A and then B leave in the buffers, which are put back."""
-        written = [(p, local_part(p.detach()).clone()) for p, version in self._versions if p._version != version]
-        self._buffers.undo()
-        self._shards.close()  # what was gathered before is out of date
         values: list[dict[BufferKey, Tensor]] = []
-        try:
-            with self._heard.closed(), torch.no_grad(), random_state.PreservedRandomState():
-                for runs in ((first,), (second,), (first, second)):
-                    for run in runs:
-                        number = 0 if run is first else 1
-                        random_state.seed_all(self._plan.batch.seed, 0, batch.step, batch.num_passes, number)
-                        with computing(self._plan.compute.precision, self._device):
-                            run()
-                    values.append(
-                        {one.key: now.detach().clone() for one in buffers if (now := one.current()) is not None}
-                    )
-                    self._buffers.undo()
-        finally:
-            self._shards.close()
-            with torch.no_grad():
-                for parameter, value in written:
-                    local_part(parameter).copy_(value)
+        with self._runs.opened(batch) as run:
+            for which in ((0,), (1,), (0, 1)):
+                for number in which:
+                    run(forwards, number)
+                values.append({one.key: now.detach().clone() for one in buffers if (now := one.current()) is not None})
+                self._buffers.undo()
         return {
             one.key: TriedBuffer(
                 start=one.saved,
                 first=values[0][one.key],
                 second=values[1][one.key],
                 both=values[2][one.key],
-                is_one_batch=is_one_batch,
+                is_one_batch=forwards.are_of_one_batch,
             )
             for one in buffers
             if one.saved is not None and all(one.key in each for each in values)
         }
-
-    def _forwards(self, batch: StepBatch) -> tuple[Forward, Forward, bool] | None:
-        """Two forwards of other data, and whether they are of the same; None where nothing can be run."""
-        forward = self._forward
-        numbers = list(dict.fromkeys(number for number, _, _ in batch.runs()))[:2]
-        if forward is not None and numbers:
-            dtype = input_dtype(self._plan.compute.precision)
-            data = [to_device(batch.read(number), self._device, dtype) for number in numbers]
-            parts = data if len(data) == 2 else _two_of(data[0])
-            return lambda: forward(parts[0]), lambda: forward(parts[-1]), len(parts) == 1
-        calls = [some for some in self._heard.micros if some][:2]
-        if not calls:
-            return None
-        both = calls if len(calls) == 2 else [calls[0], calls[0]]
-        return lambda: _repeat(both[0]), lambda: _repeat(both[1]), len(calls) == 1
-
-
-def halves(data: Any) -> tuple[Any, Any] | None:
-    """Split a micro-batch in two by the first dim of its tensors; None where they have not the same, or too few."""
-    leaves, form = tree_flatten(data)
-    sizes = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
-    is_plain = all(isinstance(leaf, (Tensor, int, float, str, bool, type(None))) for leaf in leaves)
-    if len(sizes) != 1 or not is_plain or min(sizes) < LEAST:
-        return None
-    middle = min(sizes) // 2
-    parts = [
-        [leaf[some] if isinstance(leaf, Tensor) and leaf.dim() else leaf for leaf in leaves]
-        for some in (slice(middle), slice(middle, None))
-    ]
-    return tree_unflatten(parts[0], form), tree_unflatten(parts[1], form)
-
-
-def _two_of(data: Any) -> list[Any]:
-    found = halves(data)
-    return [data] if found is None else [*found]
-
-
-def _repeat(calls: Sequence[HeardCall]) -> None:
-    for model, args, kwargs in calls:
-        model(*args, **kwargs)
 
 
 def _is_seen(buffer: TrackedBuffer, tried: TriedBuffer) -> bool:

@@ -32,9 +32,10 @@ FIRST_PASSES, EVERY_PASSES = 10, 100  # when digests of all parameters are compa
 class ForwardWrites:
     """Watches one worker's parameters during gradient passes."""
 
-    def __init__(self, *, is_alone: bool) -> None:
-        """`is_alone`: one worker takes the steps, so that a write in forward is that of one process."""
+    def __init__(self, *, is_alone: Callable[[], bool]) -> None:
+        """`is_alone`: whether one worker takes the steps now, so that a write in forward is that of one process."""
         self._is_alone = is_alone
+        self._is_watching = False  # in this pass
         self.digests: Callable[[Iterable[Tensor]], list[int]] | None = None  # None: only versions are compared
         self._num_passes = 0
         self._lists: list[Sequence[tuple[str, Tensor]]] = []  # of parameters, which `begin` was given
@@ -46,8 +47,6 @@ class ForwardWrites:
         self._names: dict[nn.Module, tuple[str, ...]] = {}  # of the modules' parameters; {}: not compared
         self._gathered: dict[int, int] = {}  # versions of gathered parameters, by id
         self._unversioned: set[int] = set()  # ids of parameters that forwards write without a change
-        if not is_alone:
-            changes.install()
 
     def begin(
         self,
@@ -59,8 +58,10 @@ class ForwardWrites:
 
         `gathered`: as for `check`.
         """
-        if self._is_alone:
+        self._is_watching = not self._is_alone()
+        if not self._is_watching:
             return
+        changes.install()
         modules = list(modules)
         found_from = (len(modules), changes.num_registered)
         if len(modules) != self._found_from[0]:
@@ -88,7 +89,7 @@ class ForwardWrites:
         `gathered`: whole parameters that forwards have seen in place of sharded rows, whose versions begin at 0. A
         write to them would be lost when they are freed. `modules`: as for `begin`.
         """
-        if self._is_alone:
+        if not self._is_watching:
             return
         through_data, registered = changes.written(), changes.registered
         changes.close()
@@ -119,7 +120,7 @@ class ForwardWrites:
     def end(self) -> None:
         """The pass is over, or was left early."""
         self._names, self._digests = {}, {}
-        if not self._is_alone:
+        if self._is_watching:
             changes.close()
 
     def _digests_at(self, places: Iterable[int]) -> dict[int, int]:

@@ -56,7 +56,9 @@ from paceline.worker.step.losses import (
 from paceline.worker.step.micro_batch_observer import MicroBatchObserver, observed
 from paceline.worker.step.model_buffers import UNKNOWN, BufferAverager
 from paceline.worker.step.parameter_hooks import ParameterHooks
+from paceline.worker.step.state_trial import StateTrials
 from paceline.worker.step.step_outcome import StepInvalidated, StepOutcome, StepVote, SummedMetadata
+from paceline.worker.step.trial_runs import TrialRuns
 from paceline.worker.topology.parallel_groups import ParallelGroups
 
 if TYPE_CHECKING:
@@ -82,19 +84,23 @@ class StepExecutor:
         device: torch.device,
         axes: ParallelGroups,
         measures_noise: bool,
+        num_shares: Callable[[], int] = lambda: 1,
     ) -> None:
         """`group`: the workers that sum gradients at the end of a pass; `axes`: the groups of their replicas, or of one
-        replica that takes steps by itself."""
+        replica that takes steps by itself. `num_shares`: among how many workers the run's micro-batches, or parts of
+        their forward, are spread now."""
         self.buffers = BufferAverager()
         self.shards = ShardedModels()
         self.hooks = ParameterHooks(refusal=_why_no_hooks(plan))
         self.observer: MicroBatchObserver | None = None
-        self.writes = ForwardWrites(is_alone=group.size == 1 or isinstance(plan.sync, ParameterServer))
+        self.writes = ForwardWrites(is_alone=lambda: group.size == 1 or isinstance(plan.sync, ParameterServer))
         self.outcome: StepOutcome | None = None  # of the last pass; None during one, or when it was left early
         self._plan, self._group, self._consensus, self._device = plan, group, consensus, device
         self._axes = axes
         scaled_losses.install()
-        self.trials = BufferTrials(plan, self.buffers, self.shards, device)
+        self.runs = TrialRuns(plan, self.buffers, self.shards, device)
+        self.state = StateTrials(self.runs, is_alone=lambda: num_shares() == 1)
+        self._buffer_trials = BufferTrials(plan, self.buffers, self.runs)
         self.losses = LossSpikeDetector(plan.guard)
         self.noise = GradientNoiseScale()
         # Context parallel workers that sum at once have gradients of tokens, and none of samples.
@@ -133,7 +139,7 @@ class StepExecutor:
         it is not the caller's own code that does. A pass that is left early changes nothing.
         """
         with self._opened_pass(batch, gradients):
-            self.trials.begin(forward)
+            self._begin_trials(forward)
             with self._preserved_random_state:
                 for number, (read, micro, is_void) in enumerate(batch.runs()):
                     data = to_device(batch.read(read), self._device, input_dtype(self._precision))
@@ -168,7 +174,7 @@ class StepExecutor:
         All workers must call it, as `run`.
         """
         with self._opened_pass(batch, gradients):
-            self.trials.begin(pipelined.try_forward)
+            self._begin_trials(pipelined.try_forward)
             with self._preserved_random_state:
                 dtype = input_dtype(self._precision)
                 runs = list(batch.runs())
@@ -227,7 +233,8 @@ class StepExecutor:
             raise
         finally:
             self._batch = self._micro = self._gradients = None
-            self.trials.end()
+            self.runs.end()
+            self.state.end()
             scaled_losses.close()
             backward_calls.is_in_pass = False
             batch.num_passes += 1
@@ -240,6 +247,12 @@ class StepExecutor:
                 gradients.drop()
             else:
                 self.shards.close()
+
+    def _begin_trials(self, forward: Callable[[Any], Any] | None) -> None:
+        self.state.begin(self.buffers.modules)
+        watches = self.state.is_watching
+        if watches or not self.buffers.is_settled:
+            self.runs.begin(forward, owners=self.buffers.unsettled_modules(), is_surely=watches)
 
     def backward(self, loss: LossLike) -> None:
         """Add the micro-batch's gradient with its weight."""
@@ -281,7 +294,7 @@ class StepExecutor:
     def _open_micro(self, batch: StepBatch, micro: MicroBatch, gradients: GradientReducer, *, is_last: bool) -> None:
         self._micro, self._is_backward_done = micro, False
         self.buffers.rewind()
-        self.trials.open_micro()
+        self.runs.open_micro()
         scaled_losses.open()
         random_state.seed_all(self._plan.batch.seed, 0, batch.step, batch.num_passes, micro.index)
         self.shards.before_run(is_last=is_last, is_void=batch.is_void)
@@ -315,6 +328,8 @@ class StepExecutor:
         batch.chosen, is_late = gradients.chosen, gradients.is_late
         is_idle = batch.num_here == 0
         is_taken = finite and spike is None and not is_idle and not is_late
+        if is_taken:
+            self.state.settle(batch, summed.of_state, self._group)
         settle = self._combine_buffers(batch, gradients, summed) if is_taken else self.buffers.give_up
         if not self._consensus.vote():
             raise StepInvalidated("a member was lost before all had the sum: the pass is done again")
@@ -354,17 +369,18 @@ class StepExecutor:
         own_loss, own_weight = loss_and_weight(self._losses if self._axes.counts else [])
         if gradients.carries_buffers:
             num_samples = sum(micro.num_samples for micro in batch.micros)
-            self.trials.settle(batch, self.buffers.marks(), num_micros=len(batch.micros), group=self._group)
+            self._buffer_trials.settle(batch, self.buffers.marks(), num_micros=len(batch.micros), group=self._group)
             self.buffers.combine(
                 self.buffers.changed(), num_samples=num_samples, groups=[self._group], micros=batch.micros
             )()
         loss, loss_rest, weight, weight_rest = halves_of(own_loss, own_weight)
         wish = float(self._consensus.wants_change)
         trail = self.shards.traffic.trail % TRAILS * self._axes.sign
-        numbers = [serial, serial**2, trail, wish, loss, loss_rest, weight, weight_rest, *self.hooks.marks()]
+        mark = self.state.mark(self.buffers.modules)
+        numbers = [serial, serial**2, trail, wish, loss, loss_rest, weight, weight_rest, mark, *self.hooks.marks()]
         gradients.flush([*numbers, *self.buffers.marks()], weight=own_weight)
         serials, squares, trails, wishes, loss, loss_rest, weight, weight_rest, *rest = gradients.collect()
-        marks, mark_squares, *of_buffers = rest
+        of_state, marks, mark_squares, *of_buffers = rest
         if self._group.size * squares != serials**2:
             raise SyncError(
                 f"worker {self._group.index} runs batch {batch.serial} of the run, others run another one: a worker "
@@ -384,6 +400,7 @@ class StepExecutor:
             wants_change=bool(wishes),
             changed=[mark % UNKNOWN > 0 for mark in of_buffers],
             of_buffers=of_buffers,
+            of_state=of_state,
         )
 
     def _combine_buffers(
@@ -394,7 +411,7 @@ class StepExecutor:
             return lambda: None  # they went with the gradients
         has_stages = self._axes.stages.size > 1
         micros = micro_batches(batch.start, batch.stop, self._plan.batch.resolved_micro)
-        self.trials.settle(batch, summed.of_buffers, num_micros=len(micros), group=self._group)
+        self._buffer_trials.settle(batch, summed.of_buffers, num_micros=len(micros), group=self._group)
         return self.buffers.combine(
             summed.changed,
             num_samples=batch.num_here,

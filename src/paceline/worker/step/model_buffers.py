@@ -20,7 +20,7 @@ worker keeps its own. A persistent one may begin as None and be filled, with the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -90,8 +90,8 @@ class BufferAverager:
                     tensors[id(buffer.current())] = buffer
 
     @property
-    def modules(self) -> Iterable[nn.Module]:
-        """The modules of the models whose buffers these are."""
+    def modules(self) -> Mapping[nn.Module, str]:
+        """The modules of the models whose buffers these are, with their names."""
         return self._modules
 
     def begin(self) -> None:

@@ -355,14 +355,16 @@ class PipelinePass:
         outcome = self._worker.evaluate(self._output, micros)
         return [outcome.results[m] for m in sorted(outcome.results)]
 
-    def try_forward(self, micro: Any) -> None:
-        """Run the forward of a micro-batch once more, without gradients; all workers of the stages must call it."""
+    def try_forward(self, micro: Any) -> list[Any]:
+        """Run the forward of a micro-batch once more, without gradients; all workers of the stages must call it.
+
+        Returns its loss on the worker of the last stage, and nothing on others."""
         self.staged.shards.close()  # recorded are registered parameters, not those that another forward has gathered
         self._worker.pipeline = self.staged.pipeline(1)
         self._learn(self._loss, [micro])
         self._worker.around = lambda _: contextlib.nullcontext()
         self._worker.before = self._worker.after = lambda _: None
-        self._worker.evaluate(self._loss, [micro])
+        return list(self._worker.evaluate(self._loss, [micro]).results.values())
 
     def _learn(self, forward: Callable[[Any], Any], micros: Sequence[Any]) -> None:
         """Record forwards of shapes that are new. Raises PlanError for those that use parameters of another stage."""

@@ -62,3 +62,4 @@ class SummedMetadata:
     wants_change: bool  # one of them wants a change between two steps
     changed: list[bool]  # for each buffer: it changed on one of them
     of_buffers: list[float]  # `BufferAverager.marks`
+    of_state: float  # `StateTrials.mark`
