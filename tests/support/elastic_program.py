@@ -5,7 +5,7 @@ Where they may be lost: `doomed`.
 OPTIONS  JSON: plan, and fields of the Job; pause_s: after each step; gate: after this step wait for the file "open";
          whole: [step, workers], after this step (0: after each) wait until so many are there, or are to be; turns:
          replicas do not wait for each other, so there is no schedule; loops: over batches, all but the last one over
-         one epoch
+         one epoch; hooked: gradients are clamped by hooks, and an average of the weights is kept
 """
 
 from __future__ import annotations
@@ -94,6 +94,10 @@ def train(worker: paceline.Worker) -> str:
     schedule = None
     if not OPTIONS.get("turns"):
         schedule = worker.prepare(torch.optim.lr_scheduler.StepLR(optim, step_size=5, gamma=0.9))
+    average = worker.prepare(paceline.ExponentialMovingAverage(model, decay=0.8)) if OPTIONS.get("hooked") else None
+    if average is not None:
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
     words = worker.gather(f"from {worker.rank}")[0]
     step = worker.stepper(model, optim, F.cross_entropy, clip_norm=1.0)
     model.register_forward_pre_hook(lambda *_: fault(worker, "forward"))
@@ -113,6 +117,8 @@ def train(worker: paceline.Worker) -> str:
             step(batch)
         if schedule is not None:
             schedule.step()
+        if average is not None:
+            average.update()
         time.sleep(pause_s)
         while worker.step == OPTIONS.get("gate") and not left("open").exists():
             time.sleep(LOOK_S)
@@ -123,9 +129,14 @@ def train(worker: paceline.Worker) -> str:
         if worker.step % 4 == 0:
             result = worker.evaluate(model, Digits(worker), F.cross_entropy)
             worker.report(held_out=result["loss"])
+    averages: dict[str, Tensor] = {}
     state = {**model.state_dict(), **(dict(enumerate_state(optim)) if not worker.plan.is_local else {})}
+    if average is not None:
+        with average.swapped_in():
+            averages = {name: one.detach().clone() for name, one in model.named_parameters()}
+        state |= {f"average {name}": one for name, one in averages.items()}
     digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in state.values())).hexdigest()
-    total = sum(float(parameter.double().abs().sum()) for parameter in model.parameters())
+    total = sum(float(value.double().abs().sum()) for value in (*model.parameters(), *averages.values()))
     sums = worker.gather((worker.rank, (digest, total)))
     if worker.is_first:
         left("weights.json").write_text(json.dumps(sums))

@@ -82,8 +82,8 @@ class HeldPart:
             if self.is_gradient
             else "A constraint on weights can be a parametrization (torch.nn.utils.parametrizations). "
             "A penalty on weights belongs in worker.stepper(..., penalty=fn): fn(name, parameter) gets each parameter "
-            "whole. Compute other values of whole weights "
-            "before worker.prepare(model), or from a checkpoint."
+            "whole. Compute other values of whole weights, and call parts of the model by themselves (as generate() of "
+            "an encoder and a decoder does), with a model of your own that has worker.state_dict(model)."
         )
         return PlanError(f"{said} {remedy}", reasons=[Reason(module=self.name, what=said, remedy=remedy)])
 

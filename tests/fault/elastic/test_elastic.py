@@ -54,6 +54,17 @@ def test_the_plain_loop_survives_as_the_stepper_does(tmp_path: Path) -> None:
     assert_unharmed(trained(tmp_path / "a", *faults, **options), like)
 
 
+@pytest.mark.parametrize("where", ["backward", "sum", "committed"])
+def test_hooks_of_gradients_and_an_average_of_weights_go_on_and_a_newcomer_has_both(tmp_path: Path, where: str) -> None:
+    options = {"hooked": True}
+    like = undisturbed(json.dumps(options))
+    assert like.weights() != pytest.approx(undisturbed().weights(), rel=1e-3)
+    run = trained(tmp_path / "a", {"worker": 1, "step": 5, "where": where}, whole=[8, 4], **options)
+    assert_unharmed(run, like)
+    assert [event["rank"] for event in run.events("WorkerJoined")] == [1]
+    assert run.workers() == [0, 1, 2, 3]
+
+
 def test_two_at_once_leave_the_minimum_which_goes_on(tmp_path: Path) -> None:
     faults = [{"worker": worker, "step": 5, "where": "forward"} for worker in (1, 2)]
     run = trained(tmp_path / "a", *faults)

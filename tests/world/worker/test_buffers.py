@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from forked import World
-from paceline.plan import Batch, Compute, Layout, Plan
+from paceline.plan import Batch, Compute, Gossip, Layout, LocalSGD, Plan
 
 PLAN = Plan(batch=Batch(size=8, micro=2), compute=Compute(precision="fp64"))
 UNKNOWN = r"buffer \S+ of shape \[\d\] changed .* is not known: (in a trial|no trial)"
@@ -110,3 +110,24 @@ def test_rules_are_found_under_stages_and_where_a_models_own_forward_is_not_call
 def test_what_no_trial_shows_is_asked_for(world: World, program: Any, layout: Layout) -> None:
     with pytest.raises(Exception, match=UNKNOWN):
         world(program, 2, Plan(layout=layout, batch=PLAN.batch, compute=PLAN.compute))
+
+
+def apart(worker: Any) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = worker.prepare(Block(is_largest_kept=False))
+    step = worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.0)), F.mse_loss)
+    for batch in worker.batches(data()):
+        step(batch)
+    worker.save()  # here all replicas have agreed
+    return {name: one.clone() for name, one in model.named_buffers()}
+
+
+@pytest.mark.parametrize("sync", [LocalSGD(every=1), LocalSGD(every=2), Gossip(average_every=2)], ids=str)
+def test_rules_hold_where_replicas_take_steps_by_themselves(world: World, sync: Any) -> None:
+    """A sum has what all samples added, whoever ran them; an average is one value in the end, of all replicas' moves."""
+    found = world(apart, 2, Plan(layout=Layout(replicas=2), sync=sync, batch=PLAN.batch, compute=PLAN.compute))
+    whole = data().tensors[0].sum(0)
+    for one in found:
+        torch.testing.assert_close(one["total"], whole, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(one["average"], found[0]["average"], rtol=0, atol=0)
+        assert float(one["average"].abs().max()) > 0.01

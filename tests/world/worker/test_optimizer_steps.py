@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from forked import World
 from layout_runs import EXACT, ROWS, Net, Text, beside, next_word
 from paceline.events import StepDone, decode
-from paceline.plan import Batch, Layout, ParameterServer, Plan
+from paceline.plan import Batch, Gossip, Layout, LocalSGD, ParameterServer, Plan
 
 BATCH = Batch(size=16, micro=3)
 
@@ -103,6 +103,40 @@ def test_closures_get_the_global_loss_and_a_scaler_skips_the_same_steps_everywhe
                 assert torch.allclose(torch.tensor(mine), torch.tensor(others), atol=1e-7)
         assert "made no complete pass over the batch" in found["says"]
     assert not alone["scaled"]["moved"][0] and any(alone["scaled"]["moved"])
+
+
+def attending(worker: Any) -> list[float]:
+    torch.manual_seed(3)
+    model = worker.prepare(Net(0.0))
+    optim = worker.prepare(torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4))
+    returned = []
+    for batch in worker.batches(Text(ROWS)):
+
+        def closure(batch: Any = batch) -> Tensor | None:
+            optim.zero_grad()
+            loss = None
+            for x, y in batch:
+                loss = next_word(model(x), y)
+                worker.backward(loss)
+            return loss
+
+        returned.append(float(optim.step(closure)))
+    return returned
+
+
+def test_closures_where_sequences_are_split(world: World, tmp_path: Path) -> None:
+    (alone,) = beside(tmp_path)(attending, 1, Plan(batch=BATCH, compute=EXACT), save_at_end=False)
+    plan = Plan(layout=Layout(context=2), batch=BATCH, compute=EXACT)
+    for found in world(attending, 2, plan, save_at_end=False):
+        assert found == pytest.approx(alone, rel=1e-6)
+
+
+@pytest.mark.parametrize("sync", [LocalSGD(every=2), Gossip(average_every=2)], ids=str)
+def test_closures_of_replicas_that_step_by_themselves_end_with_equal_weights(world: World, sync: Any) -> None:
+    plan = Plan(layout=Layout(replicas=2), sync=sync, batch=BATCH, compute=EXACT)
+    one, other = world(by_closure, 2, plan)
+    assert one["weights"] == other["weights"]
+    assert one["returned"][-1] < one["returned"][0]
 
 
 class Turned(nn.Module):

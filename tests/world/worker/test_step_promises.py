@@ -130,6 +130,28 @@ def test_compiled_models_train_the_same(world: World) -> None:
     assert_same(compiled, world.one_process(train_plain_net, Plan(batch=batch)), 1e-3)
 
 
+def train_in_a_plain_loop(worker: Any) -> dict[str, Any]:
+    model = worker.prepare(plain_net())
+    optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = []
+    for batch in worker.batches(dataset(), epochs=1):
+        total = 0.0
+        for x, y in batch:
+            loss = F.cross_entropy(model(x), y)
+            worker.backward(loss)
+            total += float(loss) * len(x)
+        optim.step()
+        losses.append(sum(worker.gather(total)))
+    return trained(model, losses)
+
+
+@pytest.mark.timeout(300)
+def test_compiled_models_train_the_same_in_a_plain_loop(world: World) -> None:
+    batch = Batch(size=16, micro=4)
+    compiled = world(train_in_a_plain_loop, 2, Plan(batch=batch, compute=Compute(compile=True)), limit_s=280)
+    assert_same(compiled, world.one_process(train_in_a_plain_loop, Plan(batch=batch)), 1e-3)
+
+
 def test_recompute_without_blocks_is_refused_with_the_models_name(world: World) -> None:
     with pytest.raises(WorkersFailed, match="found no repeated blocks in Linear"):
         world(lambda worker: worker.prepare(nn.Linear(2, 2)), 1, Plan(compute=Compute(recompute="blocks")))
