@@ -19,16 +19,16 @@ WORDS = torch.randint(2, 32, (16, 8), generator=torch.Generator().manual_seed(1)
 def decoder() -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    rates = {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
-    ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+    rates: Any = {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
+    ends: Any = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
     return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=16, **rates, **ends))
 
 
 def encoder_and_decoder() -> Any:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    sizes = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
-    return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
+    sizes: Any = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(**sizes, **{"dropout_rate": 0.0, "decoder_start_token_id": 0}))
 
 
 def loss_of(model: Any, micro: tuple[Tensor]) -> Tensor:

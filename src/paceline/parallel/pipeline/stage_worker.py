@@ -90,7 +90,7 @@ class StageWorker:
 
     Between steps `pipeline` may be replaced by one with another number of micro-batches. `around(action)` surrounds
     each of this worker's parts of a forward, so that buffers can be exchanged and inspected there. `before(action)` and
-    `after(action)` are called around every action.
+    `after(action)` are called around every action, and `recording()` surrounds each recording of a forward.
     """
 
     def __init__(
@@ -117,6 +117,7 @@ class StageWorker:
         self.around: Callable[[Action], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
         self.before: Callable[[Action], None] = lambda _: None
         self.after: Callable[[Action], None] = lambda _: None
+        self.recording: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     def step(
         self,
@@ -157,7 +158,9 @@ class StageWorker:
         code = getattr(forward, "__code__", forward)
         key = (code, shape_key(micro), torch.is_grad_enabled(), self._model.training)
         if key not in self._known:
-            tape = tape or record(self._model, forward, micro, units=self.replayer.units, device=self.device)
+            if tape is None:
+                with self.recording():
+                    tape = record(self._model, forward, micro, units=self.replayer.units, device=self.device)
             self._known[key] = tape, value_route = tape, route(tape, self._cut)
             self.link.make_room(
                 max((tape.values[n].spec.num_bytes for each in value_route.crossing for n in each), default=0)

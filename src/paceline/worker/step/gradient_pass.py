@@ -139,7 +139,7 @@ class StepExecutor:
         it is not the caller's own code that does. A pass that is left early changes nothing.
         """
         with self._opened_pass(batch, gradients):
-            self._begin_trials(forward)
+            self._begin_trials(forward, loss_of=forward)
             with self._preserved_random_state:
                 for number, (read, micro, is_void) in enumerate(batch.runs()):
                     data = to_device(batch.read(read), self._device, input_dtype(self._precision))
@@ -174,7 +174,7 @@ class StepExecutor:
         All workers must call it, as `run`.
         """
         with self._opened_pass(batch, gradients):
-            self._begin_trials(pipelined.try_forward)
+            self._begin_trials(pipelined.try_forward, loss_of=pipelined.loss_of)
             with self._preserved_random_state:
                 dtype = input_dtype(self._precision)
                 runs = list(batch.runs())
@@ -248,8 +248,8 @@ class StepExecutor:
             else:
                 self.shards.close()
 
-    def _begin_trials(self, forward: Callable[[Any], Any] | None) -> None:
-        self.state.begin(self.buffers.modules)
+    def _begin_trials(self, forward: Callable[[Any], Any] | None, *, loss_of: Callable[[Any], Any] | None) -> None:
+        self.state.begin(self.buffers.modules, loss_of)
         watches = self.state.is_watching
         if watches or not self.buffers.is_settled:
             self.runs.begin(forward, owners=self.buffers.unsettled_modules(), is_surely=watches)
@@ -376,7 +376,7 @@ class StepExecutor:
         loss, loss_rest, weight, weight_rest = halves_of(own_loss, own_weight)
         wish = float(self._consensus.wants_change)
         trail = self.shards.traffic.trail % TRAILS * self._axes.sign
-        mark = self.state.mark(self.buffers.modules)
+        mark = self.state.mark()
         numbers = [serial, serial**2, trail, wish, loss, loss_rest, weight, weight_rest, mark, *self.hooks.marks()]
         gradients.flush([*numbers, *self.buffers.marks()], weight=own_weight)
         serials, squares, trails, wishes, loss, loss_rest, weight, weight_rest, *rest = gradients.collect()

@@ -41,6 +41,7 @@ from paceline.units import bytes_text
 from paceline.worker.data import random_state
 from paceline.worker.step.losses import single, split_loss
 from paceline.worker.step.model_buffers import BufferAverager
+from paceline.worker.step.recorded_state import left_as_it_was
 
 __all__ = ["MicroBatchLoss", "PipelineModel", "PipelinePass", "TiedStageGradients"]
 
@@ -263,6 +264,7 @@ class PipelinePass:
             link=staged.link,
             device=staged.device,
         )
+        self._worker.recording = lambda: left_as_it_was(self.loss_of, staged.model)
         self._parameters = tuple(staged.model.parameters())
         self._trained: list[bool] = []
         self._is_mean: bool | None = None

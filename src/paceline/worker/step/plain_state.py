@@ -1,95 +1,207 @@
-"""Sees what a forward changes in plain attributes of modules, and puts it back: `self.mean = 0.9 * self.mean + ...`.
+"""Sees what a forward and its loss change outside of parameters and buffers, and puts it back.
 
-Parameters and buffers have owners; this is about everything else that an attribute holds: numbers, tensors, arrays,
-random generators, and containers and objects of them. Tensors are compared by identity and version, so what they hold
-is not read.
+That is what plain attributes of modules hold, and, of functions that run a micro-batch, what their closures hold, the
+globals that they use, and attributes of their objects: numbers, tensors, arrays, random generators, and containers and
+objects of them. Buffers of modules that are not prepared count, too. Tensors are compared by identity and version, so
+what they hold is not read.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import pickle
 import random
 import weakref
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, MutableMapping
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Attribute", "Attributes", "changed_attributes", "keep"]
+from paceline.parallel.class_name import class_name
+
+__all__ = [
+    "Holder",
+    "Place",
+    "Scan",
+    "changed_places",
+    "holders_of_functions",
+    "holders_of_modules",
+    "keep",
+    "places_of",
+]
 
 OWN = frozenset(vars(nn.Module()))  # what torch gives to every module
 DEPTH, ITEMS, BYTES = 4, 512, 1 << 20  # of containers within each other, of one of them, of an array
+FUNCTIONS = 64  # that are followed from the one that runs a micro-batch
 MACHINERY = (
     "torch.distributed",
     "torch._dynamo",
     "torch.utils.hooks",
     "paceline",
 )  # packages whose objects layouts keep
+LIBRARIES = ("torch", "numpy", "paceline", "transformers", "timm", "diffusers", "peft")  # whose functions keep no state
 CODE = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, weakref.ref, nn.Module, nn.Parameter)
-MISSING = object()  # there is no such attribute
+MISSING = object()  # there is nothing of this name
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Holder:
+    """Something that holds values by names. `names`: only these; None: all but what torch gives to every module."""
+
+    label: str
+    fields: MutableMapping[str, Any]
+    names: tuple[str, ...] | None = None
+    owner: Any = None  # what has the fields, where they are put together for each look
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        if self.names is None:
+            return ((name, value) for name, value in list(self.fields.items()) if name not in OWN)
+        return ((name, self.fields[name]) for name in self.names if name in self.fields)
+
+    def identity(self, name: str) -> int:
+        """The same for the same place, however often it is looked for."""
+        if isinstance(self.fields, Cells):
+            return id(self.fields.cells[name])
+        return id(self.fields if self.owner is None else self.owner)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Attribute:
-    """A plain attribute of a module."""
+class Place:
+    """A name of a holder; equal for the same name of the same holder."""
 
-    module: nn.Module
+    label: str = dataclasses.field(compare=False)
+    fields: MutableMapping[str, Any] = dataclasses.field(compare=False, repr=False)
     name: str
+    number: int  # the identity of what holds it
 
     def get(self) -> Any:
-        return vars(self.module).get(self.name, MISSING)
+        return self.fields.get(self.name, MISSING)
 
     def set(self, value: Any) -> None:
-        if value is MISSING:
-            vars(self.module).pop(self.name, None)
-        else:
-            vars(self.module)[self.name] = value
+        if value is not MISSING:
+            self.fields[self.name] = value
+        elif self.name in self.fields:
+            del self.fields[self.name]
 
 
-class Attributes:
-    """What the plain attributes of modules held at one time."""
+class Cells(MutableMapping[str, Any]):
+    """The variables that a function has from the functions around it."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._scan = _Scan()
-        self.seen: dict[nn.Module, dict[str, Hashable]] = {module: self._of(module) for module in modules}
+    def __init__(self, function: FunctionType) -> None:
+        self.cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
-    def _of(self, module: nn.Module) -> dict[str, Hashable]:
-        return {name: self._scan.of(value, DEPTH) for name, value in vars(module).items() if name not in OWN}
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self.cells[name].cell_contents
+        except ValueError:  # not yet given a value
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.cells[name].cell_contents = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.cells[name].cell_contents
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self.cells if name in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, name: object) -> bool:
+        try:
+            self.cells[name].cell_contents  # type: ignore[index]  # noqa: B018  # asks whether it has one
+        except (KeyError, ValueError):
+            return False
+        return True
+
+
+def holders_of_modules(modules: Mapping[nn.Module, str]) -> list[Holder]:
+    """The plain attributes of prepared modules, which have these names."""
+    return [Holder(f"{name or class_name(module)}: self.", vars(module)) for module, name in modules.items()]
+
+
+def holders_of_functions(functions: Iterable[Any], prepared: Mapping[nn.Module, str]) -> list[Holder]:
+    """What functions that run a micro-batch use, other than `prepared` modules; they are followed through functions of
+    the script."""
+    found: list[Holder] = []
+    seen, waiting = {id(module) for module in prepared}, collections.deque[Any](functions)
+    while waiting and len(seen) < FUNCTIONS + len(prepared):
+        one = waiting.popleft()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, functools.partial):
+            given = {**{f"argument {number}": value for number, value in enumerate(one.args, 1)}, **one.keywords}
+            found.append(Holder(f"{getattr(one.func, '__name__', 'partial')}: ", given, owner=one))
+            waiting += [one.func, *(value for value in given.values() if _is_followed(value))]
+        elif isinstance(one, MethodType):
+            waiting += [one.__func__, one.__self__]
+        elif isinstance(one, FunctionType):
+            here = _holders_of_code(one)
+            found += here
+            waiting += [value for holder in here for _, value in holder.items() if _is_followed(value)]
+        elif isinstance(one, nn.Module):
+            for name, module in one.named_modules():
+                if id(module) not in seen or module is one:
+                    seen.add(id(module))
+                    label = f"{class_name(one)}{'.' if name else ''}{name}: self."
+                    found += [Holder(label, vars(module)), Holder(label, vars(module)["_buffers"])]
+                    waiting.append(type(module).forward)
+        elif not isinstance(one, CODE) and not is_machinery(one) and (fields := _fields_of(one)) is not None:
+            found.append(Holder(f"{type(one).__name__}: self.", fields))
+            waiting += [
+                vars(type(one)).get("__call__"),
+                *(value for value in fields.values() if _is_followed(value)),
+            ]
+    return found
+
+
+def _is_followed(value: Any) -> bool:
+    if isinstance(value, (FunctionType, MethodType, functools.partial)):
+        return True
+    return isinstance(value, nn.Module) or (callable(value) and not isinstance(value, type))
+
+
+def _holders_of_code(function: FunctionType) -> list[Holder]:
+    name = function.__qualname__.rpartition("<locals>.")[2]
+    found = [Holder(f"{name}: ", Cells(function), function.__code__.co_freevars)] if function.__closure__ else []
+    package = (function.__module__ or "").partition(".")[0]
+    if package not in LIBRARIES:
+        found.append(Holder(f"{name}: ", function.__globals__, tuple(sorted(_names_in(function.__code__)))))
+    return found
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    return {*code.co_names}.union(*(_names_in(one) for one in inner))
+
+
+class Scan:
+    """What holders held at one time."""
+
+    def __init__(self, holders: Iterable[Holder]) -> None:
+        self.alive: list[Any] = []  # so that no id is used again
+        self._known: dict[int, Hashable] = {}
+        self.holders = list(holders)
+        self.seen = [{name: self._of(value, DEPTH) for name, value in one.items()} for one in self.holders]
 
     @property
     def tensors(self) -> set[int]:
         """The ids of the tensors that were there; they stay alive, and so theirs, as long as this object does."""
-        return {id(one) for one in self._scan.alive if isinstance(one, Tensor)}
+        return {id(one) for one in self.alive if isinstance(one, Tensor)}
 
-
-def changed_attributes(before: Attributes, after: Attributes) -> list[Attribute]:
-    """The attributes that hold something else now, or have come or gone."""
-    found: list[Attribute] = []
-    for module, now in after.seen.items():
-        then = before.seen.get(module)
-        if then is not None and then != now:
-            names = dict.fromkeys([*then, *now])
-            found += [Attribute(module, name) for name in names if then.get(name, MISSING) != now.get(name, MISSING)]
-    return found
-
-
-class _Scan:
-    """Describes values by what can be compared later; what is shared is described once."""
-
-    def __init__(self) -> None:
-        self.alive: list[Any] = []  # so that no id is used again
-        self._known: dict[int, Hashable] = {}
-
-    def of(self, value: Any, depth: int) -> Hashable:
-        if value is None or isinstance(value, (bool, int, str, bytes)):
+    def _of(self, value: Any, depth: int) -> Hashable:
+        """Describe a value by what can be compared later; what is shared is described once."""
+        if value is None or type(value) in (bool, int, str, bytes):
             return value
-        if isinstance(value, (float, complex)):
+        if type(value) in (float, complex):
             return repr(value)  # a number that is none equals itself here
         if isinstance(value, CODE) or is_machinery(value):
             return ""
@@ -103,7 +215,7 @@ class _Scan:
         if isinstance(value, Tensor):
             return id(value), -1 if value.is_inference() else value._version
         if isinstance(value, np.ndarray):
-            is_small = value.nbytes <= BYTES and value.dtype != object
+            is_small = value.nbytes <= BYTES and not value.dtype.hasobject
             return id(value), zlib.crc32(np.ascontiguousarray(value).tobytes()) if is_small else value.shape
         if is_generator(value):
             return id(value), zlib.crc32(_state_of(value))
@@ -111,15 +223,42 @@ class _Scan:
             return id(value)
         if isinstance(value, (list, tuple, collections.deque)):
             items: list[Any] = list(value)[:ITEMS]
-            return type(value).__name__, len(value), tuple(self.of(one, depth - 1) for one in items)
+            return type(value).__name__, len(value), tuple(self._of(one, depth - 1) for one in items)
         if isinstance(value, (set, frozenset)):
-            plain = [one for one in list(value)[:ITEMS] if isinstance(one, (int, float, str, bytes, type(None)))]
+            plain = [one for one in list(value)[:ITEMS] if type(one) in (bool, int, float, str, bytes, type(None))]
             return type(value).__name__, len(value), frozenset(plain)
-        fields = value if isinstance(value, dict) else getattr(value, "__dict__", None)
-        if not isinstance(fields, dict):
+        fields = _fields_of(value)
+        if fields is None:
             return id(value)
         pairs = list(fields.items())[:ITEMS]
-        return id(value), len(fields), tuple((self.of(key, 1), self.of(one, depth - 1)) for key, one in pairs)
+        return id(value), len(fields), tuple((self._of(key, 1), self._of(one, depth - 1)) for key, one in pairs)
+
+
+def places_of(holders: Iterable[Holder]) -> list[Place]:
+    """All places that hold something."""
+    return [
+        Place(f"{one.label}{name}", one.fields, name, one.identity(name)) for one in holders for name, _ in one.items()
+    ]
+
+
+def changed_places(before: Scan, after: Scan) -> list[Place]:
+    """Where something else is held now, or something has come or gone; both are of the same holders."""
+    found: list[Place] = []
+    for holder, then, now in zip(before.holders, before.seen, after.seen, strict=True):
+        if then != now:
+            names = (one for one in dict.fromkeys([*then, *now]) if then.get(one, MISSING) != now.get(one, MISSING))
+            found += [Place(f"{holder.label}{name}", holder.fields, name, holder.identity(name)) for name in names]
+    return found
+
+
+def _fields_of(value: Any) -> dict[Any, Any] | None:
+    if isinstance(value, dict):
+        return value
+    try:
+        fields = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return fields if isinstance(fields, dict) else None
 
 
 def is_machinery(value: Any) -> bool:
@@ -141,28 +280,30 @@ def _state_of(generator: Any) -> bytes:
 Restore = Callable[[], Any]  # puts back what an object held, and returns the object
 
 
-def keep(value: Any, written: set[int], depth: int = DEPTH) -> Restore:
-    """Keep what a value holds. `written`: ids of the tensors that are written in place; of others no copy is needed."""
+def keep(value: Any, written: Collection[int], depth: int = DEPTH, *, copies: bool = True) -> Restore:
+    """Keep what a value holds. `written`: ids of the tensors that are written in place; of others no copy is needed.
+    `copies`: arrays may be written in place, too.
+    """
     if value is MISSING or isinstance(value, CODE) or is_machinery(value):
         return lambda: value
     if isinstance(value, Tensor):
         return _keep_tensor(value) if id(value) in written and not value.is_meta else lambda: value
     if isinstance(value, np.ndarray):
-        return _keep_array(value)
+        return _keep_array(value) if copies else lambda: value
     if is_generator(value):
         return _keep_generator(value)
     if depth == 0:
         return lambda: value
+    inner = functools.partial(keep, written=written, depth=depth - 1, copies=copies)
     if isinstance(value, tuple):
-        return _keep_tuple(value, [keep(one, written, depth - 1) for one in value])
+        return _keep_tuple(value, [inner(one) for one in value[:ITEMS]])
     if isinstance(value, (list, collections.deque)):
-        items = [keep(one, written, depth - 1) for one in value]
-        return _keep_items(value, items) if len(items) <= ITEMS else lambda: value
+        return _keep_items(value, [inner(one) for one in value]) if len(value) <= ITEMS else lambda: value
     if isinstance(value, set):
         return _keep_set(value)
-    fields = value if isinstance(value, dict) else getattr(value, "__dict__", None)
-    if isinstance(fields, dict) and len(fields) <= ITEMS:
-        return _keep_fields(value, fields, {key: keep(one, written, depth - 1) for key, one in fields.items()})
+    fields = _fields_of(value)
+    if fields is not None and len(fields) <= ITEMS:
+        return _keep_fields(value, fields, {key: inner(one) for key, one in fields.items()})
     return lambda: value
 
 
@@ -204,11 +345,11 @@ def _keep_generator(value: Any) -> Restore:
     is_python = isinstance(value, random.Random)
     kept = value.getstate() if is_python else value.get_state()
 
-    def restore_global() -> Any:
+    def restore_other() -> Any:
         _ = value.setstate(kept) if is_python else value.set_state(kept)
         return value
 
-    return restore_global
+    return restore_other
 
 
 def _keep_tuple(value: Any, items: list[Restore]) -> Restore:
@@ -223,8 +364,9 @@ def _keep_tuple(value: Any, items: list[Restore]) -> Restore:
 def _keep_items(value: Any, items: list[Restore]) -> Restore:
     def restore() -> Any:
         found = [item() for item in items]
-        value.clear()
-        value.extend(found)
+        if len(found) != len(value) or any(one is not other for one, other in zip(found, value, strict=True)):
+            value.clear()
+            value.extend(found)
         return value
 
     return restore
@@ -234,8 +376,9 @@ def _keep_set(value: set[Any]) -> Restore:
     copy = set(value)
 
     def restore() -> set[Any]:
-        value.clear()
-        value.update(copy)
+        if value != copy:
+            value.clear()
+            value.update(copy)
         return value
 
     return restore
@@ -243,9 +386,12 @@ def _keep_set(value: set[Any]) -> Restore:
 
 def _keep_fields(value: Any, fields: dict[Any, Any], items: Mapping[Any, Restore]) -> Restore:
     def restore() -> Any:
-        found = {key: item() for key, item in items.items()}
-        fields.clear()
-        fields.update(found)
+        for key in [key for key in fields if key not in items]:
+            del fields[key]
+        for key, item in items.items():
+            found = item()
+            if fields.get(key, MISSING) is not found:
+                fields[key] = found
         return value
 
     return restore

@@ -1,4 +1,4 @@
-"""Refuses models whose forward reads again what an earlier forward left in a plain attribute.
+"""Refuses models and losses that read again what an earlier forward left in a plain attribute, a closure or a global.
 
 Each worker runs other micro-batches. So a running mean in `self.mean`, a hidden state that is carried on, a count that
 forward acts on, or a generator of the model's own differs between workers, and from one process; and no checkpoint has
@@ -6,8 +6,8 @@ it. Buffers have rules for that (`buffer_rules`), global generators are seeded f
 
 Attributes are compared before and after a pass, in the first passes and in some later ones. Most that change are only
 written (an attention map that is kept for a plot), or are caches that change nothing. A trial tells, the first time: a
-micro-batch A runs from what the attributes held after the step, after A itself, and after another micro-batch B. It
-also runs with counts far ahead, as `if self.calls > 1000` would see them. Where A comes out otherwise, the attribute
+micro-batch A runs from what the places held after the step, after A itself, and after another micro-batch B. It
+also runs with counts far ahead, as `if self.calls > 1000` would see them. Where A comes out otherwise, the place
 whose value makes the difference is named.
 """
 
@@ -22,13 +22,14 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.comm.group import Disrupted, WorkerGroup
 from paceline.errors import PlanError, Reason
-from paceline.parallel.class_name import class_name
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.step.plain_state import (
-    Attribute,
-    Attributes,
+    Place,
     Restore,
-    changed_attributes,
+    Scan,
+    changed_places,
+    holders_of_functions,
+    holders_of_modules,
     is_generator,
     keep,
 )
@@ -62,10 +63,10 @@ class StateTrials:
         self.digests: Digests | None = None  # None: nothing is compared
         self.unjudged: tuple[str, ...] = ()  # names of attributes of which no trial tells, once
         self._num_passes = self._num_modules = 0
-        self._before: Attributes | None = None
-        self._changed: dict[str, Attribute] = {}  # in this pass, of which nothing is known
+        self._before: Scan | None = None
+        self._changed: dict[str, Place] = {}  # in this pass, of which nothing is known
         self._written: set[int] = set()  # tensors that were there before
-        self._known: set[Attribute] = set()  # that were tried
+        self._known: set[Place] = set()  # that were tried
 
     def _is_due(self) -> bool:
         is_early = self._num_passes < FIRST_PASSES
@@ -76,26 +77,29 @@ class StateTrials:
         """Whether the present pass is watched."""
         return self._before is not None
 
-    def begin(self, modules: Mapping[nn.Module, str]) -> None:
-        """A pass begins. `modules`: all that are prepared, with their names."""
+    def begin(self, modules: Mapping[nn.Module, str], loss_of: Callable[[Any], Any] | None) -> None:
+        """A pass begins. `modules`: all that are prepared, with their names. `loss_of`: runs a micro-batch; None: the
+        script's own loop does."""
         if len(modules) != self._num_modules:
             self._num_passes, self._num_modules = 0, len(modules)
-        self.unjudged, self._changed = (), {}
-        self._before = Attributes(modules) if self._is_due() else None
+        self.unjudged, self._changed, self._before = (), {}, None
+        if self._is_due():
+            functions = [loss_of, *dict.fromkeys(type(module).forward for module in modules)]
+            self._before = Scan([*holders_of_modules(modules), *holders_of_functions(functions, modules)])
         self._num_passes += 1
 
     def end(self) -> None:
         """The pass is over, or was left early."""
         self._before, self._changed = None, {}
 
-    def mark(self, modules: Mapping[nn.Module, str]) -> float:
+    def mark(self) -> float:
         """All micro-batches of the pass have run: a number to be summed over the workers. 0: nothing is to be tried."""
         if self._before is None:
             return 0.0
-        for one in changed_attributes(self._before, Attributes(self._before.seen)):
+        for one in changed_places(self._before, Scan(self._before.holders)):
             if one not in self._known:
-                name = f"{modules.get(one.module) or class_name(one.module)}: self.{one.name}"
-                self._changed[f"{name} of another model" if name in self._changed else name] = one
+                is_twice = one.label in self._changed
+                self._changed[f"{one.label} of another one" if is_twice else one.label] = one
         self._written = self._before.tensors
         return float(bool(self._changed))
 
@@ -147,11 +151,11 @@ class _Trial:
         run: Run,
         forwards: TrialForwards,
         digests: Digests,
-        attributes: Mapping[str, Attribute],
+        places: Mapping[str, Place],
         written: set[int],
     ) -> None:
         self._run, self._forwards, self._digests = run, forwards, digests
-        self._attributes, self._written = attributes, written
+        self._places, self._written = places, written
         self._start = self._kept()
         self._later: Mapping[str, Restore] = {}
         self._first: list[Any] = []
@@ -169,7 +173,7 @@ class _Trial:
                 self._later, is_carried = kept, is_other
         self.restore()
         again = self._output(0)
-        ahead = self._output_ahead(self._attributes) if has_counts else None
+        ahead = self._output_ahead(self._places) if has_counts else None
         self.restore()
         if not self._first or self._first != again:
             return Outcome(is_unknown=True)
@@ -177,7 +181,7 @@ class _Trial:
 
     def depends_on(self, name: str, *, ahead: bool) -> bool:
         """Whether what this attribute alone held later makes the difference; all workers of a replica call it."""
-        own = {name: self._attributes[name]} if name in self._attributes else {}
+        own = {name: self._places[name]} if name in self._places else {}
         if ahead:
             found = self._output_ahead(own)
         else:
@@ -190,11 +194,11 @@ class _Trial:
 
     def restore(self) -> None:
         """Give the attributes what they held when the trial began."""
-        for name, one in self._attributes.items():
+        for name, one in self._places.items():
             one.set(self._start[name]())
 
     def _kept(self) -> dict[str, Restore]:
-        return {name: keep(one.get(), self._written) for name, one in self._attributes.items()}
+        return {name: keep(one.get(), self._written) for name, one in self._places.items()}
 
     def _output(self, number: int) -> list[Any]:
         leaves = [
@@ -203,10 +207,10 @@ class _Trial:
         tensors = [one.detach() for one in leaves if isinstance(one, Tensor)]
         return [*self._digests(tensors), *(repr(one) for one in leaves if not isinstance(one, Tensor))]
 
-    def _output_ahead(self, attributes: Mapping[str, Attribute]) -> list[Any] | None:
+    def _output_ahead(self, places: Mapping[str, Place]) -> list[Any] | None:
         """As from the start, with counts moved on; None: forward cannot run so."""
         self.restore()
-        for one in attributes.values():
+        for one in places.values():
             value = one.get()
             if _is_count(value):
                 one.set(value + AHEAD)
@@ -241,7 +245,8 @@ REMEDIES = {
     ),
     "": (
         "register_buffer in __init__: buffers are combined by a rule (docs/explanation/steps.md#buffers), and "
-        "checkpoints have them. A hidden state that goes from batch to batch has no such rule: it needs one worker."
+        "checkpoints have them. A loss that has buffers is prepared like a model: worker.prepare(loss). A hidden state "
+        "that goes from batch to batch has no such rule: it needs one worker."
     ),
 }
 
@@ -250,7 +255,8 @@ def _refuse(found: Sequence[tuple[str, str]]) -> None:
     name, kind = found[0]
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     what = (
-        f"{name}{more} is no parameter and no buffer, but forward changes it and computes something else afterwards. "
+        f"{name}{more} is no parameter or buffer of a prepared model, but forward changes it and computes something "
+        "else afterwards. "
         "Workers run other micro-batches than each other, and stages run some once more to record them: the numbers "
         "would not be those of one process. And no checkpoint has it."
     )
