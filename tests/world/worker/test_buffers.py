@@ -124,7 +124,7 @@ def apart(worker: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("sync", [LocalSGD(every=1), LocalSGD(every=2), Gossip(average_every=2)], ids=str)
 def test_rules_hold_where_replicas_take_steps_by_themselves(world: World, sync: Any) -> None:
-    """A sum has what all samples added, whoever ran them; an average is one value in the end."""
+    """A sum has what all samples added, on whichever replica; an average is one value in the end."""
     found = world(apart, 2, Plan(layout=Layout(replicas=2), sync=sync, batch=PLAN.batch, compute=PLAN.compute))
     whole = data().tensors[0].sum(0)
     for one in found:

@@ -9,7 +9,6 @@ up is a call of all workers. Of plain tensors the worker's rows are taken.
 from __future__ import annotations
 
 import functools
-import traceback
 from typing import Any
 
 import torch
@@ -88,7 +87,10 @@ def _first_line(said: str) -> str:
 def _is_in_a_module(error: BaseException) -> bool:
     """Whether an error arose within the call of a module."""
     call = nn.Module._call_impl.__code__  # pyright: ignore[reportPrivateUsage]  # the one function of all calls
-    return any(frame.f_code is call for frame, _ in traceback.walk_tb(error.__traceback__))
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code is not call:
+        trace = trace.tb_next
+    return trace is not None
 
 
 def _method(guard: Any, name: str, own: Any) -> Any:
