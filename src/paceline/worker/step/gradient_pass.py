@@ -99,7 +99,7 @@ class StepExecutor:
         self._axes = axes
         scaled_losses.install()
         self.runs = TrialRuns(plan, self.buffers, self.shards, device)
-        self.state = StateTrials(self.runs, is_alone=lambda: num_shares() == 1)
+        self.state = StateTrials(self.runs, is_alone=lambda: num_shares() == 1, is_split=plan.layout.workers_each > 1)
         self._buffer_trials = BufferTrials(plan, self.buffers, self.runs)
         self.losses = LossSpikeDetector(plan.guard)
         self.noise = GradientNoiseScale()

@@ -8,11 +8,14 @@ what they hold is not read.
 
 from __future__ import annotations
 
+import array
 import collections
+import contextlib
 import dataclasses
 import functools
 import pickle
 import random
+import sys
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, MutableMapping
@@ -27,24 +30,26 @@ from paceline.parallel.class_name import class_name
 
 __all__ = [
     "Holder",
+    "Keeper",
     "Place",
+    "Restore",
     "Scan",
     "changed_places",
+    "functions_of_modules",
     "holders_of_functions",
     "holders_of_modules",
-    "keep",
+    "is_generator",
     "places_of",
 ]
 
 OWN = frozenset(vars(nn.Module()))  # what torch gives to every module
 DEPTH, ITEMS, BYTES = 4, 512, 1 << 20  # of containers within each other, of one of them, of an array
+OBJECTS = 20_000  # that are looked into; of others only their identity counts
 FUNCTIONS = 64  # that are followed from the one that runs a micro-batch
-MACHINERY = (
-    "torch.distributed",
-    "torch._dynamo",
-    "torch.utils.hooks",
-    "paceline",
-)  # packages whose objects layouts keep
+MACHINERY = ("torch.distributed", "torch._dynamo", "torch.utils.hooks", "paceline")  # whose objects layouts keep
+# Objects of the standard library are locks, threads, files and loggers; those of these modules hold plain values.
+PLAIN = frozenset({"builtins", "__main__", "array", "collections", "random", "types"})
+SMALL = 1 << 16  # bytes of tensors on the CPU whose numbers are compared, too: `.data` changes them without a version
 LIBRARIES = ("torch", "numpy", "paceline", "transformers", "timm", "diffusers", "peft")  # whose functions keep no state
 CODE = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, weakref.ref, nn.Module, nn.Parameter)
 MISSING = object()  # there is nothing of this name
@@ -90,6 +95,28 @@ class Place:
             del self.fields[self.name]
 
 
+class ClassAttributes(MutableMapping[str, Any]):
+    """What a class holds for all its objects."""
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+    def __getitem__(self, name: str) -> Any:
+        return vars(self.kind)[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self.kind, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self.kind, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in vars(self.kind) if not name.startswith("__"))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 class Cells(MutableMapping[str, Any]):
     """The variables that a function has from the functions around it."""
 
@@ -123,17 +150,39 @@ class Cells(MutableMapping[str, Any]):
 
 
 def holders_of_modules(modules: Mapping[nn.Module, str]) -> list[Holder]:
-    """The plain attributes of prepared modules, which have these names."""
-    return [Holder(f"{name or class_name(module)}: self.", vars(module)) for module, name in modules.items()]
+    """The plain attributes of prepared modules, which have these names, and those of their classes."""
+    kinds = dict.fromkeys(kind for module in modules for kind in type(module).__mro__)
+    return [
+        *(Holder(f"{name or class_name(module)}: self.", vars(module)) for module, name in modules.items()),
+        *(
+            Holder(f"{one.__name__}: {one.__name__}.", ClassAttributes(one), owner=one)
+            for one in kinds
+            if _package(one) not in (*LIBRARIES, "builtins", "typing")
+        ),
+    ]
+
+
+def functions_of_modules(modules: Iterable[nn.Module]) -> list[Any]:
+    """The functions that run when prepared modules are called: forwards and their hooks."""
+    found = dict.fromkeys(type(module).forward for module in modules)
+    hooks = [
+        hook
+        for module in modules
+        for kind in ("_forward_pre_hooks", "_forward_hooks")
+        for hook in vars(module).get(kind, {}).values()
+        if _package(getattr(hook, "func", hook)) not in LIBRARIES
+    ]
+    return [*found, *hooks]
 
 
 def holders_of_functions(functions: Iterable[Any], prepared: Mapping[nn.Module, str]) -> list[Holder]:
     """What functions that run a micro-batch use, other than `prepared` modules; they are followed through functions of
     the script."""
     found: list[Holder] = []
-    seen, waiting = {id(module) for module in prepared}, collections.deque[Any](functions)
-    while waiting and len(seen) < FUNCTIONS + len(prepared):
-        one = waiting.popleft()
+    seen, waiting = {id(module) for module in prepared}, [*functions][::-1]
+    most = len(seen) + FUNCTIONS
+    while waiting and len(seen) < most:
+        one = waiting.pop()
         if id(one) in seen:
             continue
         seen.add(id(one))
@@ -145,21 +194,19 @@ def holders_of_functions(functions: Iterable[Any], prepared: Mapping[nn.Module, 
             waiting += [one.__func__, one.__self__]
         elif isinstance(one, FunctionType):
             here = _holders_of_code(one)
-            found += here
+            found += here if _package(one) != "paceline" else []
             waiting += [value for holder in here for _, value in holder.items() if _is_followed(value)]
         elif isinstance(one, nn.Module):
             for name, module in one.named_modules():
                 if id(module) not in seen or module is one:
                     seen.add(id(module))
+                    most += 1
                     label = f"{class_name(one)}{'.' if name else ''}{name}: self."
                     found += [Holder(label, vars(module)), Holder(label, vars(module)["_buffers"])]
                     waiting.append(type(module).forward)
         elif not isinstance(one, CODE) and not is_machinery(one) and (fields := _fields_of(one)) is not None:
             found.append(Holder(f"{type(one).__name__}: self.", fields))
-            waiting += [
-                vars(type(one)).get("__call__"),
-                *(value for value in fields.values() if _is_followed(value)),
-            ]
+            waiting += [vars(type(one)).get("__call__"), *(value for value in fields.values() if _is_followed(value))]
     return found
 
 
@@ -172,10 +219,13 @@ def _is_followed(value: Any) -> bool:
 def _holders_of_code(function: FunctionType) -> list[Holder]:
     name = function.__qualname__.rpartition("<locals>.")[2]
     found = [Holder(f"{name}: ", Cells(function), function.__code__.co_freevars)] if function.__closure__ else []
-    package = (function.__module__ or "").partition(".")[0]
-    if package not in LIBRARIES:
+    if _package(function) not in LIBRARIES:
         found.append(Holder(f"{name}: ", function.__globals__, tuple(sorted(_names_in(function.__code__)))))
     return found
+
+
+def _package(one: Any) -> str:
+    return str(getattr(one, "__module__", "")).partition(".")[0]
 
 
 def _names_in(code: CodeType) -> set[str]:
@@ -190,7 +240,8 @@ class Scan:
         self.alive: list[Any] = []  # so that no id is used again
         self._known: dict[int, Hashable] = {}
         self.holders = list(holders)
-        self.seen = [{name: self._of(value, DEPTH) for name, value in one.items()} for one in self.holders]
+        self.values = [dict(one.items()) for one in self.holders]
+        self.seen = [{name: self._of(value, DEPTH) for name, value in some.items()} for some in self.values]
 
     @property
     def tensors(self) -> set[int]:
@@ -208,17 +259,21 @@ class Scan:
         if id(value) not in self._known:
             self.alive.append(value)
             self._known[id(value)] = id(value)  # of one that contains itself
-            self._known[id(value)] = self._described(value, depth)
+            if len(self._known) < OBJECTS:
+                with contextlib.suppress(Exception):  # objects may do anything where they are read
+                    self._known[id(value)] = self._described(value, depth)
         return self._known[id(value)]
 
     def _described(self, value: Any, depth: int) -> Hashable:
         if isinstance(value, Tensor):
-            return id(value), -1 if value.is_inference() else value._version
+            return id(value), -1 if value.is_inference() else value._version, _numbers_of(value)
         if isinstance(value, np.ndarray):
             is_small = value.nbytes <= BYTES and not value.dtype.hasobject
             return id(value), zlib.crc32(np.ascontiguousarray(value).tobytes()) if is_small else value.shape
         if is_generator(value):
             return id(value), zlib.crc32(_state_of(value))
+        if isinstance(value, (bytearray, array.array)):
+            return id(value), zlib.crc32(value)
         if depth == 0:
             return id(value)
         if isinstance(value, (list, tuple, collections.deque)):
@@ -241,18 +296,27 @@ def places_of(holders: Iterable[Holder]) -> list[Place]:
     ]
 
 
-def changed_places(before: Scan, after: Scan) -> list[Place]:
-    """Where something else is held now, or something has come or gone; both are of the same holders."""
-    found: list[Place] = []
-    for holder, then, now in zip(before.holders, before.seen, after.seen, strict=True):
+def changed_places(before: Scan, after: Scan) -> dict[Place, Any]:
+    """Where something else is held now, or something has come or gone, and what was held before."""
+    found: dict[Place, Any] = {}
+    for holder, then, now, values in zip(before.holders, before.seen, after.seen, before.values, strict=True):
         if then != now:
-            names = (one for one in dict.fromkeys([*then, *now]) if then.get(one, MISSING) != now.get(one, MISSING))
-            found += [Place(f"{holder.label}{name}", holder.fields, name, holder.identity(name)) for name in names]
+            for name in dict.fromkeys([*then, *now]):
+                if then.get(name, MISSING) != now.get(name, MISSING):
+                    place = Place(f"{holder.label}{name}", holder.fields, name, holder.identity(name))
+                    found[place] = values.get(name, MISSING)
     return found
 
 
+def _numbers_of(value: Tensor) -> int:
+    is_read = value.device.type == "cpu" and type(value) is Tensor and value.layout is torch.strided
+    if not is_read or value.nbytes > SMALL:
+        return 0
+    return zlib.crc32(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
 def _fields_of(value: Any) -> dict[Any, Any] | None:
-    if isinstance(value, dict):
+    if type(value) in (dict, collections.OrderedDict, collections.defaultdict, collections.Counter):
         return value
     try:
         fields = object.__getattribute__(value, "__dict__")
@@ -263,12 +327,14 @@ def _fields_of(value: Any) -> dict[Any, Any] | None:
 
 def is_machinery(value: Any) -> bool:
     """Whether it belongs to what trains a model, and not to the model."""
-    return type(value).__module__.startswith(MACHINERY)
+    name = str(type(value).__module__)
+    return name.startswith(MACHINERY) or (name.partition(".")[0] in sys.stdlib_module_names and name not in PLAIN)
 
 
 def is_generator(value: Any) -> bool:
     """Whether it is a generator of random numbers that is not a global one."""
-    return isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState))
+    kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+    return isinstance(value, kinds) and not isinstance(value, random.SystemRandom)
 
 
 def _state_of(generator: Any) -> bytes:
@@ -280,40 +346,76 @@ def _state_of(generator: Any) -> bytes:
 Restore = Callable[[], Any]  # puts back what an object held, and returns the object
 
 
-def keep(value: Any, written: Collection[int], depth: int = DEPTH, *, copies: bool = True) -> Restore:
-    """Keep what a value holds. `written`: ids of the tensors that are written in place; of others no copy is needed.
-    `copies`: arrays may be written in place, too.
-    """
-    if value is MISSING or isinstance(value, CODE) or is_machinery(value):
+class Keeper:
+    """Keeps what values hold; what is shared is kept once."""
+
+    def __init__(self, written: Collection[int] = (), *, copies: bool = True) -> None:
+        """`written`: ids of large tensors that are written in place. `copies`: whether anything is."""
+        self._written, self._copies = written, copies
+        self._known: dict[int, Restore] = {}
+
+    def again(self) -> Keeper:
+        """Another one of the same kind, for what values hold at another time."""
+        return Keeper(self._written, copies=self._copies)
+
+    def keep(self, value: Any, depth: int = DEPTH) -> Restore:
+        """Return what puts the value back as it is now."""
+        if id(value) not in self._known:
+            self._known[id(value)] = lambda: value  # of one that contains itself
+            if len(self._known) < OBJECTS:
+                with contextlib.suppress(Exception):  # objects may do anything where they are read
+                    self._known[id(value)] = self._kept(value, depth)
+        return self._known[id(value)]
+
+    def _kept(self, value: Any, depth: int) -> Restore:
+        if value is MISSING or isinstance(value, CODE) or is_machinery(value):
+            return lambda: value
+        if isinstance(value, Tensor):
+            is_copied = self._copies and (id(value) in self._written or value.nbytes <= BYTES)
+            return _keep_tensor(value) if is_copied and _is_writable(value) else lambda: value
+        if isinstance(value, np.ndarray):
+            return _keep_array(value) if self._copies else lambda: value
+        if is_generator(value):
+            return _keep_generator(value)
+        if isinstance(value, (bytearray, array.array)):
+            return _keep_bytes(value)
+        if depth == 0:
+            return lambda: value
+        if isinstance(value, tuple):
+            return _keep_tuple(value, [self.keep(one, depth - 1) for one in value[:ITEMS]])
+        if isinstance(value, (list, collections.deque)):
+            is_short = len(value) <= ITEMS
+            return _keep_items(value, [self.keep(one, depth - 1) for one in value]) if is_short else lambda: value
+        if isinstance(value, set):
+            return _keep_set(value)
+        fields = _fields_of(value)
+        if fields is not None and len(fields) <= ITEMS:
+            return _keep_fields(value, fields, {key: self.keep(one, depth - 1) for key, one in fields.items()})
         return lambda: value
-    if isinstance(value, Tensor):
-        return _keep_tensor(value) if id(value) in written and not value.is_meta else lambda: value
-    if isinstance(value, np.ndarray):
-        return _keep_array(value) if copies else lambda: value
-    if is_generator(value):
-        return _keep_generator(value)
-    if depth == 0:
-        return lambda: value
-    inner = functools.partial(keep, written=written, depth=depth - 1, copies=copies)
-    if isinstance(value, tuple):
-        return _keep_tuple(value, [inner(one) for one in value[:ITEMS]])
-    if isinstance(value, (list, collections.deque)):
-        return _keep_items(value, [inner(one) for one in value]) if len(value) <= ITEMS else lambda: value
-    if isinstance(value, set):
-        return _keep_set(value)
-    fields = _fields_of(value)
-    if fields is not None and len(fields) <= ITEMS:
-        return _keep_fields(value, fields, {key: inner(one) for key, one in fields.items()})
-    return lambda: value
 
 
 def _keep_tensor(value: Tensor) -> Restore:
-    copy, version = value.detach().clone(), -1 if value.is_inference() else value._version
+    copy, version, numbers = value.detach().clone(), value._version, _numbers_of(value)
 
     def restore() -> Tensor:
-        if value.is_inference() or value._version != version:
+        if value._version != version or _numbers_of(value) != numbers:
             with torch.no_grad():
                 value.copy_(copy)
+        return value
+
+    return restore
+
+
+def _is_writable(value: Tensor) -> bool:
+    is_spread = any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True))
+    return not (value.is_meta or value.is_inference() or is_spread)
+
+
+def _keep_bytes(value: Any) -> Restore:
+    copy = value[:]
+
+    def restore() -> Any:
+        value[:] = copy
         return value
 
     return restore

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from paceline.errors import PlanError, Reason
-from paceline.worker.step.plain_state import Scan, changed_places, holders_of_functions, keep, places_of
+from paceline.worker.step.plain_state import Keeper, Scan, changed_places, holders_of_functions, places_of
 
 __all__ = ["left_as_it_was"]
 
@@ -23,7 +23,8 @@ __all__ = ["left_as_it_was"]
 def left_as_it_was(loss_of: Callable[[Any], Any], model: nn.Module) -> Iterator[None]:
     """Put back what `loss_of` keeps outside of the model. Raises PlanError if it keeps a tensor that the model made."""
     holders = holders_of_functions([loss_of], dict.fromkeys(model.modules(), ""))
-    before, kept = Scan(holders), [(one, keep(one.get(), (), copies=False)) for one in places_of(holders)]
+    before, keeper = Scan(holders), Keeper(copies=False)
+    kept = [(one, keeper.keep(one.get())) for one in places_of(holders)]
     made: list[str] = []
     try:
         yield

@@ -4,19 +4,24 @@ Each worker runs other micro-batches. So a running mean in `self.mean`, a hidden
 forward acts on, or a generator of the model's own differs between workers, and from one process; and no checkpoint has
 it. Buffers have rules for that (`buffer_rules`), global generators are seeded for each micro-batch.
 
-Attributes are compared before and after a pass, in the first passes and in some later ones. Most that change are only
-written (an attention map that is kept for a plot), or are caches that change nothing. A trial tells, the first time: a
-micro-batch A runs from what the places held after the step, after A itself, and after another micro-batch B. It
-also runs with counts far ahead, as `if self.calls > 1000` would see them. Where A comes out otherwise, the place
-whose value makes the difference is named.
+What is held is compared before and after a pass, in the first passes and in some later ones. Most that changes is only
+written (an attention map that is kept for a plot), or is a cache that changes nothing. A trial tells: a micro-batch A
+runs from what is held at the step's end, after A itself, and after another micro-batch B; B runs from what was held
+before the step; and A runs with counts far ahead, as `if self.calls > 1000` would see them. Where outputs differ, the
+place whose value makes the difference is named.
+
+A forward that raises in a trial tells nothing. Where workers exchange tensors in a forward it must not be left half
+way, so there counts stay as they are.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -24,48 +29,48 @@ from paceline.comm.group import Disrupted, WorkerGroup
 from paceline.errors import PlanError, Reason
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.step.plain_state import (
+    Keeper,
     Place,
     Restore,
     Scan,
     changed_places,
+    functions_of_modules,
     holders_of_functions,
     holders_of_modules,
     is_generator,
-    keep,
 )
 from paceline.worker.step.trial_runs import Run, TrialForwards, TrialRuns
 
 __all__ = ["StateTrials"]
 
-FIRST_PASSES, EVERY_PASSES = 4, 250  # when attributes are compared
+FIRST_PASSES, EVERY_PASSES = 4, 250  # when places are compared; what is known is tried again at 250, 500, 1000, ...
 RUNS = 2  # of a trial: what only a first forward does (stages record it) is no state
-NAMED = 16  # attributes that are tried one by one
-AHEAD = 999_983  # counts are moved on by it: a prime, so that counts modulo a number move, too
+NAMED = 16  # places that are tried one by one
+
+AFTER_ITSELF, AFTER_OTHERS, BEFORE = range(3)  # what a micro-batch may begin with, other than the step's end
+# ... or counts that are moved on: by a prime, or to a multiple of all small numbers, and to the number before it
+COUNTS: dict[int, Callable[[Any], Any]] = {
+    3: lambda count: count + 999_983,
+    4: lambda count: count * 0 + 720_720_000,
+    5: lambda count: count * 0 + 720_719_999,
+}
 
 Digests = Callable[[Iterable[Tensor]], list[int]]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a worker's trial has shown."""
-
-    is_carried: bool = False  # a micro-batch computes something else after another one
-    is_counted: bool = False  # ... or with counts far ahead
-    is_unknown: bool = False  # it could not be run, or does not repeat itself
 
 
 class StateTrials:
     """Watches one worker's plain attributes during gradient passes."""
 
-    def __init__(self, runs: TrialRuns, *, is_alone: Callable[[], bool]) -> None:
-        """`is_alone`: whether each worker runs all micro-batches now, as one process does."""
-        self._runs, self._is_alone = runs, is_alone
+    def __init__(self, runs: TrialRuns, *, is_alone: Callable[[], bool], is_split: bool) -> None:
+        """`is_alone`: whether each worker runs all micro-batches now, as one process does. `is_split`: workers exchange
+        tensors in a forward."""
+        self._runs, self._is_alone, self._is_split = runs, is_alone, is_split
         self.digests: Digests | None = None  # None: nothing is compared
-        self.unjudged: tuple[str, ...] = ()  # names of attributes of which no trial tells, once
+        self.unjudged: tuple[str, ...] = ()  # names of places of which no trial tells
         self._num_passes = self._num_modules = 0
         self._before: Scan | None = None
-        self._changed: dict[str, Place] = {}  # in this pass, of which nothing is known
-        self._written: set[int] = set()  # tensors that were there before
+        self._held: dict[Place, Any] = {}  # what has changed in this pass, and what was held before
+        self._changed: dict[str, Place] = {}  # those of which nothing is known
         self._known: set[Place] = set()  # that were tried
 
     def _is_due(self) -> bool:
@@ -82,25 +87,28 @@ class StateTrials:
         script's own loop does."""
         if len(modules) != self._num_modules:
             self._num_passes, self._num_modules = 0, len(modules)
-        self.unjudged, self._changed, self._before = (), {}, None
+        self.unjudged, self._held, self._changed, self._before = (), {}, {}, None
+        looks, rest = divmod(self._num_passes, EVERY_PASSES)
+        if not rest and looks & (looks - 1) == 0:
+            self._known.clear()
         if self._is_due():
-            functions = [loss_of, *dict.fromkeys(type(module).forward for module in modules)]
+            functions = [loss_of, *functions_of_modules(modules)]
             self._before = Scan([*holders_of_modules(modules), *holders_of_functions(functions, modules)])
         self._num_passes += 1
 
     def end(self) -> None:
         """The pass is over, or was left early."""
-        self._before, self._changed = None, {}
+        self._before, self._held, self._changed = None, {}, {}
 
     def mark(self) -> float:
         """All micro-batches of the pass have run: a number to be summed over the workers. 0: nothing is to be tried."""
         if self._before is None:
             return 0.0
-        for one in changed_places(self._before, Scan(self._before.holders)):
+        self._held = changed_places(self._before, Scan(self._before.holders))
+        for one in self._held:
             if one not in self._known:
                 is_twice = one.label in self._changed
                 self._changed[f"{one.label} of another one" if is_twice else one.label] = one
-        self._written = self._before.tensors
         return float(bool(self._changed))
 
     def settle(self, batch: StepBatch, mark: float, group: WorkerGroup) -> None:
@@ -111,127 +119,183 @@ class StateTrials:
         if not mark:
             return
         counts: dict[str, bool] = {}
-        for some in group.gather_objects({name: _is_count(one.get()) for name, one in self._changed.items()}):
+        for some in group.gather_objects({name: is_count(one.get()) for name, one in self._changed.items()}):
             counts |= some
-        names, forwards = sorted(counts)[:NAMED], self._runs.forwards(batch)
-        answers, culprits = list[Outcome](), list[str]()
-        with self._runs.opened(batch) as run:
-            trial = None  # a worker without a micro-batch makes none
-            if forwards is not None and self.digests is not None:
-                trial = _Trial(run, forwards, self.digests, self._changed, self._written)
-            outcome = Outcome(is_unknown=True)
+        names = sorted(counts)[:NAMED]
+        ways = [AFTER_ITSELF, AFTER_OTHERS, BEFORE]
+        if any(counts.values()) and not self._is_split:
+            ways += COUNTS
+        culprits, is_unknown = list[str](), True
+        with self._trial(batch) as trial:
             for _ in range(RUNS):
-                if trial is not None:
-                    outcome = trial.outcome(has_counts=any(counts.values()))
-                answers = group.gather_objects(outcome)
-                if not all(one.is_unknown for one in answers):
+                seen = trial.differences(ways)
+                each = [one for one in group.gather_objects(seen) if one is not None]
+                way = next((way for number, way in enumerate(ways) if any(one[number] for one in each)), None)
+                if way is None:
+                    is_unknown = not each
                     break
-            is_kept = any(one.is_carried or one.is_counted for one in answers)
-            if is_kept:
-                ahead = not outcome.is_carried
-                each = [trial is not None and trial.depends_on(name, ahead=ahead) for name in names]
-                several = group.gather_objects(each)
-                culprits = [name for number, name in enumerate(names) if any(one[number] for one in several)] or names
-        if is_kept:
+                repeats = trial.repeats(way)
+                if any(group.gather_objects(repeats and seen is not None and seen[ways.index(way)])):
+                    several = group.gather_objects([trial.depends_on(name, way) for name in names])
+                    culprits = [name for number, name in enumerate(names) if any(one[number] for one in several)]
+                    culprits = culprits or names
+                    break
+        if culprits:
             kinds = dict(pair for some in group.gather_objects(self._kinds(culprits)) for pair in some.items())
             _refuse([(name, kinds.get(name, "")) for name in culprits])
+        if is_unknown and self._num_passes == 1:
+            return  # what a first step makes may be seen more clearly in the second
         self._known.update(self._changed.values())
-        if all(one.is_unknown for one in answers):
-            self.unjudged = tuple(names)
+        self.unjudged = tuple(name for name in names if is_unknown or (self._is_split and counts[name]))
+
+    @contextlib.contextmanager
+    def _trial(self, batch: StepBatch) -> Iterator[_Trial]:
+        """A trial of the present pass. Afterwards all places hold what they held, also where a worker is lost."""
+        forwards = None if self.digests is None else self._runs.forwards(batch)
+        written = set[int]() if self._before is None else self._before.tensors
+        with self._runs.opened(batch, has_graph=not self._is_split) as run:
+            trial = _Trial(
+                self._runs.afresh(run),
+                forwards,
+                self.digests,
+                self._changed,
+                keeper=Keeper(written),
+                held=self._held,
+                is_split=self._is_split,
+            )
+            try:
+                yield trial
+            finally:
+                trial.restore()
 
     def _kinds(self, names: Sequence[str]) -> dict[str, str]:
         return {name: _kind_of(self._changed[name].get()) for name in names if name in self._changed}
 
 
 class _Trial:
-    """Runs of one micro-batch from what attributes held at different times."""
+    """Runs of two micro-batches from what places held at different times."""
 
     def __init__(
         self,
         run: Run,
-        forwards: TrialForwards,
-        digests: Digests,
+        forwards: TrialForwards | None,
+        digests: Digests | None,
         places: Mapping[str, Place],
-        written: set[int],
+        *,
+        keeper: Keeper,
+        held: Mapping[Place, Any],
+        is_split: bool,
     ) -> None:
+        """`places`: those that are judged, of all that have changed, `held`."""
         self._run, self._forwards, self._digests = run, forwards, digests
-        self._places, self._written = places, written
-        self._start = self._kept()
-        self._later: Mapping[str, Restore] = {}
-        self._first: list[Any] = []
+        self._places, self._is_split = places, is_split
+        self._keeper = keeper
+        self._start = {one: keeper.keep(one.get()) for one in held}
+        before = {name: held[one] for name, one in places.items() if held[one] is not one.get()}
+        self._states: dict[int, dict[str, Restore]] = {
+            BEFORE: {name: functools.partial(_same, value) for name, value in before.items()}
+        }
+        for way, moved in COUNTS.items():
+            values = {name: one.get() for name, one in places.items() if is_count(one.get())}
+            self._states[way] = {name: functools.partial(moved, value) for name, value in values.items()}
+        self._references: list[list[Any]] = []  # outputs of A and of B from the step's end
+        self._outputs: dict[int, list[Any]] = {}
 
-    def outcome(self, *, has_counts: bool) -> Outcome:
-        """A from the start, after itself, after B twice, from the start once more, and with counts far ahead."""
-        self._first = self._output(0)
-        is_carried = False
-        for before in ((), (1, 1)):
-            for number in before:
-                self._output(number)
-            kept = self._kept()
-            is_other = self._output(0) != self._first
-            if not is_carried:
-                self._later, is_carried = kept, is_other
-        self.restore()
-        again = self._output(0)
-        ahead = self._output_ahead(self._places) if has_counts else None
-        self.restore()
-        if not self._first or self._first != again:
-            return Outcome(is_unknown=True)
-        return Outcome(is_carried=is_carried, is_counted=ahead is not None and ahead != self._first)
-
-    def depends_on(self, name: str, *, ahead: bool) -> bool:
-        """Whether what this attribute alone held later makes the difference; all workers of a replica call it."""
-        own = {name: self._places[name]} if name in self._places else {}
-        if ahead:
-            found = self._output_ahead(own)
-        else:
+    def differences(self, ways: Sequence[int]) -> list[bool] | None:
+        """For each way, whether the output differs from that of the step's end; None: there is none here."""
+        try:
             self.restore()
-            for key, one in own.items():
-                one.set(self._later[key]())
-            found = self._output(0)
-        self.restore()
-        return found is not None and found != self._first
+            self._references, self._outputs = [self._output(0)], {}
+            for way, before in ((AFTER_ITSELF, ()), (AFTER_OTHERS, (1, 1))):
+                for number in before:
+                    self._output(number)
+                self._states[way] = self._kept()
+                self._outputs[way] = self._output(0)
+            self.restore()
+            self._references.append(self._output(1))
+        except Disrupted:
+            raise
+        except Exception as error:
+            if self._is_split:
+                raise PlanError(
+                    f"the forward changes {', '.join(self._places) or 'plain attributes'}, and to find out whether it "
+                    "reads them again it was run once more without gradients, which has failed "
+                    f"({type(error).__name__}: {error}). Use Layout(replicas=n), or keep nothing there"
+                ) from error
+            return None
+        if not self._references[0]:
+            for way in ways:
+                if way not in self._outputs:
+                    self._output_by(way, self._places)  # with the others of the replica
+            return None
+        for way in ways:
+            if way not in self._outputs:
+                self._outputs[way] = self._output_by(way, self._places)
+        return [bool(self._outputs[way]) and self._outputs[way] != self._reference(way) for way in ways]
+
+    def repeats(self, way: int) -> bool:
+        """Whether the outputs come again; of kernels that add up in any order they do not."""
+        found = self._output_by(way, self._places)
+        again = self._output_by(way, {})
+        return len(self._references) == 2 and again == self._reference(way) and found == self._outputs.get(way)
+
+    def depends_on(self, name: str, way: int) -> bool:
+        """Whether this place alone makes the difference; all workers of a replica call it."""
+        found = self._output_by(way, {name: self._places[name]} if name in self._places else {})
+        return bool(found) and len(self._references) == 2 and found != self._reference(way)
 
     def restore(self) -> None:
-        """Give the attributes what they held when the trial began."""
-        for name, one in self._places.items():
-            one.set(self._start[name]())
+        """Give all places what they held when the trial began."""
+        for one, restore in self._start.items():
+            one.set(restore())
+
+    def _reference(self, way: int) -> list[Any]:
+        return self._references[way == BEFORE]
 
     def _kept(self) -> dict[str, Restore]:
-        return {name: keep(one.get(), self._written) for name, one in self._places.items()}
+        keeper = self._keeper.again()
+        return {name: keeper.keep(one.get()) for name, one in self._places.items()}
 
     def _output(self, number: int) -> list[Any]:
-        leaves = [
-            one for one in tree_leaves(self._run(self._forwards, number)) if isinstance(one, (Tensor, float, int))
-        ]
+        if self._forwards is None or self._digests is None:  # a worker without a micro-batch has none
+            return []
+        result = self._run(self._forwards, number)
+        leaves = [one for one in tree_leaves(result) if isinstance(one, (Tensor, float, int))]
         tensors = [one.detach() for one in leaves if isinstance(one, Tensor)]
         return [*self._digests(tensors), *(repr(one) for one in leaves if not isinstance(one, Tensor))]
 
-    def _output_ahead(self, places: Mapping[str, Place]) -> list[Any] | None:
-        """As from the start, with counts moved on; None: forward cannot run so."""
+    def _output_by(self, way: int, places: Mapping[str, Place]) -> list[Any]:
+        """The output from the step's end, but for these places; [] where forward cannot run so."""
         self.restore()
-        for one in places.values():
-            value = one.get()
-            if _is_count(value):
-                one.set(value + AHEAD)
+        states = self._states.get(way, {})
+        for name, one in places.items():
+            if name in states:
+                one.set(states[name]())
         try:
-            return self._output(0)
+            return self._output(int(way == BEFORE))
         except Disrupted:
             raise
-        except Exception:  # whatever the model says about a count that does not fit
-            return None
+        except Exception:  # whatever the model says about what does not fit
+            if self._is_split:
+                raise
+            return []
 
 
-def _is_count(value: Any) -> bool:
+def _same(value: Any) -> Any:
+    return value
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is a whole number, as counts are."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_floating_point() and not value.is_complex() and not value.is_meta
-    return isinstance(value, int) and not isinstance(value, bool)
+    return type(value) is int or isinstance(value, np.integer) or (type(value) is float and value.is_integer())
 
 
 def _kind_of(value: Any) -> str:
     if is_generator(value):
         return "generator"
-    return "count" if _is_count(value) else ""
+    return "count" if is_count(value) else ""
 
 
 REMEDIES = {
@@ -256,9 +320,8 @@ def _refuse(found: Sequence[tuple[str, str]]) -> None:
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     what = (
         f"{name}{more} is no parameter or buffer of a prepared model, but forward changes it and computes something "
-        "else afterwards. "
-        "Workers run other micro-batches than each other, and stages run some once more to record them: the numbers "
-        "would not be those of one process. And no checkpoint has it."
+        "else afterwards. Workers run other micro-batches than each other, and stages run some once more to record "
+        "them: the numbers would not be those of one process. And no checkpoint has it."
     )
     raise PlanError(
         f"{what} {REMEDIES[kind]}", reasons=[Reason(module=name.split(":")[0], what=what, remedy=REMEDIES[kind])]

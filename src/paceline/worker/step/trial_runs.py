@@ -97,16 +97,28 @@ class TrialRuns:
         """The calls of a module in the pass; None where none was heard."""
         return _repeated([[call] for call in self._heard.owners.get(owner, [])])
 
+    def afresh(self, run: Run) -> Run:
+        """As `run`, but each forward begins with the buffers of the step's beginning."""
+
+        def run_afresh(forwards: TrialForwards, number: int) -> Any:
+            self._buffers.undo()
+            return run(forwards, number)
+
+        return run_afresh
+
     @contextlib.contextmanager
-    def opened(self, batch: StepBatch) -> Iterator[Run]:
-        """Give a function that runs a forward and returns what it did; afterwards all is as it was."""
+    def opened(self, batch: StepBatch, *, has_graph: bool = False) -> Iterator[Run]:
+        """Give a function that runs a forward and returns what it did; afterwards all is as it was.
+
+        `has_graph`: with autograd, for forwards that use their own graph (`retain_grad`, forces by `autograd.grad`).
+        """
         written = [(p, local_part(p.detach()).clone()) for p, version in self._versions if p._version != version]
         self._buffers.undo()
         self._shards.close()  # what was gathered before is out of date
 
         def run(forwards: TrialForwards, number: int) -> Any:
             random_state.seed_all(self._plan.batch.seed, 0, batch.step, batch.num_passes, number)
-            with computing(self._plan.compute.precision, self._device):
+            with computing(self._plan.compute.precision, self._device), torch.set_grad_enabled(has_graph):
                 return forwards.both[number]()
 
         try:
