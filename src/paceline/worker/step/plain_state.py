@@ -2,8 +2,8 @@
 
 That is what plain attributes of modules hold, and, of functions that run a micro-batch, what their closures hold, the
 globals that they use, and attributes of their objects: numbers, tensors, arrays, random generators, and containers and
-objects of them. Buffers of modules that are not prepared count, too. Tensors are compared by identity and version, so
-what they hold is not read.
+objects of them. Buffers of modules that are not prepared count, too. Tensors are compared by identity and version, and
+small ones on the CPU by their numbers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ OWN = frozenset(vars(nn.Module()))  # what torch gives to every module
 DEPTH, ITEMS, BYTES = 4, 512, 1 << 20  # of containers within each other, of one of them, of an array
 OBJECTS = 20_000  # that are looked into; of others only their identity counts
 FUNCTIONS = 64  # that are followed from the one that runs a micro-batch
-MACHINERY = ("torch.distributed", "torch._dynamo", "torch.utils.hooks", "paceline")  # whose objects layouts keep
+MACHINERY = ("torch.distributed.", "torch._dynamo.", "torch.utils.hooks.", "paceline.")  # whose objects layouts keep
 # Objects of the standard library are locks, threads, files and loggers; those of these modules hold plain values.
 PLAIN = frozenset({"builtins", "__main__", "array", "collections", "random", "types"})
 SMALL = 1 << 16  # bytes of tensors on the CPU whose numbers are compared, too: `.data` changes them without a version
@@ -328,7 +328,8 @@ def _fields_of(value: Any) -> dict[Any, Any] | None:
 def is_machinery(value: Any) -> bool:
     """Whether it belongs to what trains a model, and not to the model."""
     name = str(type(value).__module__)
-    return name.startswith(MACHINERY) or (name.partition(".")[0] in sys.stdlib_module_names and name not in PLAIN)
+    is_standard = name.partition(".")[0] in sys.stdlib_module_names
+    return f"{name}.".startswith(MACHINERY) or (is_standard and name not in PLAIN)
 
 
 def is_generator(value: Any) -> bool:
