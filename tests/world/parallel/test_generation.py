@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 from forked import WorkersFailed, World
 from paceline.plan import Batch, Layout, Plan
 
+PLAN = Plan(batch=Batch(size=8, micro=2))
 WORDS = torch.randint(2, 32, (16, 8), generator=torch.Generator().manual_seed(1))
 
 
@@ -71,11 +72,16 @@ def reported(worker: Any) -> None:
     generated(worker, encoder_and_decoder)
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return World(tmp_path_factory.mktemp("alone")).one_process(both, PLAN)
+
+
 @pytest.mark.parametrize("layout", [Layout(replicas=2), Layout(tensor=2), Layout(shard=2), Layout(stages=2)], ids=str)
-def test_generate_gives_the_tokens_of_one_process_or_says_what_to_do(world: World, layout: Layout) -> None:
-    plan = Plan(batch=Batch(size=8, micro=2))
-    alone = world.one_process(both, plan)
-    for found in world(both, 2, Plan(layout=layout, batch=plan.batch), save_at_end=False):
+def test_generate_gives_the_tokens_of_one_process_or_says_what_to_do(
+    world: World, alone: dict[str, Any], layout: Layout
+) -> None:
+    for found in world(both, 2, Plan(layout=layout, batch=PLAN.batch), save_at_end=False):
         if layout.stages == 1:
             assert found["decoder"] == alone["decoder"]
         else:
@@ -84,4 +90,4 @@ def test_generate_gives_the_tokens_of_one_process_or_says_what_to_do(world: Worl
             assert found["encoder_and_decoder"] == alone["encoder_and_decoder"]
     if layout.stages > 1 or layout.shard > 1:
         with pytest.raises(WorkersFailed, match=REFUSED["encoder_and_decoder", layout.stages]):
-            world(reported, 2, Plan(layout=layout, batch=plan.batch), save_at_end=False)
+            world(reported, 2, Plan(layout=layout, batch=PLAN.batch), save_at_end=False)
