@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils.data import TensorDataset
 
 from forked import World
 from layout_runs import EXACT, LENGTH, RESUME, WORDS, Text, next_word
-from paceline.plan import Layout, Plan
+from paceline.plan import Batch, Layout, Plan
 
 WIDTH = 8
 
@@ -83,3 +84,29 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 def test_they_train_as_in_one_process(world: World, alone: list[float], layout: Layout) -> None:
     for found in world(train, 2, Plan(layout=layout, batch=RESUME, compute=EXACT)):
         assert found == pytest.approx(alone, rel=1e-9)
+
+
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.layer(self.norm(x)))
+
+
+def scripted(worker: Any) -> list[float]:
+    torch.manual_seed(3)
+    traced = torch.jit.trace(nn.Linear(WIDTH, WIDTH).double(), torch.ones(2, WIDTH, dtype=torch.float64))
+    model = worker.prepare(nn.Sequential(torch.jit.script(Scripted().double()), traced, nn.Linear(WIDTH, 1)))
+    step = worker.stepper(model, worker.prepare(torch.optim.AdamW(model.parameters(), lr=0.02)), F.mse_loss)
+    inputs = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    data = TensorDataset(inputs, inputs[:, :1].sin())
+    return [float(step(batch)) for batch in worker.batches(data, epochs=2)]
+
+
+def test_scripted_and_traced_modules_train_as_in_one_process(world: World) -> None:
+    plan = Plan(batch=Batch(size=16, micro=4), compute=EXACT)
+    expected = world.one_process(scripted, plan)
+    for found in world(scripted, 2, plan, save_at_end=False):
+        assert found == pytest.approx(expected, rel=1e-9)

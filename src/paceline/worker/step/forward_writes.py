@@ -137,7 +137,7 @@ def _all_of(parameters: Iterable[tuple[str, Tensor]], modules: Iterable[nn.Modul
     """All parameters that are here, those that are not trained included, by their names."""
     found = {id(one): (name, one) for name, one in parameters}
     for module in modules:
-        for key, one in vars(module)["_parameters"].items():
+        for key, one in module._parameters.items():  # pyright: ignore[reportPrivateUsage]  # as below
             if one is not None:
                 found.setdefault(id(one), (f"{class_name(module)}.{key}", one))
     with on_parts():
@@ -146,7 +146,8 @@ def _all_of(parameters: Iterable[tuple[str, Tensor]], modules: Iterable[nn.Modul
 
 def _parameter_names(module: nn.Module) -> tuple[str, ...]:
     # what torch lists besides makes a generator for each module
-    return (*module._parameters, *module._modules)  # pyright: ignore[reportPrivateUsage]  # see above
+    # their keys, as what scripted modules have in these places is no dict
+    return (*module._parameters.keys(), *module._modules.keys())  # pyright: ignore[reportPrivateUsage]  # see above
 
 
 def _check_registered(registered: Sequence[Registration], modules: set[nn.Module]) -> None:

@@ -13,6 +13,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import inspect
 import pickle
 import random
 import sys
@@ -164,7 +165,7 @@ def holders_of_modules(modules: Mapping[nn.Module, str]) -> list[Holder]:
 
 def functions_of_modules(modules: Iterable[nn.Module]) -> list[Any]:
     """The functions that run when prepared modules are called: forwards and their hooks."""
-    found = dict.fromkeys(type(module).forward for module in modules)
+    found = dict.fromkeys(map(_forward_of, dict.fromkeys(map(type, modules))))
     hooks = [
         hook
         for module in modules
@@ -202,12 +203,17 @@ def holders_of_functions(functions: Iterable[Any], prepared: Mapping[nn.Module, 
                     seen.add(id(module))
                     most += 1
                     label = f"{class_name(one)}{'.' if name else ''}{name}: self."
-                    found += [Holder(label, vars(module)), Holder(label, vars(module)["_buffers"])]
-                    waiting.append(type(module).forward)
+                    buffers = vars(module).get("_buffers")
+                    found += [Holder(label, one) for one in (vars(module), buffers) if isinstance(one, dict)]
+                    waiting.append(_forward_of(type(module)))
         elif not isinstance(one, CODE) and not is_machinery(one) and (fields := _fields_of(one)) is not None:
             found.append(Holder(f"{type(one).__name__}: self.", fields))
             waiting += [vars(type(one)).get("__call__"), *(value for value in fields.values() if _is_followed(value))]
     return found
+
+
+def _forward_of(kind: type) -> Any:
+    return inspect.getattr_static(kind, "forward", None)  # scripted modules have none that can be asked for
 
 
 def _is_followed(value: Any) -> bool:
