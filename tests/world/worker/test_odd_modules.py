@@ -97,7 +97,7 @@ class Scripted(nn.Module):
 
 def scripted(worker: Any) -> list[float]:
     torch.manual_seed(3)
-    traced = torch.jit.trace(nn.Linear(WIDTH, WIDTH).double(), torch.ones(2, WIDTH, dtype=torch.float64))
+    traced: Any = torch.jit.trace(nn.Linear(WIDTH, WIDTH).double(), torch.ones(2, WIDTH, dtype=torch.float64))
     model = worker.prepare(nn.Sequential(torch.jit.script(Scripted().double()), traced, nn.Linear(WIDTH, 1)))
     step = worker.stepper(model, worker.prepare(torch.optim.AdamW(model.parameters(), lr=0.02)), F.mse_loss)
     inputs = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
