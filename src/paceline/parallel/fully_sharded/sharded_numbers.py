@@ -142,6 +142,9 @@ def _written(name: str, own: Any, self: Any, args: Any, kwargs: Any) -> Any:
     args = tuple(_rows(one, self) for one in args)
     kwargs = {key: _rows(one, self) for key, one in kwargs.items()}
     is_alike = all(_is_at_its_places(self, one) for one in (*args, *kwargs.values()))
+    is_alike = is_alike and not any(
+        one.is_partial() for one in self.placements
+    )  # to add to a sum is not to add to parts
     if not is_alike or torch.compiler.is_compiling():
         return own(self, *args, **kwargs)
     here = [_local(one) for one in args]
@@ -162,8 +165,7 @@ def _is_at_its_places(whole: Any, one: Any) -> bool:
     if spec is None:
         return one.dim() == 0
     own = whole._spec
-    is_alike = spec is own or (spec.placements == own.placements and spec.mesh == own.mesh and one.shape == whole.shape)
-    return is_alike and not any(placement.is_partial() for placement in own.placements)
+    return spec is own or (spec.placements == own.placements and spec.mesh == own.mesh and one.shape == whole.shape)
 
 
 def _rows(one: Any, like: Any) -> Any:

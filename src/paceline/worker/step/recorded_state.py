@@ -14,7 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from paceline.errors import PlanError, Reason
-from paceline.worker.step.plain_state import Keeper, Scan, changed_places, holders_of_functions, places_of
+from paceline.worker.step.kept_state import Keeper
+from paceline.worker.step.plain_state import Scan, changed_places
+from paceline.worker.step.state_holders import holders_of_functions, places_of
 
 __all__ = ["left_as_it_was"]
 

@@ -28,17 +28,9 @@ from torch.utils._pytree import tree_leaves
 from paceline.comm.group import Disrupted, WorkerGroup
 from paceline.errors import PlanError, Reason
 from paceline.worker.data.step_batch import StepBatch
-from paceline.worker.step.plain_state import (
-    Keeper,
-    Place,
-    Restore,
-    Scan,
-    changed_places,
-    functions_of_modules,
-    holders_of_functions,
-    holders_of_modules,
-    is_generator,
-)
+from paceline.worker.step.kept_state import Keeper, Restore
+from paceline.worker.step.plain_state import Scan, changed_places, is_generator
+from paceline.worker.step.state_holders import Place, functions_of_modules, holders_of_functions, holders_of_modules
 from paceline.worker.step.trial_runs import Run, TrialForwards, TrialRuns
 
 __all__ = ["StateTrials"]
@@ -159,7 +151,7 @@ class StateTrials:
                 forwards,
                 self.digests,
                 self._changed,
-                keeper=Keeper(written),
+                written=written,
                 held=self._held,
                 is_split=self._is_split,
             )
@@ -182,16 +174,19 @@ class _Trial:
         digests: Digests | None,
         places: Mapping[str, Place],
         *,
-        keeper: Keeper,
+        written: set[int],
         held: Mapping[Place, Any],
         is_split: bool,
     ) -> None:
-        """`places`: those that are judged, of all that have changed, `held`."""
+        """`held`: all places that have changed, with what was held before. `places`: those of them that are judged.
+        `written`: ids of the tensors that were there before."""
         self._run, self._forwards, self._digests = run, forwards, digests
         self._places, self._is_split = places, is_split
-        self._keeper = keeper
+        self._written, keeper = written, Keeper(written)
         self._start = {one: keeper.keep(one.get()) for one in held}
         before = {name: held[one] for name, one in places.items() if held[one] is not one.get()}
+        if is_split and len(before) < len(held):
+            before = {}  # what was changed in place is not as it was then, and a forward that raises must not be tried
         self._states: dict[int, dict[str, Restore]] = {
             BEFORE: {name: functools.partial(_same, value) for name, value in before.items()}
         }
@@ -215,13 +210,8 @@ class _Trial:
             self._references.append(self._output(1))
         except Disrupted:
             raise
-        except Exception as error:
-            if self._is_split:
-                raise PlanError(
-                    f"the forward changes {', '.join(self._places) or 'plain attributes'}, and to find out whether it "
-                    "reads them again it was run once more without gradients, which has failed "
-                    f"({type(error).__name__}: {error}). Use Layout(replicas=n), or keep nothing there"
-                ) from error
+        except Exception as error:  # a forward may do anything when it is run once more
+            self._require_independence(error)
             return None
         if not self._references[0]:
             for way in ways:
@@ -253,7 +243,7 @@ class _Trial:
         return self._references[way == BEFORE]
 
     def _kept(self) -> dict[str, Restore]:
-        keeper = self._keeper.again()
+        keeper = Keeper(self._written)
         return {name: keeper.keep(one.get()) for name, one in self._places.items()}
 
     def _output(self, number: int) -> list[Any]:
@@ -275,10 +265,18 @@ class _Trial:
             return self._output(int(way == BEFORE))
         except Disrupted:
             raise
-        except Exception:  # whatever the model says about what does not fit
-            if self._is_split:
-                raise
+        except Exception as error:  # whatever the model says about what does not fit
+            self._require_independence(error)
             return []
+
+    def _require_independence(self, error: Exception) -> None:
+        """Where workers exchange tensors in a forward, one that has raised leaves them out of step: the run ends."""
+        if self._is_split:
+            raise PlanError(
+                f"the forward changes {', '.join(self._places) or 'plain attributes'}, and to find out whether it "
+                "reads them again it was run once more without gradients, which has failed "
+                f"({type(error).__name__}: {error}). Use Layout(replicas=n), or keep nothing there"
+            ) from error
 
 
 def _same(value: Any) -> Any:
