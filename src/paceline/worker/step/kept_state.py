@@ -1,7 +1,7 @@
 """Keeps what values hold, and puts it back: a trial of a forward, or its recording for stages, leaves no trace.
 
-Containers, arrays and generators are put back in place, so that others who hold them see no other object. What cannot be
-written, and what belongs to threads, files and layouts, is left alone.
+Containers, arrays and generators are put back in place, so whatever else holds them sees no other object. What cannot
+be written, and what belongs to threads, files and layouts, is left alone.
 """
 
 from __future__ import annotations
