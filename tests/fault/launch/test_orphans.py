@@ -139,7 +139,7 @@ def test_a_host_that_has_not_got_the_runs_record_waits_for_its_own_workers(tmp_p
     assert said == []
     with occupied(worker_dir), pytest.raises(LaunchError, match="worker 2 did not leave"):
         wait_for_orphans(job, say=said.append, limit_s=0.1)
-    assert said == ["the supervisor of the previous start is lost: waiting for worker 2 to save and leave"]
+    assert said == ["another start is at work here: waiting for worker 2 to save and leave"]
 
 
 def test_a_host_that_comes_back_to_a_run_at_work_elsewhere_waits_for_its_own_workers_alone(tmp_path: Path) -> None:

@@ -8,17 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.nn.utils import parametrize
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from access_models import Block, data, net, plan_of
 from forked import World
 from paceline.errors import PlanError
 from paceline.parallel import partial_parameter
 from paceline.parallel.fully_sharded import sharded_numbers
-from paceline.plan import Layout
+from paceline.plan import Layout, Plan
 
 
 class KeepsView(Block):
@@ -161,3 +165,21 @@ def test_models_changed_past_their_layout_are_refused_by_name(world: World, layo
         assert len(found) > len(AT_PREPARE)
         for says, said in found.items():
             assert re.search(says, said), (says, said)
+
+
+def test_a_sum_over_an_axis_is_not_written_by_its_parts(world: World) -> None:
+    """To add 1 to each part of a sum over two workers adds 2 to it: torch refuses that, and so it stays."""
+
+    def work(worker: Any) -> tuple[str, list[float]]:
+        sharded_numbers.install()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+        mesh = init_device_mesh("cpu", (2, 2))
+        part = DTensor.from_local(torch.ones(2), mesh, [Shard(0), Partial()])
+        with pytest.raises(RuntimeError, match="placement") as refused:
+            part.add_(1.0)
+        return str(refused.value), part.to_local().tolist()
+
+    said, numbers = world.one_process(work, Plan())
+    assert "Partial" in said and numbers == [1.0, 1.0]

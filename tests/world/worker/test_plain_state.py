@@ -368,3 +368,31 @@ def test_a_worker_without_a_micro_batch_takes_part(world: World, way: str) -> No
     plan = Plan(layout=Layout(replicas=2), batch=BATCH, compute=COMPUTE)
     for said, losses in world(lambda worker: steps(worker, way, samples=2), 2, plan, save_at_end=False):
         assert (way in CARRIED) == ("self.kept" in said) == (not losses), said
+
+
+class Counted(nn.Module):
+    """Keeps two things for a log that belong together, and says so where they do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls, self.sizes = nn.Linear(6, 6), 0, list[int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.sizes) != self.calls:
+            raise RuntimeError(f"{len(self.sizes)} sizes of {self.calls} calls")
+        self.calls += 1  # another object each time
+        self.sizes.append(len(x))  # and this one is changed in place: what it was is not known any more
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("layout", [Layout(replicas=2), Layout(shard=2)], ids=str)
+def test_what_is_right_only_together_is_not_put_back_in_part(world: World, layout: Layout) -> None:
+    def work(worker: Any) -> list[float]:
+        torch.manual_seed(0)
+        model = worker.prepare(Counted())
+        step = worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), F.mse_loss)
+        return [float(step(batch)) for batch in worker.batches(TensorDataset(DATA, DATA.flip(1)))]
+
+    alone = world.one_process(work, Plan(batch=BATCH, compute=COMPUTE))
+    for found in world(work, 2, Plan(layout=layout, batch=BATCH, compute=COMPUTE), save_at_end=False):
+        assert found == pytest.approx(alone, rel=1e-9)

@@ -191,13 +191,17 @@ class LocalWorkers:
             self._parent.signal(worker, STACK_SIGNAL, alone=True)
 
     def terminate(self, grace_s: float) -> None:
-        """Send SIGTERM to all process groups, and SIGKILL after `grace_s` seconds to those that are left."""
+        """Send SIGTERM to all process groups, and SIGKILL after `grace_s` seconds to those that are left.
+
+        A process that was stopped (SIGSTOP) is continued: before that no SIGTERM reaches it.
+        """
         if not self._is_ending:
             self._is_ending = True
             for worker in self.alive:
                 # Without this message a worker takes SIGTERM as a request to save and leave.
                 self.send(worker, {"op": "end"})
             self._signal(signal.SIGTERM)
+            self._signal(signal.SIGCONT)
             self._kill_at = time.monotonic() + grace_s
 
     def kill(self) -> None:

@@ -55,13 +55,16 @@ def wait_until_workers_ended(
     """
     if not (found := running_workers(run_dir, on_this_host=on_this_host)):
         return
-    say(f"the supervisor of the previous start is lost: waiting for {_workers_text(found)} to save and leave")
+    # Only the head keeps a record. Where there is none, this host is a member of a run whose head is another one.
+    has_record = (run_dir / "run.json").exists()
+    first = "the supervisor of the previous start is lost" if has_record else "another start is at work here"
+    say(f"{first}: waiting for {_workers_text(found)} to save and leave")
     deadline = time.monotonic() + limit_s
     while found := running_workers(run_dir, on_this_host=on_this_host):
         if time.monotonic() > deadline:
             raise LaunchError(
-                f"The supervisor of the previous start is lost, and {_workers_text(found)} did not leave {run_dir} "
-                f"within {limit_s:.0f} s. End them (ps shows paceline-w{found[0]}), or use another run_dir."
+                f"{first[0].upper()}{first[1:]}, and {_workers_text(found)} did not leave {run_dir} within "
+                f"{limit_s:.0f} s. End them (ps shows paceline-w{found[0]}), or use another run_dir."
             )
         time.sleep(POLL_S)  # a released lock wakes no one up, so poll
 
