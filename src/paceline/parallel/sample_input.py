@@ -80,8 +80,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """Put random generators and buffers back afterwards; dropout is off within, as far as modules know."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     training = [module for module in model.modules() if module.training]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    cuda = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=cuda):
+        torch.random.default_generator.manual_seed(0)  # torch.manual_seed takes milliseconds, also for absent devices
+        if cuda:
+            torch.cuda.manual_seed(0)
         try:
             for module in training:
                 module.training = False

@@ -115,6 +115,7 @@ def test_models_of_transformers_work_as_they_are(world: World, tmp_path: Path, k
         )
         return [float(step(batch)) for batch in worker.batches(Text(ROWS))]
 
+    pytest.importorskip(f"transformers.models.{kind}.modeling_{kind}")  # once, for all workers
     batch = Batch(size=16, micro=4)
     expected = beside(tmp_path).one_process(run, Plan(batch=batch, compute=EXACT))
     for found in world(run, 2, Plan(layout=Layout(context=2), batch=batch, compute=EXACT)):

@@ -74,6 +74,8 @@ def reported(worker: Any) -> None:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    for kind in ("gpt2", "t5"):
+        pytest.importorskip(f"transformers.models.{kind}.modeling_{kind}")  # once, for all workers
     return World(tmp_path_factory.mktemp("alone")).one_process(both, PLAN)
 
 

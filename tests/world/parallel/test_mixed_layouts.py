@@ -238,6 +238,8 @@ def test_models_of_transformers_work_as_they_are(
             found.append([float(step(batch)) for batch in worker.batches(Text(ROWS))])
         return found
 
+    for kind in kinds:
+        pytest.importorskip(f"transformers.models.{kind}.modeling_{kind}")  # once, for all workers
     batch = Batch(size=16, micro=4)
     expected = beside(tmp_path).one_process(work, Plan(batch=batch, compute=EXACT))
     for found in world(work, 4, Plan(layout=layout, batch=batch, compute=EXACT)):

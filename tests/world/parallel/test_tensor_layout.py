@@ -235,6 +235,7 @@ def test_models_of_transformers_work_as_they_are(
         step = worker.stepper(model, optim, forward=lambda one, micro: one(input_ids=micro[0], labels=micro[0]).loss)
         return [float(step(batch)) for batch in worker.batches(Text(ROWS))]
 
+    pytest.importorskip(f"transformers.models.{kind}.modeling_{kind}")  # once, for all workers
     batch = Batch(size=16, micro=4)
     expected = beside(tmp_path).one_process(run, Plan(batch=batch, compute=EXACT))
     for found in world(run, tensor, Plan(layout=Layout(tensor=tensor), batch=batch, compute=EXACT)):

@@ -329,7 +329,7 @@ def _stepped_by_rows(
     optimizer: Optimizer, group: dict[str, object], entries: dict[str, object], numbers: Tensor, rows: slice
 ) -> tuple[Tensor, dict[str, object]]:
     """Return some rows after steps of a copy of the optimizer, and its state for them."""
-    torch.manual_seed(0)  # within the caller's fork_rng
+    torch.random.default_generator.manual_seed(0)  # within the caller's fork_rng
     parameter = torch.nn.Parameter(numbers[0][rows].clone())
     trial = type(optimizer).__new__(type(optimizer))
     trial.__dict__.update(optimizer.__dict__)
