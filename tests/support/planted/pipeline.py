@@ -28,7 +28,7 @@ def _alike(_: Any) -> None:
 
     def make(before: Any) -> Any:
         def init(step: Any, worker: Any, pipeline: Any, forward: Any, micros: Any, weights: Any, seeds: Any) -> None:
-            even = [sum(weights) / len(weights)] * len(weights)
+            even = [sum(weights) / len(weights)] * len(weights) if weights else []  # evaluations have none
             if even != list(weights):
                 took_effect()
             before(step, worker, pipeline, forward, micros, even, seeds)

@@ -17,7 +17,7 @@ from paceline.cli.parity.compare import CaptureReader, compare
 from paceline.cli.parity.localize import Departure, locate
 from paceline.cli.parity.metrics import reported_metrics
 from paceline.cli.parity.report import LOST, ParityVerdict, Tolerance
-from paceline.cli.parity.where import ask_for_modules
+from paceline.cli.parity.where import MARGINS, ask_for_modules
 from paceline.plan import Batch, Plan
 from planted import buffers, experts, losses, norms, optimizers, pipeline, random_states, reductions, tensor
 from planted.planting import PlantedError, marks_in, wrap
@@ -104,14 +104,15 @@ class Trials:
             kinds = tuple(one for one in kinds if one == LOST)
         departure = None
         if kinds:
-            departure = locate(captured, reference, perturbed, steps=STEPS, reported=verdict.reported)
+            margin = MARGINS[plan.compute.precision]
+            departure = locate(captured, reference, perturbed, steps=STEPS, margin=margin, reported=verdict.reported)
         return Outcome(error=error, is_caught=bool(kinds), departure=departure, kinds=kinds)
 
     def _run(self, name: str, program: Any, workers: int, plan: Plan, *, perturbed: bool = False) -> Path:
         place = self._directory / name
         shutil.rmtree(place, ignore_errors=True)
         captured = place / "captured"
-        ask_for_modules(captured, steps=STEPS, perturbed=perturbed)
+        ask_for_modules(captured, steps=STEPS, perturbed_in=plan.compute.precision if perturbed else None)
         World(place)(program, workers, plan, capture_dir=str(captured), max_steps=STEPS, limit_s=LIMIT_S)
         module_records._file.cache_clear()
         module_records._step.cache_clear()

@@ -2,7 +2,7 @@
 
 `paceline.worker.record.module_capture` has written what each module got and returned, and the gradients that came back,
 in three runs: the configuration, its reference, and the reference with weights changed by one rounding. The third tells
-the level of noise of each tensor. A tensor *departs* where its difference from the reference is MARGIN times as large:
+the level of noise of each tensor. A tensor *departs* where it differs from the reference by `margin` times as much:
 
     difference   rms(a - b) / rms(b)      a: the configuration's tensor or a part of it, b: the reference's
     noise        the same of the perturbed reference; at least the median of all tensors of its kind, and one rounding
@@ -41,9 +41,10 @@ from paceline.cli.parity.module_records import (
     rms,
 )
 
-__all__ = ["MARGIN", "Departure", "locate"]
+__all__ = ["MARGIN", "MARGIN_OF_BF16", "Departure", "locate"]
 
-MARGIN = 50.0  # times the noise
+MARGIN = 50.0  # times the noise: sums of many numbers differ by several roundings
+MARGIN_OF_BF16 = 8.0  # its sums are of single precision, so single roundings differ
 ALL = 0.8  # of the parameters: an error of more is none of a module
 SAME_FACTOR = 1e-2  # relative spread of the factors of gradients that differ by a common one
 WIRE_NOISE = 2e-7  # of sums of single precision, relative to the largest number
@@ -61,20 +62,28 @@ class Departure:
     difference: float
     noise: float
     worker: int | None = None
+    margin: float = MARGIN
 
     def __str__(self) -> str:
         by = f"by {figure(self.difference)}"
         if self.noise:
-            by += f" (tolerance {figure(MARGIN * self.noise)}, from rounding)"
+            by += f" (tolerance {figure(self.margin * self.noise)}, from rounding)"
         return f"first departs in {self.module}, {self.phase} of step {self.step}: {self.what} differs {by}"
 
 
 def locate(
-    capture: Path, reference: Path, perturbed: Path, *, steps: int, reported: Difference | None = None
+    capture: Path,
+    reference: Path,
+    perturbed: Path,
+    *,
+    steps: int,
+    margin: float = MARGIN,
+    reported: Difference | None = None,
 ) -> Departure | None:
     """Return where a configuration departs first; None where it does not. The three are directories of captures, with
-    the modules of the first `steps` steps. `reported`: a value of the script that differs too much."""
-    search = _Search(ModuleReader(capture), ModuleReader(reference), ModuleReader(perturbed))
+    the modules of the first `steps` steps. `margin`: times the noise that pass. `reported`: a value of the script that
+    differs too much."""
+    search = _Search(ModuleReader(capture), ModuleReader(reference), ModuleReader(perturbed), margin)
     for step in range(1, steps + 1):
         found = search.in_step(step)
         if found is not None:
@@ -90,17 +99,18 @@ class _Judged:
     difference: float
     noise: float
     worker: int
+    margin: float
 
     @property
     def departs(self) -> bool:
-        return not self.difference <= MARGIN * self.noise
+        return not self.difference <= self.margin * self.noise
 
 
 class _Search:
     """Compares the captures of one configuration."""
 
-    def __init__(self, ours: ModuleReader, theirs: ModuleReader, noisy: ModuleReader) -> None:
-        self._ours, self._theirs, self._noisy = ours, theirs, noisy
+    def __init__(self, ours: ModuleReader, theirs: ModuleReader, noisy: ModuleReader, margin: float) -> None:
+        self._ours, self._theirs, self._noisy, self._margin = ours, theirs, noisy, margin
         self._order: dict[str, int] = {}  # of modules, in the reference's forward
 
     def in_step(self, step: int) -> Departure | None:
@@ -134,7 +144,7 @@ class _Search:
         if found is None:
             return None
         what = f"only {found.where}, which the script reports,"
-        one = _Judged(name=found.where, difference=found.value, noise=0.0, worker=0)
+        one = _Judged(name=found.where, difference=found.value, noise=0.0, worker=0, margin=self._margin)
         return _departure(found.step or 1, "reports", self._root, what, one)
 
     @property
@@ -153,9 +163,8 @@ class _Search:
             ours = self._ours.whole(name, worker)
             for key in theirs.keys() | ours.keys() if ours else ():
                 difference = distance(ours.get(key), theirs.get(key))
-                judged.append(
-                    _Judged(name=key, difference=difference, noise=max(noises.get(key, 0.0), floor), worker=worker)
-                )
+                noise = max(noises.get(key, 0.0), floor)
+                judged.append(_Judged(name=key, difference=difference, noise=noise, worker=worker, margin=self._margin))
         return sorted(judged, key=lambda one: (self._place(one.name), one.name, one.worker))
 
     def _place(self, parameter: str) -> int:
@@ -203,7 +212,9 @@ class _Search:
     def _wire(self, step: int) -> Departure | None:
         """Where what a wire with error feedback sends and keeps is not the gradient."""
         rows = sorted((one for one in self._ours.wire if one.step == step), key=lambda one: self._place(one.where))
-        judged = [_Judged(name=one.where, difference=one.value, noise=WIRE_NOISE, worker=0) for one in rows]
+        judged = [
+            _Judged(name=one.where, difference=one.value, noise=WIRE_NOISE, worker=0, margin=MARGIN) for one in rows
+        ]
         departed = [one for one in judged if one.departs]
         if not departed:
             return None
@@ -318,7 +329,8 @@ class _Search:
             return None
         scale = abs(theirs[step]) or 1.0
         noise = max(abs(noisy.get(step, theirs[step]) - theirs[step]) / scale, float(np.finfo(np.float32).eps))
-        one = _Judged(name="loss", difference=abs(ours[step] - theirs[step]) / scale, noise=noise, worker=0)
+        difference = abs(ours[step] - theirs[step]) / scale
+        one = _Judged(name="loss", difference=difference, noise=noise, worker=0, margin=self._margin)
         if not one.departs:
             return None
         return _departure(step, "loss", self._root, "the mean of the losses, of right outputs,", one)
@@ -362,7 +374,9 @@ class _Search:
                 continue
             difference = distance(a, whole, scale=rms(b))
             if worst is None or not difference <= worst.difference:
-                worst = _Judged(name=record.module, difference=difference, noise=noise, worker=part.worker)
+                worst = _Judged(
+                    name=record.module, difference=difference, noise=noise, worker=part.worker, margin=self._margin
+                )
         return worst
 
 
@@ -418,4 +432,5 @@ def _departure(step: int, phase: str, module: str, what: str, judged: _Judged) -
         difference=judged.difference,
         noise=judged.noise,
         worker=judged.worker,
+        margin=judged.margin,
     )

@@ -271,6 +271,7 @@ def _located(
 ) -> ParityVerdict:
     """Add to a verdict where the configuration departs; where that cannot be found out, the verdict as it is."""
     _say(f"{_label(trial)} differs: running it and its reference again, to find out where")
+    precision = verdict.plan.compute.precision
 
     def run(what: str, steps: int, perturbed: bool) -> Path:
         is_reference = what == "reference"
@@ -279,7 +280,7 @@ def _located(
             trial, name=name, is_reference=is_reference, workers=1 if is_reference else trial.workers
         )
         captured = directory / name / "captured"
-        ask_for_modules(captured, steps=steps, perturbed=perturbed)
+        ask_for_modules(captured, steps=steps, perturbed_in=precision if perturbed else None)
         with WarmParent.start() as warm:
             _run(again, request, directory, warm)
         return captured
@@ -290,6 +291,7 @@ def _located(
             capture=ended.capture,
             reference=reference.capture,
             tolerance=verdict.tolerance.numbers,
+            precision=precision,
             reported=verdict.reported,
         )
     except (WorkerError, PlanError) as error:

@@ -7,16 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paceline.cli.parity.compare import CaptureReader, Difference, first_step_over
-from paceline.cli.parity.localize import Departure, locate
+from paceline.cli.parity.localize import MARGIN, MARGIN_OF_BF16, Departure, locate
 
-__all__ = ["ask_for_modules", "find_departure"]
+__all__ = ["MARGINS", "ask_for_modules", "find_departure"]
+
+ROUNDINGS = {"fp32": 2.0**-23, "fp64": 2.0**-52, "bf16": 2.0**-7}  # by precision: the distance of two numbers at 1
+MARGINS = {"fp32": MARGIN, "fp64": MARGIN, "bf16": MARGIN_OF_BF16}
 
 
-def ask_for_modules(captured: Path, *, steps: int, perturbed: bool = False) -> None:
-    """Have a run that captures into this directory capture the modules of its first steps, too. `perturbed`: with each
-    weight changed by one rounding."""
+def ask_for_modules(captured: Path, *, steps: int, perturbed_in: str | None = None) -> None:
+    """Have a run that captures into this directory capture the modules of its first steps, too. `perturbed_in`: with
+    each weight changed by one rounding of this precision."""
     captured.mkdir(parents=True, exist_ok=True)
-    request = {"steps": steps, "perturbed": perturbed}
+    request = {"steps": steps, "rounding": 0.0 if perturbed_in is None else ROUNDINGS[perturbed_in]}
     (captured / "modules.json").write_text(json.dumps(request), encoding="utf-8")
 
 
@@ -26,15 +29,16 @@ def find_departure(
     capture: CaptureReader,
     reference: CaptureReader,
     tolerance: float,
+    precision: str,
     reported: Difference | None = None,
 ) -> Departure | None:
     """Return the first module that departs; None where all that was captured agrees.
 
     `run(what, steps, perturbed)` runs "configuration" or "reference", with the modules of the first steps captured, and
     returns the directory of its captures. `capture` and `reference` tell up to which step this is needed; `reported`
-    is a value of the script that differs too much.
+    is a value of the script that differs too much; `precision` that of the plan.
     """
     steps = first_step_over(capture, reference, tolerance)
     ours = run("configuration", steps, False)
     theirs, noisy = run("reference", steps, False), run("reference", steps, True)
-    return locate(ours, theirs, noisy, steps=steps, reported=reported)
+    return locate(ours, theirs, noisy, steps=steps, margin=MARGINS[precision], reported=reported)

@@ -2,7 +2,7 @@
 
 They are made only where a file `modules.json` lies in the capture directory, and only for its first steps:
 
-    modules.json                          {"steps": 2, "perturbed": false}
+    modules.json                          {"steps": 2, "rounding": 0.0}
     modules_<step>_worker_<rank>.safetensors, .json    tensors, and what each of them is (`TensorNote`)
     splits_worker_<rank>.json                          how parameters are split: {name: words}
     start_<step>_worker_<rank>.safetensors             parameters before the step
@@ -16,8 +16,9 @@ tokens there. Each loss is divided by the samples of the whole step, so the grad
 number of workers. Under context parallelism each worker's are of the sum of all workers' losses: they are divided by
 the number of workers, and those of tensors that are not split, of which each worker has a part, are left out.
 
-`perturbed`: each parameter is changed by the size of one rounding before the first step. What this changes in a tensor
-is the level of rounding noise there, by which differences are judged.
+`rounding`: each parameter is changed by this part of itself before the first step, and by one rounding of its own type
+at least; 0: by nothing. What this changes in a tensor is the level of rounding noise there, by which differences are
+judged.
 """
 
 from __future__ import annotations
@@ -75,11 +76,11 @@ class ModuleCapture:
         if not path.exists():
             return None
         request = json.loads(path.read_text(encoding="utf-8"))
-        return cls(directory, worker_rank, num_steps=request["steps"], is_perturbed=request["perturbed"])
+        return cls(directory, worker_rank, num_steps=request["steps"], rounding=request["rounding"])
 
-    def __init__(self, directory: Path, worker_rank: int, *, num_steps: int, is_perturbed: bool = False) -> None:
+    def __init__(self, directory: Path, worker_rank: int, *, num_steps: int, rounding: float = 0.0) -> None:
         self._directory, self._rank = directory, worker_rank
-        self._num_steps, self._is_perturbed = num_steps, is_perturbed
+        self._num_steps, self._rounding = num_steps, rounding
         self._step = 0
         self._names: dict[int, str] = {}  # of modules, by id
         self._left_out: tuple[str, ...] = ()
@@ -115,8 +116,8 @@ class ModuleCapture:
             self._hook = register_module_forward_hook(self._after_forward, with_kwargs=True)
         if step == self._step:
             return  # another pass of the same step
-        if self._is_perturbed and self._step == 0:
-            _perturb(models)
+        if self._rounding and self._step == 0:
+            _perturb(models, self._rounding)
         self._step, self._left_out, self._context_size = step, left_out, context_size
         (self._directory / f"splits_worker_{self._rank}.json").write_text(json.dumps(dict(splits)), encoding="utf-8")
         self._tensors, self._notes, self._calls, self._numbers = {}, [], {}, {}
@@ -257,7 +258,7 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield from _tensors_in(one)
 
 
-def _perturb(models: Mapping[str, nn.Module]) -> None:
+def _perturb(models: Mapping[str, nn.Module], rounding: float) -> None:
     """Change each number of each parameter by the size of one rounding, up or down."""
     with torch.no_grad():
         for prefix, model in models.items():
@@ -266,7 +267,7 @@ def _perturb(models: Mapping[str, nn.Module]) -> None:
                     continue
                 generator = torch.Generator().manual_seed(zlib.crc32(f"{prefix}.{name}".encode()))
                 signs = torch.randint(2, parameter.shape, generator=generator).mul_(2).sub_(1).to(parameter)
-                parameter.mul_(1 + torch.finfo(parameter.dtype).eps * signs)
+                parameter.mul_(1 + max(torch.finfo(parameter.dtype).eps, rounding) * signs)
 
 
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
