@@ -58,5 +58,21 @@ def test_without_an_error_nothing_is_caught_in_bfloat16(plan: str, tmp_path: Pat
     assert not outcome.failure and not outcome.is_caught, outcome
 
 
+IN_BFLOAT16 = (
+    "a gradient is not summed over the replicas",
+    "the sum of a unit's rows is doubled",
+    "tensor parallel workers draw other masks",
+    "norm counts whole parameters on each worker",
+    "gradient of a column layer's input is not summed",
+)
+
+
+@pytest.mark.parametrize("what", IN_BFLOAT16)
+def test_errors_far_above_its_rounding_are_placed_in_bfloat16(what: str, tmp_path: Path) -> None:
+    (error,) = (one for one in ERRORS if one.what == what)
+    outcome = Trials(tmp_path)(error, precision="bf16")
+    assert outcome.is_caught and outcome.is_placed, outcome
+
+
 def _lost(outcomes: list[Outcome]) -> str:
     return table([one for one in outcomes if not (one.is_caught and one.is_placed)])
