@@ -260,6 +260,10 @@ def _sentences(row: ParityVerdict) -> list[str]:
         lines.append(str(row.departure))
     elif row.is_located:
         lines.append("module by module nothing departs by more than rounding explains")
+    if row.plan.layout.stages > 1:
+        lines.append(
+            "under stages each unit draws random numbers of its own: turn dropout off in the script to compare"
+        )
     if row.is_rounding_of_wire:
         lines.append(f"{row.plan.wire!r} rounds gradients to 16 bits: allow for it with --tolerance {WIRE:.0e}")
     elif not row.plan.wire.exact and not isinstance(row.plan.wire, Cast):
