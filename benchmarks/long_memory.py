@@ -75,6 +75,8 @@ def main() -> int:
                 time.sleep(LOOK_S)
         passed_s = time.monotonic() - began
         audit = subprocess.run([sys.executable, "-m", "paceline", "audit", str(run)], capture_output=True, text=True)
+    if not rows:
+        raise SystemExit(f"the run ended before step {due:,}, with exit status {job.returncode}")
     names = list(rows[0][1])
     print(f"{options.steps:,} steps in {passed_s:.0f} s, exit status {job.returncode}")
     print(f"| step | {', MB | '.join(names)}, MB |\n|{'---|' * (len(names) + 1)}")

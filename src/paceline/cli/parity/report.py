@@ -28,11 +28,8 @@ __all__ = [
     "with_steady_metrics",
 ]
 
-DEFAULTS = {
-    "fp32": 1e-5,
-    "fp64": 1e-9,
-    "bf16": 2e-2,
-}  # by precision: of bf16 two and a half roundings, since each worker rounds its part of a sum
+# By precision. Of bf16 it is two and a half roundings: each worker rounds its part of a sum.
+DEFAULTS = {"fp32": 1e-5, "fp64": 1e-9, "bf16": 2e-2}
 FAILED, REFUSED = "FAILED", "REFUSED"  # verdicts on what could not be compared
 BARE = "a plain torch loop"
 LOST = "what the wire sends and keeps differs from the gradient most in"
