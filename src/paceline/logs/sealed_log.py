@@ -112,30 +112,34 @@ class LineLog:
         with open(self.path, "rb") as file:
             data = file.read(size)
         end = data.rfind(b"\n") + 1
-        raw = data[:end].split(b"\n")[:-1]
-        lines = [line.decode("utf-8", errors="replace") for line in raw]
+        lines = str(memoryview(data)[:end], "utf-8", "replace").split("\n")[:-1]
         mark = SealedMark.parse(lines[0]) if lines else None
+        num_read = int(mark is not None)
         if mark is not None:
-            del lines[0], raw[0]
+            del lines[0]
         mark = mark or SealedMark()
         count = self._sealing.cut(lines)
         if count:
-            begin = "".join(line + "\n" for line in self._sealing.merge(lines[:count]))
+            del lines[count:]
+            begin = "".join(line + "\n" for line in self._sealing.merge(lines))
+            lines.clear()  # a log may have many megabytes, and is here several times already
             if not self._sealing.in_place:
                 num_bytes = _append(sealed_path(self.path), mark.bytes, begin)
                 begin = SealedMark(bytes=num_bytes, lines=mark.lines + count).text() + "\n"
-            self._replace(begin.encode() + b"".join(line + b"\n" for line in raw[count:]), end)
+            self._replace(begin.encode(), data[_place_of(data, num_read + count) : end], end)
         more = self._size if self._sealing.in_place else self._sealing.over_bytes * 3 // 4
         with self._lock:
             self._due = max(self._size + more, self._sealing.over_bytes)
         return count
 
-    def _replace(self, kept: bytes, end: int) -> None:
-        """Put a log in the place of the present one: what is kept, and what was written after byte `end`."""
+    def _replace(self, begin: bytes, kept: bytes, end: int) -> None:
+        """Put a log in the place of the present one: a beginning, what is kept, and what was written after byte
+        `end`."""
         temporary = self.path.with_name(f".{self.path.name}.sealing")
         file: TextIO | None = None
         try:
             with open(temporary, "wb") as begun:
+                begun.write(begin)
                 begun.write(kept)
                 begun.flush()
                 os.fsync(begun.fileno())
@@ -211,6 +215,14 @@ def _append(path: Path, after: int, text: str) -> int:
                 os.truncate(path, after)
             raise
     return after + len(member)
+
+
+def _place_of(data: bytes, number: int) -> int:
+    """Where a line begins, by its number from 0."""
+    place = 0
+    for _ in range(number):
+        place = data.index(b"\n", place) + 1
+    return place
 
 
 def _failed_text(path: Path, error: OSError) -> str:
