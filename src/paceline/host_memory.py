@@ -4,11 +4,12 @@ its cores are.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal as signals
 from pathlib import Path
 
-__all__ = ["free_bytes", "machine_load", "memory_limit_bytes", "oom_kills", "oom_likely"]
+__all__ = ["free_bytes", "give_back_freed", "machine_load", "memory_limit_bytes", "oom_kills", "oom_likely"]
 
 NEAR_LIMIT = 0.9  # of the limit: with this peak a SIGKILL from elsewhere is put down to memory
 ROOT = Path("/")
@@ -123,3 +124,10 @@ def machine_load() -> float:
     """How many processes want each core of this machine, over the last minute; at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1.0, os.getloadavg()[0] / cores)
+
+
+def give_back_freed() -> None:
+    """Have the C library return freed memory to the system: of large blocks between small ones it keeps it (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # other C libraries return it by themselves
+        trim(0)

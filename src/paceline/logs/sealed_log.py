@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TextIO
 
 from paceline.errors import DISK_FULL, RunFileError
+from paceline.host_memory import give_back_freed
 from paceline.plain_data import read_object, whole
 
 __all__ = ["LineLog", "SealedMark", "Sealing", "open_log", "sealed_path"]
@@ -177,6 +178,7 @@ class LineLog:
                 self._due = self._size * BACK_OFF
             is_first, self._has_failed = bool(said) and not self._has_failed, self._has_failed or bool(said)
             self._thread = None
+        give_back_freed()  # the next sealing may be hours away
         if is_first and self._say is not None:
             with contextlib.suppress(OSError, RunFileError):  # on the same full disk
                 self._say(said)

@@ -12,7 +12,6 @@ Which memory a plan's offload means on a device, and where it would gain nothing
 from __future__ import annotations
 
 import bisect
-import ctypes
 import dataclasses
 import errno
 import mmap
@@ -34,7 +33,6 @@ __all__ = [
     "HostMemory",
     "MappedMemory",
     "OffloadMemory",
-    "give_back_freed",
     "memory_for",
     "refuse_useless",
     "room_for",
@@ -161,13 +159,6 @@ class MappedMemory:
                 "several hosts, which splits the state."
             )
         return PlanError(f"{what} cannot be used: {error.strerror}. Name a directory that this user may write to.")
-
-
-def give_back_freed() -> None:
-    """Have the C library return freed memory to the system: of large blocks between small ones it keeps it (glibc)."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:  # other C libraries return it by themselves
-        trim(0)
 
 
 def room_for(tensor: Tensor) -> int:

@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 
 from paceline.comm.sharded_tensors import is_sharded, local_part
 from paceline.errors import PlanError
-from paceline.parallel.offload.memory import OffloadMemory, give_back_freed, room_for
+from paceline.host_memory import give_back_freed
+from paceline.parallel.offload.memory import OffloadMemory, room_for
 
 __all__ = ["OffloadedState", "brought_bytes", "state_bytes"]
 
