@@ -31,6 +31,7 @@ __all__ = [
     "start",
     "trained",
     "undisturbed",
+    "until",
 ]
 
 PROGRAM = Path(__file__).with_name("elastic_program.py")
@@ -89,7 +90,7 @@ def finish(folder: Path, process: warm.Process) -> Run:
 def reached(run_dir: Path, step: int, process: warm.Process) -> None:
     """Return when a run has committed a step."""
     metrics = run_dir / "metrics.jsonl"
-    _until(
+    until(
         lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= step,
         process,
         f"step {step} was not reached",
@@ -99,10 +100,10 @@ def reached(run_dir: Path, step: int, process: warm.Process) -> None:
 def happened(run_dir: Path, event: str, process: warm.Process) -> None:
     """Return when such an event is in the run's record."""
     events = run_dir / "attempt_1" / "events.jsonl"
-    _until(lambda: events.exists() and f'"{event}"' in events.read_text(), process, f"no {event} has come")
+    until(lambda: events.exists() and f'"{event}"' in events.read_text(), process, f"no {event} has come")
 
 
-def _until(is_so: Callable[[], bool], process: warm.Process, otherwise: str) -> None:
+def until(is_so: Callable[[], bool], process: warm.Process, otherwise: str) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not is_so():
         if time.monotonic() > deadline or process.poll() is not None:

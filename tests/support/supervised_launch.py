@@ -69,6 +69,13 @@ class Lines:
         line, _, self._rest = self._rest.partition(b"\n")
         return line.decode()
 
+    def until(self, text: str, *, limit_s: float) -> None:
+        """Return when a line with this text has come."""
+        while (line := self.next(limit_s=limit_s)) is not None:
+            if text in line:
+                return
+        raise AssertionError(f"the output ended without {text!r}")
+
 
 class Announcements:
     """A named pipe into which workers write one line of JSON each."""

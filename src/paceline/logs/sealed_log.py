@@ -166,7 +166,7 @@ class LineLog:
                 temporary.unlink(missing_ok=True)
 
     def _seal_and_say(self) -> None:
-        said = ""
+        said, sealing = "", self._sealing
         try:
             self.seal()
         except OSError as error:
@@ -178,7 +178,8 @@ class LineLog:
                 self._due = self._size * BACK_OFF
             is_first, self._has_failed = bool(said) and not self._has_failed, self._has_failed or bool(said)
             self._thread = None
-        give_back_freed()  # the next sealing may be hours away
+        if sealing is not None and sealing.in_place:  # such a log has many megabytes, and grows for hours
+            give_back_freed()
         if is_first and self._say is not None:
             with contextlib.suppress(OSError, RunFileError):  # on the same full disk
                 self._say(said)

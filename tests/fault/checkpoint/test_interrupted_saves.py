@@ -37,8 +37,7 @@ def interrupted(program: Program, pipe: Announcements) -> Lines:
     assert program.process.stdout is not None
     program.signal(signal.SIGINT)
     lines = Lines(program.process.stdout.fileno())
-    while "Ctrl-C came: finishing the step in hand" not in (lines.next(limit_s=60.0) or ""):
-        pass
+    lines.until("Ctrl-C came: finishing the step in hand", limit_s=60.0)
     return lines
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 import warm
-from elastic_runs import LIMIT_S, assert_unharmed, finish, start, trained
+from elastic_runs import LIMIT_S, assert_unharmed, finish, start, trained, until
 from paceline.launch.coordinator.job_end import STOP_S
+from supervised_launch import Lines
 
 # Worker 3 falls silent in the recovery from worker 1, which lasts until it is given up, 3 s later.
 FAULTS: list[dict[str, Any]] = [
@@ -26,10 +27,7 @@ pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 def in_a_regroup(folder: Path) -> warm.Process:
     """A run in whose recovery the others wait for a silent worker now."""
     process = start(folder, *FAULTS, job=JOB, no_joins=True)
-    deadline = time.monotonic() + LIMIT_S
-    while not (folder / "fault_1").exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
+    until((folder / "fault_1").exists, process, "no worker was lost in the recovery")
     return process
 
 
@@ -48,7 +46,8 @@ def test_the_first_ctrl_c_in_a_regroup_has_the_step_finished_and_saved(tmp_path:
 def test_the_second_ctrl_c_in_a_regroup_ends_the_run_at_once_and_the_newest_checkpoint_is_whole(tmp_path: Path) -> None:
     process = in_a_regroup(tmp_path / "a")
     process.send_signal(signal.SIGINT)
-    time.sleep(0.3)  # two that come together count as one
+    assert process.stdout is not None
+    Lines(process.stdout.fileno()).until("Ctrl-C came: finishing the step in hand", limit_s=LIMIT_S)
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
     run = finish(tmp_path / "a", process)

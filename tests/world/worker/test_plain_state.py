@@ -9,6 +9,7 @@ import functools
 import random
 import threading
 import types
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -350,10 +351,12 @@ class Queued(nn.Module):
         return y
 
 
-def test_a_buffer_that_is_read_is_not_taken_for_what_is_kept_beside_it(world: World) -> None:
+def assert_trains_alike(world: World, make: Callable[[], nn.Module]) -> None:
+    """A model has the losses of one process under replicas and fully sharded."""
+
     def work(worker: Any) -> list[float]:
         torch.manual_seed(0)
-        model = worker.prepare(Queued())
+        model = worker.prepare(make())
         step = worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), F.mse_loss)
         return [float(step(batch)) for batch in worker.batches(TensorDataset(DATA, DATA.flip(1)))]
 
@@ -361,6 +364,10 @@ def test_a_buffer_that_is_read_is_not_taken_for_what_is_kept_beside_it(world: Wo
     for layout in (Layout(replicas=2), Layout(shard=2)):
         for found in world(work, 2, Plan(layout=layout, batch=BATCH, compute=COMPUTE), save_at_end=False):
             assert found == pytest.approx(alone, rel=1e-9)
+
+
+def test_a_buffer_that_is_read_is_not_taken_for_what_is_kept_beside_it(world: World) -> None:
+    assert_trains_alike(world, Queued)
 
 
 @pytest.mark.parametrize("way", ["a running mean", "kept for a plot"])
@@ -385,14 +392,5 @@ class Counted(nn.Module):
         return self.layer(x)
 
 
-@pytest.mark.parametrize("layout", [Layout(replicas=2), Layout(shard=2)], ids=str)
-def test_what_is_right_only_together_is_not_put_back_in_part(world: World, layout: Layout) -> None:
-    def work(worker: Any) -> list[float]:
-        torch.manual_seed(0)
-        model = worker.prepare(Counted())
-        step = worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), F.mse_loss)
-        return [float(step(batch)) for batch in worker.batches(TensorDataset(DATA, DATA.flip(1)))]
-
-    alone = world.one_process(work, Plan(batch=BATCH, compute=COMPUTE))
-    for found in world(work, 2, Plan(layout=layout, batch=BATCH, compute=COMPUTE), save_at_end=False):
-        assert found == pytest.approx(alone, rel=1e-9)
+def test_what_is_right_only_together_is_not_put_back_in_part(world: World) -> None:
+    assert_trains_alike(world, Counted)

@@ -137,7 +137,8 @@ def _all_of(parameters: Iterable[tuple[str, Tensor]], modules: Iterable[nn.Modul
     """All parameters that are here, those that are not trained included, by their names."""
     found = {id(one): (name, one) for name, one in parameters}
     for module in modules:
-        for key, one in module._parameters.items():  # pyright: ignore[reportPrivateUsage]  # as below
+        # What torch lists besides makes a generator for each module.
+        for key, one in module._parameters.items():  # pyright: ignore[reportPrivateUsage]  # nothing public is as quick
             if one is not None:
                 found.setdefault(id(one), (f"{class_name(module)}.{key}", one))
     with on_parts():
@@ -145,9 +146,8 @@ def _all_of(parameters: Iterable[tuple[str, Tensor]], modules: Iterable[nn.Modul
 
 
 def _parameter_names(module: nn.Module) -> tuple[str, ...]:
-    # what torch lists besides makes a generator for each module
-    # their keys, as what scripted modules have in these places is no dict
-    return (*module._parameters.keys(), *module._modules.keys())  # pyright: ignore[reportPrivateUsage]  # see above
+    # By `keys()`: what scripted modules have in these places is no dict, and gives something else where it is unpacked.
+    return (*module._parameters.keys(), *module._modules.keys())  # pyright: ignore[reportPrivateUsage]  # as in `_all_of`
 
 
 def _check_registered(registered: Sequence[Registration], modules: set[nn.Module]) -> None:
