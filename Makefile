@@ -1,7 +1,8 @@
 # Every target makes what it needs first: `.venv` in this folder, with the versions of constraints.txt.
 #   make demo     train a small language model with two workers on real text (a few minutes, no network once installed)
-#   make test     all tests, but those of test-long
+#   make test     all tests, but those of test-long and test-engines
 #   make test-long  many models and programs under many plans, planted errors, long runs: up to hours
+#   make test-engines  real SSH servers, Slurm, Kubernetes and Ray on this machine, and jobs on them: half an hour
 #   make check    formatter, linter, import contract, the library's types in short, unit tests: under a minute
 #   make lint     the same without tests, and the types of everything, in full
 #   make bench    the measurements of docs/reference/benchmarks.md
@@ -36,7 +37,7 @@ define STYLE
 @$(BIN)/lint-imports --no-cache > $(VENV)/imports.log || { cat $(VENV)/imports.log; exit 1; }
 endef
 
-.PHONY: help demo test test-long check lint bench docs format clean
+.PHONY: help demo test test-long test-engines check lint bench docs format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -53,7 +54,12 @@ test: $(VENV)/.dev
 test-long: $(VENV)/.long
 	@bash tests/system_packages.sh
 	@echo "== long tests"
-	@$(BIN)/python -m pytest -n 2 --dist loadfile tests/long $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -o faulthandler_timeout=6000 tests/long $(ARGS)
+
+test-engines: $(VENV)/.engines
+	@bash tests/system_packages.sh engines
+	@echo "== tests on real engines"
+	@$(BIN)/python -m pytest -o faulthandler_timeout=3600 -o timeout=600 tests/engines $(ARGS)
 
 check: $(VENV)/.dev
 	$(STYLE)
@@ -115,4 +121,9 @@ $(VENV)/.dev: $(VENV)/.runtime
 $(VENV)/.long: $(VENV)/.dev
 	@echo "== installing the libraries whose models are tried"
 	@$(PIP_INSTALL) --no-build-isolation -e ".[long]"
+	@touch $@
+
+$(VENV)/.engines: $(VENV)/.dev
+	@echo "== installing the engines' clients, and Ray"
+	@$(PIP_INSTALL) --no-build-isolation -e ".[engines]"
 	@touch $@

@@ -1,16 +1,22 @@
 """How large are the records of a long run, and how long does it take to read them?
 
-    python benchmarks/long_runs.py [--steps 1000000] [--workers 32] [--folder DIR] [--json]
+    python benchmarks/long_runs.py [--steps 1000000] [--workers 32] [--shares equal] [--folder DIR] [--json]
 
 The writers of a real run (event log, sample ledger, metrics file, TensorBoard file) write the steps of worker 0 as fast
 as they can. Nothing is trained. The other workers' files are its own with their number and their own positions in each
 batch. Then `paceline status`, `audit` and `report` read the directory. An epoch has 100 batches of 512 and one of 256.
+
+`--shares balanced` and `--shares turns` are irregular: workers whose parts of a batch change every ten steps, as with
+`--balance` on machines that get slow and fast again, and replicas that take whole batches in no fixed order, as with
+asynchronous updates. Each worker's ledger is then written by its own writer.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
+import functools
 import gzip
 import json
 import random
@@ -31,12 +37,14 @@ from paceline.monitor.export.metrics_jsonl import MetricsFile
 from paceline.monitor.export.tensorboard import TensorBoardFile
 from paceline.monitor.records.run_record import RunRecord
 from paceline.monitor.records.steps import Step
-from paceline.schedule.micro_batches import MicroBatch
+from paceline.schedule.micro_batches import MicroBatch, split_by_speed
+from paceline.worker.data.load_balancing import EVERY_STEPS
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.record.sample_ledger import ResumeOrigin, SampleLedger
 
 BATCH, LAST, FULL = 512, 256, 100  # samples of a batch, of the last one of an epoch; batches before that one
 SAMPLES = BATCH * FULL + LAST
+MICRO = 4  # samples of a micro-batch, where shares are irregular
 POLL_EVERY = 1000  # steps
 COMMANDS = (("status",), ("audit",), ("report", "--no-html"))
 LOOK_S = 0.02  # between two looks at the memory of a command
@@ -58,6 +66,43 @@ def batch_of(step: int, workers: int) -> tuple[StepBatch, list[MicroBatch]]:
     return batch, micros
 
 
+def share_of(step: int, number: int, workers: int, shares: str) -> tuple[int, int] | None:
+    """Where a worker's part of an irregular step begins and ends; None: it has none."""
+    _, start, stop, _ = positions(step, workers)
+    if shares == "turns":
+        return (start, stop) if random.Random(step).randrange(workers) == number else None
+    part = balanced(step // EVERY_STEPS, (stop - start) // MICRO, workers)[number]
+    return start + part.start * MICRO, start + part.stop * MICRO
+
+
+@functools.lru_cache(maxsize=4)
+def balanced(number: int, num_micro: int, workers: int) -> tuple[range, ...]:
+    """The parts of the steps between two comparisons of speed: a quarter of the workers is slow."""
+    speeds = random.Random(number)
+    return split_by_speed(num_micro, [speeds.choice((1.0, 1.0, 1.0, 2.0)) for _ in range(workers)])
+
+
+def write_irregular_ledger(run: Path, steps: int, workers: int, shares: str, number: int) -> None:
+    path = run / "attempt_1" / f"worker_{number}" / "ledger.jsonl"
+    for former in (path, sealed_path(path)):
+        former.unlink(missing_ok=True)
+    ledger = opened_ledger(path, workers)
+    for step in range(1, steps + 1):
+        if (part := share_of(step, number, workers, shares)) is not None:
+            batch, _ = batch_of(step, workers)
+            takes_turns = shares == "turns"
+            batch.behind = random.Random(-step).randrange(min(step, workers)) if takes_turns else None
+            ledger.committed(batch, [MicroBatch(0, *part)], step=step, skipped=False, is_whole=takes_turns)
+    ledger.close()
+
+
+def opened_ledger(path: Path, workers: int) -> SampleLedger:
+    ledger = SampleLedger(path, attempt=1, origin=ResumeOrigin())
+    about: dict[str, Any] = {"samples": SAMPLES, "batch": BATCH, "micro": BATCH // workers, "seed": 0, "shuffle": True}
+    ledger.opened("train", **about, drop_last=False)
+    return ledger
+
+
 def write_worker(run: Path, steps: int, workers: int) -> None:
     """Worker 0's files, and those of the supervisor, by their own writers."""
     place = run / "attempt_1" / "worker_0"
@@ -71,9 +116,7 @@ def write_worker(run: Path, steps: int, workers: int) -> None:
         rank=0, workers=workers, host="a", pid=1, device="cpu", startup_s=1.0, plan="replicas=32", resumed_from_step=0
     )
     log.emit(started)
-    ledger = SampleLedger(place / "ledger.jsonl", attempt=1, origin=ResumeOrigin())
-    about: dict[str, Any] = {"samples": SAMPLES, "batch": BATCH, "micro": BATCH // workers, "seed": 0, "shuffle": True}
-    ledger.opened("train", **about, drop_last=False)
+    ledger = opened_ledger(place / "ledger.jsonl", workers)
     metrics, tensorboard = MetricsFile(run / "metrics.jsonl", attempt=1), TensorBoardFile(run / "tensorboard")
     rng, begun = random.Random(0), time.time()
     for step in range(1, steps + 1):
@@ -182,9 +225,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--workers", type=int, default=32)
+    parser.add_argument("--shares", choices=("equal", "balanced", "turns"), default="equal", help="of a batch")
     parser.add_argument("--folder", type=Path, help="where the run directory is made, and left")
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead of the table")
-    options = options_of(parser, takes="about 10 minutes", quick={"steps": 20_000, "workers": 8})
+    options = options_of(
+        parser, takes="about 10 minutes (20 with irregular shares)", quick={"steps": 20_000, "workers": 8}
+    )
     with contextlib.ExitStack() as stack:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         run = folder / "run"
@@ -193,6 +239,10 @@ def main() -> None:
         write_worker(run, options.steps, options.workers)
         for number in range(1, options.workers):
             copy_worker(run, number)
+        if options.shares != "equal":
+            with concurrent.futures.ProcessPoolExecutor() as processes:
+                write = functools.partial(write_irregular_ledger, run, options.steps, options.workers, options.shares)
+                list(processes.map(write, range(options.workers)))
         RunRecord.load(run).end_attempt("finished", 0)
         made_s = time.perf_counter() - began
         kinds = {kind: fixed + growing for kind, fixed, growing in sizes(run)}

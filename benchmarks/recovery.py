@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import itertools
 import math
 import os
 import random
@@ -31,6 +30,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from driving.options import options_of
+from driving.step_logs import Line, Logs, median_step
 from paceline.events import Regrouped, decode
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -48,16 +48,6 @@ PEERS = {"torchrun": 0.1, "ray": 0.1, "horovod": 0.3}  # at most so much of thei
 COMPUTING_S, STOPPED_S, REPLACED_S = 0.2, SILENCE_S + 0.2, 2.0  # targets: medians
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Line:
-    """A step that a process has committed."""
-
-    time: float
-    step: int
-    rank: int
-    pid: int
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Incident:
     """What one loss cost; seconds from the signal on."""
@@ -72,37 +62,6 @@ class Incident:
 
 class RunEnded(Exception):
     """A run that was to be measured has ended, or takes too long; with its last words."""
-
-
-class Logs:
-    """The files that the processes of a run write, read as they grow."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._places: dict[Path, int] = {}
-        self.lines: list[Line] = []
-
-    def poll(self) -> list[Line]:
-        """The lines since the last look."""
-        new: list[Line] = []
-        for path in self._folder.glob("*_*.log"):
-            rank, pid = map(int, path.stem.split("_"))
-            with open(path, encoding="ascii") as file:
-                file.seek(self._places.get(path, 0))
-                text = file.read()
-            whole = text[: text.rfind("\n") + 1]
-            self._places[path] = self._places.get(path, 0) + len(whole)
-            new += [Line(float(when), int(step), rank, pid) for when, step in map(str.split, whole.splitlines())]
-        new.sort(key=lambda line: line.time)
-        self.lines += new
-        return new
-
-    def pids(self) -> dict[int, int]:
-        """The newest process of each rank."""
-        return {line.rank: line.pid for line in self.lines}
-
-    def top(self) -> int:
-        return max((line.step for line in self.lines), default=0)
 
 
 def wait_for(logs: Logs, process: subprocess.Popen[bytes], holds: Callable[[], bool], what: str) -> None:
@@ -249,11 +208,6 @@ def incidents(
                 if is_shown:
                     print(f"{peer}: {shown(found[-1])}", flush=True)
     return step_s, found
-
-
-def median_step(lines: list[Line]) -> float:
-    mine = [line.time for line in lines if line.rank == 0]
-    return statistics.median(b - a for a, b in itertools.pairwise(mine[2:]))
 
 
 def shown(one: Incident) -> str:

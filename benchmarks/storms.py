@@ -1,7 +1,7 @@
 """Random faults in runs under many kinds of plan: is everything that is promised kept?
 
     python benchmarks/storms.py [--faults 300] [--seed 1] [--jobs 2] [--folder DIR]
-    python benchmarks/storms.py --plan "tensor x stages" --seed 1007 --folder DIR     one storm again
+    python benchmarks/storms.py --plan "tensor x stages" --seed 1007 --faults 0 --folder DIR   one storm again
 
 A storm is one run of a small program (programs/storm_work.py) to its end, with three to six faults that its seed draws:
 signals to workers, supervisor, warm parent, servers and loaders, a full or slow disk, a notice, several at once. Where

@@ -1,18 +1,17 @@
 #!/usr/bin/env bash
-# Installs the programs from Debian that some tests talk to: Slurm (a real one, two nodes on this host) and network namespaces.
+# Installs the programs from Debian that some tests talk to: Slurm (a real one, with nodes on this host) and network namespaces;
+# with the word `engines` also OpenSSH's server and etcd.
 # Only what is missing is installed, and only as root on a machine with apt-get; elsewhere those tests are skipped and say so.
 set -euo pipefail
 
+programs=(slurmctld=slurmctld slurmd=slurmd srun=slurm-client munged=munge ip=iproute2)
+if [[ ${1:-} == engines ]]; then
+    programs+=(sshd=openssh-server ssh=openssh-client etcd=etcd-server)
+fi
 missing=()
-while read -r program package; do
-    PATH="$PATH:/usr/sbin:/sbin" command -v "$program" >/dev/null || missing+=("$package")
-done <<'PROGRAMS'
-slurmctld slurmctld
-slurmd slurmd
-srun slurm-client
-munged munge
-ip iproute2
-PROGRAMS
+for program in "${programs[@]}"; do
+    PATH="$PATH:/usr/sbin:/sbin" command -v "${program%=*}" >/dev/null || missing+=("${program#*=}")
+done
 
 if ((${#missing[@]} == 0)); then
     exit 0

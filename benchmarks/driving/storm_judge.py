@@ -24,7 +24,8 @@ __all__ = ["violations"]
 TOLERANCE = 1e-5  # of losses, relative; sums of other numbers of replicas round otherwise
 LOSSY_TOLERANCE = 0.05  # where error feedback is lost with a replica, and what a codec rounds is rounded otherwise
 CURVE_TOLERANCE = 0.25  # of the mean loss, where other replicas take other steps
-TORCHS_OWN = ("torchinductor_", "torch_", "pymp-")  # a cache; what a killed loader was about to hand over
+TORCHS_OWN = ("torchinductor_", "torch_")  # a cache; what a killed loader was about to hand over
+DESCRIPTOR_TEST = re.compile(r"tmp\w{8}")  # a DataLoader that loses a loader opens some: are there descriptors left?
 LEFT_LIMIT_S = 30.0  # for processes to be gone
 LOSES = ("kill", "kill two", "kill again", "kill at start", "kill in a save", "warm parent", "leave", "long pause")
 # For each fault: exit statuses that it may cause, and what a message then has to name.
@@ -57,7 +58,7 @@ def violations(storm: Storm, like: dict[int, float]) -> list[str]:
 def _ends(storm: Storm) -> Iterator[str]:
     """Each start that did not finish has an exit status that fits what was done to it, and says why."""
     for start in storm.starts:
-        if start.exit_code is None or start.exit_code == 0:
+        if start.exit_code is None or start.exit_code == 0 or _was_asked_at_once(start):
             continue
         kinds = [fault.kind for fault in start.faults]
         earlier = [
@@ -69,8 +70,15 @@ def _ends(storm: Storm) -> Iterator[str]:
         words = [ENDS[kind][1] for kind in kinds if start.exit_code in ENDS[kind][0]]
         if words and start.exit_code >= 0 and not re.search("|".join(words), start.says()):
             yield f"start {start.number} ended with {start.exit_code} and does not name {kinds}: {_tail(start)}"
-        if "Traceback" in start.says() and "loader error" not in kinds and "loader killed" not in kinds:
+        # An error that is planted when a start is about to end comes in the next one.
+        if "Traceback" in start.says() and not {"loader error", "loader killed"} & {*kinds, *earlier}:
             yield f"start {start.number} shows a traceback after {kinds}: {_tail(start)}"
+
+
+def _was_asked_at_once(start: Start) -> bool:
+    """Whether SIGTERM came before the command could take notice of it: it has said nothing, and nothing was lost."""
+    has_said = len(start.says().splitlines()) > 1  # the first line is the command
+    return start.exit_code == -signal.SIGTERM and not has_said and any(one.kind == "notice" for one in start.faults)
 
 
 def _steps(storm: Storm) -> Iterator[str]:
@@ -122,7 +130,7 @@ def _records(storm: Storm) -> Iterator[str]:
         says = [*result.problems, *(text for epoch in result.epochs for text in epoch.says)]
         yield f"the audit says {result.verdict}: {'; '.join(says)[:400]}"
     last = storm.starts[-1].says()
-    if f"finished at step {STEPS}" not in last and "is finished" not in last:
+    if not re.search(rf"finished (already )?at step {STEPS}|is finished", last):
         yield f"the last start does not say that it has finished: {_tail(storm.starts[-1])}"
     words = [sys.executable, "-m", "paceline", "report", str(storm.run_dir)]
     done = subprocess.run(words, capture_output=True, text=True)
@@ -140,7 +148,7 @@ def _left(storm: Storm) -> Iterator[str]:
     for pid in pids:
         yield f"process {pid} is left: {_command_of(pid)}"
     for place in ("shm", "tmp"):
-        left = sorted(path.name for path in (storm.folder / place).iterdir() if not path.name.startswith(TORCHS_OWN))
+        left = sorted(path.name for path in (storm.folder / place).iterdir() if not _is_torchs(path))
         if left:
             yield f"left in {place}: {', '.join(left)[:300]}"
     partial = [
@@ -150,6 +158,12 @@ def _left(storm: Storm) -> Iterator[str]:
     ]
     if partial:
         yield f"interrupted saves are left: {', '.join(partial)[:300]}"
+
+
+def _is_torchs(path: Path) -> bool:
+    """Whether torch has left it: its handler of SIGCHLD interrupts even the making of a file."""
+    is_test = DESCRIPTOR_TEST.fullmatch(path.name) is not None and path.is_file() and path.stat().st_size == 0
+    return is_test or path.name.startswith(TORCHS_OWN)
 
 
 def _resumed(storm: Storm) -> dict[int, int]:

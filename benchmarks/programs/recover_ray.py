@@ -1,4 +1,5 @@
-"""The work of `recovery.py` under Ray Train, with a checkpoint every few steps: FOLDER WIDTH RATE STEPS WORKERS."""
+"""The work of `recovery.py` under Ray Train, with a checkpoint every few steps: FOLDER WIDTH RATE STEPS WORKERS
+[ADDRESS], of a cluster; otherwise it makes one."""
 
 import os
 import sys
@@ -50,11 +51,14 @@ def train(config: dict[str, Any]) -> None:
 
 def main() -> None:
     folder, width, rate, steps, workers = sys.argv[1:6]
-    ray.init(address="local", num_cpus=int(workers) + 1, include_dashboard=False, _temp_dir=f"/tmp/pr{os.getpid()}")
+    if len(sys.argv) > 6:
+        ray.init(address=sys.argv[6], log_to_driver=False)
+    else:
+        ray.init(address="local", num_cpus=int(workers) + 1, include_dashboard=False, _temp_dir=f"/tmp/pr{os.getpid()}")
     TorchTrainer(
         train,
         train_loop_config={"folder": folder, "width": int(width), "rate": float(rate), "steps": int(steps)},
-        scaling_config=ray.train.ScalingConfig(num_workers=int(workers)),
+        scaling_config=ray.train.ScalingConfig(num_workers=int(workers), placement_strategy="SPREAD"),
         run_config=ray.train.RunConfig(
             name="recovery",
             storage_path=f"{folder}/ray",

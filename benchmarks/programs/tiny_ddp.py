@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
+def train(out: Path) -> None:
+    """Train in a process group that stands; `out` is for the time of the first step."""
     data = TensorDataset(torch.randn(64, 32), torch.randint(10, (64,)))
     loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data))
     model = DistributedDataParallel(
@@ -24,7 +24,12 @@ def main() -> None:
         F.cross_entropy(model(x), y).backward()
         optim.step()
         if number == 0 and dist.get_rank() == 0:
-            Path(sys.argv[1]).write_text(str(time.time()))
+            out.write_text(str(time.time()))
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    train(Path(sys.argv[1]))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
         WorkerError,
         WorkersLostError,
     )
+    from paceline.launch.engines.kubernetes import Kubernetes
+    from paceline.launch.engines.ray import Ray
+    from paceline.launch.engines.slurm import Slurm
+    from paceline.launch.engines.ssh import Ssh
     from paceline.lr_scaling import scaled_lr
     from paceline.plan import (
         AllReduce,
@@ -43,6 +47,7 @@ if TYPE_CHECKING:
         TopK,
     )
     from paceline.runs.run import run
+    from paceline.runs.tune import tune_trainable
     from paceline.worker.data.step_batch import StepBatch
     from paceline.worker.state.weight_average import ExponentialMovingAverage
     from paceline.worker.worker import Worker
@@ -59,6 +64,7 @@ __all__ = [
     "Guard",
     "Int8",
     "Job",
+    "Kubernetes",
     "LaunchError",
     "Layout",
     "LocalSGD",
@@ -70,8 +76,11 @@ __all__ = [
     "PlanError",
     "PowerSGD",
     "Raw",
+    "Ray",
     "RunFileError",
+    "Slurm",
     "Sparse",
+    "Ssh",
     "StepBatch",
     "SyncError",
     "TopK",
@@ -81,6 +90,7 @@ __all__ = [
     "register_backend",
     "run",
     "scaled_lr",
+    "tune_trainable",
 ]
 
 _HOMES = {
@@ -116,8 +126,13 @@ _HOMES = {
         "Sparse",
         "TopK",
     ),
+    "paceline.launch.engines.kubernetes": ("Kubernetes",),
+    "paceline.launch.engines.ray": ("Ray",),
+    "paceline.launch.engines.slurm": ("Slurm",),
+    "paceline.launch.engines.ssh": ("Ssh",),
     "paceline.lr_scaling": ("scaled_lr",),
     "paceline.runs.run": ("run",),
+    "paceline.runs.tune": ("tune_trainable",),
     "paceline.worker.data.step_batch": ("StepBatch",),
     "paceline.worker.state.weight_average": ("ExponentialMovingAverage",),
     "paceline.worker.worker": ("Worker",),

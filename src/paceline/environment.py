@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from paceline.errors import LaunchError
@@ -16,33 +17,50 @@ from paceline.world_detection import NAMES, World, find_world
 from paceline.world_detection import notice_signals as find_notice_signals
 
 __all__ = [
+    "ENGINE",
     "FAMILY",
     "FAULTS",
+    "PRELOADS",
     "RUN_DIR",
     "World",
     "assignment",
+    "become_host",
     "child_environment",
     "default_threads",
     "detect",
+    "end_preloading",
+    "engine",
     "engine_restart",
     "enter",
     "family",
     "fault_programme",
+    "for_hosts",
+    "give_listener",
+    "given_listener",
     "has_token",
+    "is_preloading",
     "leave",
+    "mark",
     "notice_signals",
+    "own_names",
+    "path_words",
     "quiet",
     "run_dir",
     "set_gloo_interface",
+    "ssh_address",
     "token",
     "world_variables",
 ]
 
 OWN_ASSIGNMENT, OWN_PID, TOKEN = "PACELINE_ASSIGNMENT", "PACELINE_PID", "PACELINE_TOKEN"
 RUN_DIR = "PACELINE_RUN_DIR"  # the directory of the run that a script goes on with, whatever the script says
+ENGINE = "PACELINE_ENGINE"  # that starts the hosts of this job: one console is shown for all of them
+MARK = "PACELINE_MARK"  # begins the lines by which a host gives rows of its metrics to its driver
 FAULTS = "PACELINE_FAULTS"  # the programme of a run that is drilled (paceline.testing): a file
+LISTENER = "PACELINE_LISTENER"  # process and file descriptor of the coordinator's socket
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 FAMILY = "PACELINE_FAMILY"  # marks a warm parent and all its descendants
+PRELOADS = "PACELINE_PRELOADS"  # set in a warm parent until its imports are done
 SHORTEST_TOKEN = 16  # bytes; what people type by heart is shorter
 CGROUP = Path("/sys/fs/cgroup")
 MORE_NAMES = (
@@ -50,6 +68,7 @@ MORE_NAMES = (
     OWN_PID,
     TOKEN,
     RUN_DIR,
+    ENGINE,
     FAULTS,
     "OMP_NUM_THREADS",
     RESTARTS,
@@ -84,6 +103,16 @@ def leave() -> None:
     """Undo `enter`: for a process that outlives its run, such as a notebook that was worker 0."""
     os.environ.pop(OWN_ASSIGNMENT, None)
     os.environ.pop(OWN_PID, None)
+
+
+def is_preloading() -> bool:
+    """Whether this process imports what workers need, and so is no place to begin a run: a warm parent at first."""
+    return PRELOADS in os.environ
+
+
+def end_preloading() -> None:
+    """The imports are done; workers come from this process now."""
+    os.environ.pop(PRELOADS, None)
 
 
 def assignment() -> Assignment | None:
@@ -127,6 +156,60 @@ def has_token(job: Job) -> bool:
     return job.token_file is not None or bool(os.environ.get(TOKEN, "").strip())
 
 
+def engine() -> str | None:
+    """Return the engine to which `paceline run --on` gave the job of this host; None: somebody started it here."""
+    return os.environ.get(ENGINE) or None
+
+
+def for_hosts(names: Sequence[str]) -> dict[str, str]:
+    """Return the variables that hosts of an engine get from here: ours but for this process's own place, and those of
+    `names`: a name, or a name with its value, "A=1"."""
+    private = (OWN_ASSIGNMENT, OWN_PID, TOKEN, RUN_DIR, ENGINE, MARK, FAMILY, PRELOADS)
+    found = {name: value for name, value in os.environ.items() if name.startswith("PACELINE_") and name not in private}
+    for each in names:
+        name, equals, value = each.partition("=")
+        if equals or name in os.environ:
+            found[name] = value if equals else os.environ[name]
+    return found
+
+
+def path_words() -> list[str]:
+    """Return words that go before a command of Python's on other hosts, which see the same disk: our PYTHONPATH."""
+    path = os.environ.get("PYTHONPATH")
+    return ["env", f"PYTHONPATH={path}"] if path else []
+
+
+def become_host(variables: Mapping[str, str], *, token: str, engine: str, mark: str | None) -> None:
+    """Enter what an engine's driver has told this host; `mark`: the driver wants the rows of its metrics."""
+    os.environ.update(variables)
+    os.environ[TOKEN], os.environ[ENGINE] = token, engine
+    if mark is not None:
+        os.environ[MARK] = f"{os.getpid()}:{mark}"
+
+
+def mark() -> str | None:
+    """Return what begins the lines for this host's driver, where it wants rows; None in every other process."""
+    owner, _, found = os.environ.get(MARK, "").partition(":")
+    return found if owner == str(os.getpid()) else None
+
+
+def ssh_address() -> str | None:
+    """Return this host's address as the client of the SSH connection, in which this process is, has reached it."""
+    words = os.environ.get("SSH_CONNECTION", "").split()
+    return words[2] if len(words) == 4 else None
+
+
+def give_listener(number: int) -> None:
+    """Keep an open listening socket for the run of this process: this host is its coordinator."""
+    os.environ[LISTENER] = f"{os.getpid()}:{number}"
+
+
+def given_listener() -> int | None:
+    """Return the number of that socket, once; None in every other process."""
+    owner, _, number = os.environ.pop(LISTENER, "").partition(":")
+    return int(number) if owner == str(os.getpid()) else None
+
+
 def engine_restart() -> str:
     """Return how often torchrun has restarted its workers; "" under other engines."""
     return os.environ.get(RESTARTS, "")
@@ -150,9 +233,14 @@ def notice_signals() -> tuple[int, ...]:
     return find_notice_signals(os.environ)
 
 
+def own_names() -> tuple[str, ...]:
+    """Return the names by which an engine's other hosts know this one, where the engine tells them."""
+    return tuple(os.environ[name] for name in ("SLURMD_NODENAME",) if os.environ.get(name))
+
+
 def child_environment(**extra: str) -> dict[str, str]:
     """Return the environment for a process that we start: ours without the token and our own place, and `extra`."""
-    private = (OWN_ASSIGNMENT, OWN_PID, TOKEN, RUN_DIR)
+    private = (OWN_ASSIGNMENT, OWN_PID, TOKEN, RUN_DIR, LISTENER)
     return {name: value for name, value in os.environ.items() if name not in private} | extra
 
 

@@ -186,6 +186,10 @@ class WorkersLostError(WorkerError, SystemExit):
         fields = {name: getattr(error, name) for name in ("worker", "host", "step", "exit_code", "traceback")}
         return cls(str(error), code=code, **fields)
 
+    def plain(self) -> WorkerError:
+        """Return it as a notebook gets it: one that ends no process."""
+        return _worker_error(str(self), self.worker, self.host, self.step, self.exit_code, self.traceback)
+
     def __reduce__(self) -> tuple[Any, ...]:
         _, fields = super().__reduce__()
         return _workers_lost, (self.code, *fields)
@@ -272,7 +276,8 @@ class RunFileError(PacelineError):
         reason = error.strerror or str(error)
         remedy = "Look at the disk and the rights there, or use another run_dir"
         if error.errno in DISK_FULL:
-            remedy = "Free space there and start again with the same run_dir: it goes on from the newest checkpoint"
+            cure = "Raise the limit of a file's size (ulimit -f)" if error.errno == errno.EFBIG else "Free space there"
+            remedy = f"{cure} and start again with the same run_dir: it goes on from the newest checkpoint"
         return cls(f"{path} could not be written: {reason}. {remedy}.", path=str(path), reason=reason)
 
 

@@ -6,13 +6,30 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal as signals
 from pathlib import Path
 
-__all__ = ["free_bytes", "give_back_freed", "machine_load", "memory_limit_bytes", "oom_kills", "oom_likely"]
+__all__ = [
+    "free_bytes",
+    "give_back_freed",
+    "lacks_memory",
+    "machine_load",
+    "memory_limit_bytes",
+    "oom_kills",
+    "oom_likely",
+]
 
 NEAR_LIMIT = 0.9  # of the limit: with this peak a SIGKILL from elsewhere is put down to memory
 ROOT = Path("/")
+REFUSED = re.compile(  # how Python, libc, the dynamic loader, C++ and OpenBLAS say that they got none
+    r"\bMemoryError\b|[Cc]annot allocate memory|failed to map segment|\bbad_alloc\b|Memory allocation still failed"
+)
+
+
+def lacks_memory(output: str) -> bool:
+    """Say whether a process that ended with these words was refused memory, by a limit or by the machine."""
+    return REFUSED.search(output) is not None
 
 
 def oom_likely(

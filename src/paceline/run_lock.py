@@ -17,8 +17,9 @@ import sys
 from pathlib import Path
 
 from paceline.plain_data import read_object
+from paceline.regular_files import read_regular
 
-__all__ = ["hold", "newer_start", "release"]
+__all__ = ["hold", "is_held", "newer_start", "release"]
 
 NAME = ".lock"
 FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid (0: the open file owns the lock)
@@ -45,6 +46,21 @@ def hold(run_dir: Path) -> bool:
     return True
 
 
+def is_held(run_dir: Path) -> bool:
+    """Whether another process has the lock, on this host or on one that shares the disk, as far as that can be seen."""
+    if sys.platform != "linux":
+        return False
+    try:
+        file = os.open(run_dir / NAME, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            found = fcntl.fcntl(file, fcntl.F_OFD_GETLK, struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        finally:
+            os.close(file)
+    except OSError:  # there is no run, or the file system has no locks
+        return False
+    return bool(struct.unpack(FLOCK, found)[0] != fcntl.F_UNLCK)
+
+
 def release(run_dir: Path) -> None:
     """Give the lock back, if this process has it."""
     file = _held.pop(os.path.realpath(run_dir), None)
@@ -55,7 +71,7 @@ def release(run_dir: Path) -> None:
 def newer_start(run_dir: Path, attempt: int) -> str | None:
     """Return the start of a later attempt in this directory ("attempt 3, process 4711 on host b"), or None."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # damaged: reported elsewhere
-        fields = read_object((run_dir / "run.json").read_text(encoding="utf-8"))
+        fields = read_object(read_regular(run_dir / "run.json"))
         newest = max((int(each["attempt"]) for each in fields["attempts"]), default=0)
         if newest > attempt:
             return f"attempt {newest}, process {fields['pid']} on host {fields['host']}"

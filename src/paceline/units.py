@@ -5,10 +5,23 @@ Names in the code carry their unit (`num_bytes`, `timeout_s`); these functions a
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 from collections.abc import Iterable
 
-__all__ = ["GiB", "KiB", "MiB", "bytes_text", "count_text", "duration_text", "printable", "workers_text"]
+__all__ = [
+    "GiB",
+    "KiB",
+    "MiB",
+    "bytes_text",
+    "count_text",
+    "duration_text",
+    "name_text",
+    "printable",
+    "shell_text",
+    "workers_text",
+]
 
 KiB = 1 << 10
 MiB = 1 << 20
@@ -16,7 +29,9 @@ GiB = 1 << 30
 
 
 # Of C0 all but tab and newline; DEL and C1; marks that change the direction of writing; Unicode's own line ends.
-CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+CONTROL = "\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
+CONTROLS = re.compile(f"[{CONTROL}]")
+UNPASTED = re.compile(f"[{CONTROL}\t\n\udc80-\udcff]")  # in a command; the last are bytes that are no UTF-8
 COLOR = re.compile("(\x1b\\[[0-9;]{0,40}m)")
 
 
@@ -28,6 +43,33 @@ def printable(text: str, *, colors: bool = False) -> str:
     if colors:
         return "".join(part if COLOR.fullmatch(part) else printable(part) for part in COLOR.split(text))
     return CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def name_text(name: str, *, most: int = 200) -> str:
+    """Return a name as it is shown and stored: on one line, in characters that every encoding of text has, and cut.
+
+    Names of metrics may come from file names (`os.fsdecode` gives lone surrogates) or from anywhere.
+    """
+    text = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in str(name))
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def shell_text(*words: str) -> str:
+    r"""Return words as they are pasted into bash; of one with control characters, each of these is spelled out.
+
+    Example::
+
+        shell_text("run", "a b", "c\x1b")  # r"run 'a b' $'c\x1b'"
+    """
+    return " ".join(_spelled_out(word) if UNPASTED.search(word) else shlex.quote(word) for word in words)
+
+
+def _spelled_out(word: str) -> str:
+    def codes(found: re.Match[str]) -> str:
+        return "".join(f"\\x{byte:02x}" for byte in os.fsencode(found[0]))
+
+    escaped = word.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")
+    return f"$'{UNPASTED.sub(codes, escaped)}'"
 
 
 def bytes_text(num_bytes: float) -> str:

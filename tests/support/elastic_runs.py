@@ -97,13 +97,13 @@ def reached(run_dir: Path, step: int, process: warm.Process) -> None:
     )
 
 
-def happened(run_dir: Path, event: str, process: warm.Process) -> None:
+def happened(run_dir: Path, event: str, process: warm.Running) -> None:
     """Return when such an event is in the run's record."""
     events = run_dir / "attempt_1" / "events.jsonl"
     until(lambda: events.exists() and f'"{event}"' in events.read_text(), process, f"no {event} has come")
 
 
-def until(is_so: Callable[[], bool], process: warm.Process, otherwise: str) -> None:
+def until(is_so: Callable[[], bool], process: warm.Running, otherwise: str) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not is_so():
         if time.monotonic() > deadline or process.poll() is not None:

@@ -155,7 +155,10 @@ class MemberAndHead:
         )
         fields: dict[str, Any] = {"host": "b", "address": "10.0.0.2", "host_index": 1, "attempt": 1, "run_dir": "r"}
         fields["silence_s"] = silence_s
-        self.member = HostAgent(link, coordinator="a (10.0.0.1)", ranks=[2], slots=1, say=self.said.append, **fields)
+        joined = {"token": b"t" * 16, "loop": self.loop, "hello": lambda address: {"op": "hello", "address": address}}
+        self.member = HostAgent(
+            link, coordinator="a (10.0.0.1)", ranks=[2], slots=1, say=self.said.append, **joined, **fields
+        )
         self.head = Channel(theirs)
 
     def lead(self) -> None:

@@ -7,6 +7,7 @@ into which the worker writes a line when it has come so far: its process numbers
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -67,6 +68,11 @@ def behave(behaviour: str, assignment: Assignment, channel: Channel) -> int:
             raise KeyboardInterrupt
         case "exit":
             sys.exit(int(detail))
+        case "quit":  # without a word to the process that forked it
+            wait_for_all(assignment, channel)
+            os._exit(int(detail))
+        case "late":  # the function has returned, and what runs behind it ends the process
+            atexit.register(os._exit, int(detail))
         case "family":  # a child in the own group, and one in a session of its own; both deaf to SIGTERM
             children = [grandchild(own_session=False), grandchild(own_session=True)]
             wait_for_all(assignment, channel)

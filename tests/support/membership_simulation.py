@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import random
 from collections.abc import Callable
 from typing import Any
 
 from paceline.elastic.lease import UnreachableHosts, lease_s
 from paceline.elastic.membership import Decision, EndWorker, GiveUp, Limits, Membership, StartReplica
-from paceline.elastic.membership_messages import Finish, MembershipView
+from paceline.elastic.membership_messages import Finish, MembershipView, WorkerReport
 from simulated_members import GRACE_S, Broken, Group, Result, Worker
 
 __all__ = ["World"]
@@ -45,6 +46,9 @@ class World:
         self.replicas, self.begins_again, self.attempt = replicas, begins_again, 0
         self.now = 0.0
         self.steps: list[Result] = []  # what the whole run has committed
+        self.reports: dict[Worker, WorkerReport] = {}  # what the agents of their hosts have seen of them
+        self.have_ended: dict[int, WorkerReport] = {}  # by rank: of the processes that have ended as planned
+        self.told = ""  # what another head could take over
         self._hosts = itertools.count()
         self.host_of: dict[int, int] = {}
         self.newest: dict[tuple[int, int], Worker] = {}  # of each attempt and rank
@@ -64,10 +68,12 @@ class World:
     def commit(self, worker: Worker, number: int, result: Result) -> None:
         """A worker commits a step: it is the next one, with everybody's result, and after the same steps.
 
-        Where others have begun again, they had not when the last vote was cast; a worker that stood still since may
-        write it down when it wakes.
+        Where others have begun again, they had not when the last vote of another worker was cast; one that stood still
+        since, or that the head does not reach, may add its own and write the step down. So may several such workers, to
+        the votes of those that have begun again. None of them gets any further.
         """
-        if worker.decided != worker.attempt:
+        worker.num_late += worker.attempt != self.attempt
+        if worker.num_late > 1 or (worker.decided != worker.attempt and worker.first_put != worker.attempt):
             raise Broken(
                 f"worker {worker.rank} of attempt {worker.attempt} commits step {number}, for which votes were cast "
                 f"when attempt {worker.decided} had begun"
@@ -104,6 +110,8 @@ class World:
 
     def do(self, decisions: list[Decision]) -> None:
         told = 0
+        if any(isinstance(decision, MembershipView) for decision in decisions):
+            self.told = json.dumps(self.membership.to_json())
         if self.membership.target > self.limits.most:
             raise Broken(f"{self.membership.target} replicas are wanted, of at most {self.limits.most}")
         for decision in decisions:
@@ -149,6 +157,7 @@ class World:
     def _start(self, rank: int) -> None:
         if rank in self._starting or (rank in self.workers and self.workers[rank].is_alive):
             raise Broken(f"worker {rank} is started twice")
+        self.have_ended.pop(rank, None)
         self._starting[rank] = self.now + self.random.choice([0.1, 1.0, 3.0])
         self.host_of[rank] = next(self._hosts)
 
@@ -171,6 +180,11 @@ class World:
 
     def _serve(self, rank: int, op: str, fields: dict[str, Any]) -> None:
         membership = self.membership
+        report = self._report_of(self.workers[rank])
+        report.note({"op": op, **fields})
+        if op == "exited":
+            report.has_ended, report.has_saved = True, fields["has_saved"]
+            self.have_ended[rank] = report
         match op:
             case "ready":
                 self.do(membership.ready(rank, self.now, **fields))
@@ -248,6 +262,7 @@ class World:
     def _begin(self) -> None:
         """All workers of an attempt begin after the same steps."""
         self.membership = Membership(self.limits, replicas=self.replicas, now=self.now)
+        self.told, self.have_ended = json.dumps(self.membership.to_json()), {}
         self.first = self.membership.view.members
         self.host_of = {rank: next(self._hosts) for rank in self.first}
         self.out_of_reach = UnreachableHosts(self.host_of.values())
@@ -255,7 +270,11 @@ class World:
             self._add(Worker(self, rank, joins=False))
 
     def _add(self, worker: Worker) -> None:
+        self.have_ended.pop(worker.rank, None)
         self.workers[worker.rank] = self.newest[worker.attempt, worker.rank] = worker
+
+    def _report_of(self, worker: Worker) -> WorkerReport:
+        return self.reports.setdefault(worker, WorkerReport(is_newcomer=worker.is_newcomer))
 
     def _end_all(self) -> None:
         """Nobody is left who could go on: all are ended that the head reaches."""
@@ -378,6 +397,42 @@ class World:
             raise Broken(
                 f"the loss of {ranks} made the run want {self.membership.target} replicas, instead of {target}"
             )
+
+    def change_head(self, *ranks: int, room: int | None = None) -> None:
+        """The head is lost, with the workers `ranks` on its host, and with what was on its way to it and from it;
+        another one takes over."""
+        for rank in ranks:
+            if rank in self.workers:
+                self.workers[rank].is_cut_off |= self.random.random() < 0.5  # otherwise it is lost with its host
+                self._lose_sight(self.workers[rank])
+            self._end(rank)
+            self.have_ended.pop(rank, None)
+        reports = {rank: WorkerReport(is_newcomer=True) for rank in self._starting} | self.have_ended
+        finish: Finish | None = None
+        for rank, worker in self.workers.items():
+            if worker.is_cut_off:
+                continue
+            reports[rank] = report = self._report_of(worker)
+            for _ in range(self.random.randint(0, len(worker.outbox))):  # it was on its way
+                op, fields = worker.outbox[0]
+                if op in ("killed", "exited"):
+                    break
+                report.note({"op": op, **fields})
+                worker.outbox.popleft()
+            for _ in range(self.random.randint(0, len(worker.inbox))):
+                worker.inbox.pop()
+            finish = worker.finish or next((one for one in worker.inbox if isinstance(one, Finish)), finish)
+        lost = [rank for rank, worker in self.workers.items() if worker.is_cut_off]
+        for rank in lost:
+            self._lose_sight(self.workers[rank])
+            self._end(rank)
+        self.membership = Membership.taken_over(self.limits, json.loads(self.told), self.now)
+        self.do(self.membership.resume(reports, self.now, reason="the head was lost", room=room))
+        if finish is not None and not self.given_up:
+            self.do(self.membership.finish(finish.exit_code, finish.reason))
+        for rank, worker in self.workers.items():
+            worker.is_known_over = worker.is_known_over or reports.get(rank, WorkerReport()).is_over
+            worker.is_done = self.membership.is_over(rank)
 
     def grow(self, replicas: int) -> None:
         """A host comes with room for so many."""

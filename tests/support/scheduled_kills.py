@@ -30,6 +30,7 @@ from paceline.worker.membership.consensus import Consensus
 
 FAULTS: list[dict[str, Any]] = json.loads(os.environ.get("FAULTS", "[]"))
 OPTIONS: dict[str, Any] = json.loads(os.environ.get("OPTIONS", "{}"))
+STRUCK: set[int] = set()  # processes that this worker has sent a signal to
 
 
 def left(name: str) -> Path:
@@ -44,9 +45,12 @@ def fault(worker: paceline.Worker, where: str) -> None:
         is_due = one["where"] == where and one["worker"] == worker.rank and worker.step + 1 >= one["step"]
         is_due = is_due and ("after" not in one or left(one["after"]).exists())
         if is_due and not marker.exists():
-            marker.write_text(f"{worker.step} {time.time()}")
             targets = {"": lambda _: os.getpid(), "supervisor": lambda _: supervisor(), "server": server_of}
-            os.kill(targets[one.get("target", "")](worker), one.get("signal", signal.SIGKILL))
+            if (target := targets[one.get("target", "")](worker)) in STRUCK:
+                continue  # this one is for its successor
+            marker.write_text(f"{worker.step} {time.time()}")
+            STRUCK.add(target)
+            os.kill(target, one.get("signal", signal.SIGKILL))
 
 
 def supervisor() -> int:

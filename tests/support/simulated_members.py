@@ -54,7 +54,7 @@ class Group:
     def __init__(self, form: MembershipView) -> None:
         self.form = form
         self.joined: dict[int, Worker] = {}
-        self.complete: dict[int, int] = {}  # round -> attempt in which the last of its values came
+        self.put: dict[int, dict[int, int]] = {}  # round -> rank -> attempt in which its value came
         self.rounds: dict[int, dict[int, Any]] = {}
         self.states: dict[int, Any] = {}  # newcomer -> what was handed over to it
 
@@ -63,9 +63,11 @@ class Worker:
     """One process. `committed` is its state: the results of all steps so far."""
 
     def __init__(self, world: World, rank: int, *, joins: bool) -> None:
-        self.world, self.rank = world, rank
+        self.world, self.rank, self.is_newcomer = world, rank, joins
         self.attempt, self.host, self.answered = world.attempt, world.host_of[rank], world.now
-        self.decided = world.attempt  # in which all had put what this worker has gathered last
+        # The attempts in which all others, and the first of them, had put what this worker has gathered last.
+        self.decided = self.first_put = world.attempt
+        self.num_late = 0  # steps that it has committed after others had begun again
         self.committed: list[Result] = [] if joins else list(world.steps)
         self.position: int | None = None if joins else 0
         self.generation = -1 if joins else 0
@@ -337,12 +339,13 @@ class Worker:
         values = group.rounds.setdefault(self.round, {})
         values[self.rank] = value
         members = group.form.members
-        if len(values) == len(members):
-            group.complete[self.round] = self.world.attempt
+        put = group.put.setdefault(self.round, {})
+        put[self.rank] = self.world.attempt
         yield from self._transfer(
             lambda: len(values) == len(members), lambda: set(members) - values.keys(), meeting=meeting
         )
-        self.decided = group.complete[self.round]
+        others = [put[rank] for rank in members if rank != self.rank] or [put[self.rank]]
+        self.decided, self.first_put = max(others), min(others)
         if same and len({one[:same] for one in values.values()}) > 1:
             raise Broken(f"members do different things: {values}")
         if len({type(one) for one in values.values()}) > 1:

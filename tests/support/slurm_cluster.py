@@ -1,4 +1,4 @@
-"""A Slurm cluster for tests: two nodes, each on a host of its own (`network.two_hosts`), and the daemons they need.
+"""A Slurm cluster for tests: nodes on hosts of their own (`network_hosts`, `bridged_hosts`), and the daemons they need.
 
 Everything is below one folder and belongs to root; nothing of the machine's own Slurm or munge is touched. The daemons
 run in the foreground, as children, and end with the cluster.
@@ -60,11 +60,32 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 class Cluster:
-    """Two nodes, up and idle."""
+    """Nodes, up and idle."""
 
-    def __init__(self, folder: Path, hosts: Sequence[NamespaceHost]) -> None:
-        self.configuration = folder / "slurm.conf"
-        self.login = hosts[0].prefix  # where commands are given
+    def __init__(self, folder: Path, login: NamespaceHost) -> None:
+        self.folder, self.configuration = folder, folder / "slurm.conf"
+        self.login = login.prefix  # where commands are given
+        self._stack = contextlib.ExitStack()
+
+    def start_node(self, host: NamespaceHost) -> None:
+        """Start the daemon of a node, also one that was killed."""
+        (self.folder / f"spool.{host.name}").mkdir(exist_ok=True)
+        node = [*host.prefix, "slurmd", "-D", "-N", host.name, "-f", str(self.configuration)]
+        self._stack.enter_context(_daemon(node, self.folder))
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def ask(self, *words: str) -> str:
+        """What one of Slurm's commands prints on the login host."""
+        done = subprocess.run(
+            [*self.login, *words],
+            env=os.environ | self.environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        return done.stdout + done.stderr
 
     def srun(self, *options: str) -> list[str]:
         """The words of an srun command, given on the first node."""
@@ -82,12 +103,17 @@ def needs_slurm(test: Test) -> Test:
 
 
 @contextlib.contextmanager
-def slurm_cluster(folder: Path, hosts: Sequence[NamespaceHost]) -> Iterator[Cluster]:
-    """Start the cluster, wait until its nodes are idle, and end all of it."""
-    cluster = Cluster(folder, hosts)
+def slurm_cluster(
+    folder: Path, hosts: Sequence[NamespaceHost], *, login: NamespaceHost | None = None, more: str = ""
+) -> Iterator[Cluster]:
+    """Start the cluster, wait until its nodes are idle, and end all of it. `login`: where the controller runs, and
+    commands are given (the first node). `more`: lines of its configuration.
+    """
+    first = login or hosts[0]
+    cluster = Cluster(folder, first)
     nodes = [f"NodeName={host.name} NodeAddr={host.address} Port=17001 CPUs=2 RealMemory=2000" for host in hosts]
     cluster.configuration.write_text(
-        CONFIGURATION.format(folder=folder, controller=hosts[0].name, address=hosts[0].address, nodes="\n".join(nodes))
+        CONFIGURATION.format(folder=folder, controller=first.name, address=first.address, nodes="\n".join(nodes)) + more
     )
     key = folder / "munge.key"
     key.write_bytes(secrets.token_bytes(1024))
@@ -99,17 +125,15 @@ def slurm_cluster(folder: Path, hosts: Sequence[NamespaceHost]) -> Iterator[Clus
         f"--log-file={folder}/munged.log",
         f"--seed-file={folder}/munged.seed",
     ]
-    first, _ = hosts
     controller = [*first.prefix, "slurmctld", "-D", "-c", "-f", str(cluster.configuration)]
     with contextlib.ExitStack() as stack:
         stack.enter_context(_daemon(munged, folder))
         _until(lambda: (folder / "munge.sock").exists(), "munged listens", folder)
         stack.enter_context(_daemon(controller, folder))
+        stack.callback(cluster.close)
         for host in hosts:
-            (folder / f"spool.{host.name}").mkdir()
-            node = [*host.prefix, "slurmd", "-D", "-N", host.name, "-f", str(cluster.configuration)]
-            stack.enter_context(_daemon(node, folder))
-        _until(lambda: _idle(cluster) == len(hosts), "both nodes are idle", folder)
+            cluster.start_node(host)
+        _until(lambda: _idle(cluster) == len(hosts), "all nodes are idle", folder)
         yield cluster
 
 
@@ -131,14 +155,7 @@ def _daemon(words: Sequence[str], folder: Path) -> Iterator[None]:
 
 
 def _idle(cluster: Cluster) -> int:
-    asked = subprocess.run(
-        [*cluster.login, "sinfo", "--noheader", "--Node", "--format=%T"],
-        env=os.environ | cluster.environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    return asked.stdout.split().count("idle")
+    return cluster.ask("sinfo", "--noheader", "--Node", "--partition=debug", "--format=%T").split().count("idle")
 
 
 def _until(holds: Callable[[], bool], what: str, folder: Path) -> None:

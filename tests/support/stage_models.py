@@ -179,6 +179,74 @@ class Pictures(nn.Module):
         return self.head(x[:, 0] + self.query.expand(len(x), -1, -1).mean(dim=1))
 
 
+class Sign(torch.autograd.Function):
+    """A straight-through estimator."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x,) = ctx.saved_tensors
+        return gradient * (x.abs() < 1)
+
+
+class Reversed(torch.autograd.Function):
+    """Passes two tensors on, and reverses the gradients."""
+
+    @staticmethod
+    def forward(one: Tensor, other: Tensor, strength: float) -> tuple[Tensor, Tensor]:
+        return one.view_as(one), other.view_as(other)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.strength = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return -ctx.strength * one, -2 * ctx.strength * other, None
+
+
+class Noisy(torch.autograd.Function):
+    """Adds noise, and scales the gradient by it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.noise = torch.rand_like(x)
+        return x + ctx.noise
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient * ctx.noise
+
+
+class Binary(nn.Module):
+    """A layer whose weight is rounded, with an estimator inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, Sign.apply(self.linear.weight), self.linear.bias)
+
+
+class Estimators(nn.Module):
+    """Functions with a backward of their own: on inputs, between units, over a cut, and inside a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.binary, self.last = nn.Linear(6, 8), nn.Linear(8, 8), Binary(), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        early = self.first(Sign.apply(x) + x)
+        h = self.binary(Noisy.apply(self.middle(Sign.apply(early))))
+        h, again = Reversed.apply(torch.tanh(h), early, 0.5)
+        return self.last(h * again)
+
+
 def tied(sizes: list[int]) -> Case:
     model = Tied()
 
@@ -193,6 +261,12 @@ def skip(sizes: list[int]) -> Case:
     model = Skip()
     micros = [(torch.randn(size, 6).double(), torch.randint(0, 3, (size,))) for size in sizes]
     return Case(model=model, forward=lambda m: F.cross_entropy(model(m[0])["logits"], m[1]), micros=micros)
+
+
+def estimators(sizes: list[int]) -> Case:
+    model = Estimators()
+    micros = [(torch.randn(size, 6).double(), torch.randint(0, 3, (size,))) for size in sizes]
+    return Case(model=model, forward=lambda m: F.cross_entropy(model(m[0]), m[1]), micros=micros)
 
 
 def resnet(sizes: list[int]) -> Case:
@@ -259,6 +333,7 @@ def _pictures(sizes: list[int], *, reentrant: bool | None = None) -> Case:
 PLAIN: dict[str, Callable[[list[int]], Case]] = {
     "tied": tied,
     "skip": skip,
+    "estimators": estimators,
     "resnet": resnet,
     "views": _pictures,
     "checkpoints": functools.partial(_pictures, reentrant=False),

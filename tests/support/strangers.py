@@ -39,7 +39,7 @@ os.setgroups([])
 os.setgid(NOBODY)
 os.setuid(NOBODY)  # only now: Python itself may lie where that user cannot read
 junk = [b"", b"\\n", b"{}\\n" * 50, b'{"op": "set", "key": "a", "value": "YQ=="}\\n', b'{"op": "stop"}\\n',
-        b"PACELIN1" + bytes(64), b"\\0" * 4096, b"\\xff" * 4096, b"[" * 9000, bytes.fromhex(sys.argv[1]) * 3,
+        b"PACELIN2" + bytes(64), b"\\0" * 4096, b"\\xff" * 4096, b"[" * 9000, bytes.fromhex(sys.argv[1]) * 3,
         b"GET / HTTP/1.0\\r\\n\\r\\n", b"\\xff" + b"\\0" * 8 + b"\\x7f", b"\\x16\\x03\\x01\\x02\\0\\x01"]
 
 def attack(kind, place, data, waits):
@@ -109,7 +109,7 @@ class Opened:
 
 
 def opened_by(mark: str) -> Opened:
-    """What a command's processes have now."""
+    """What a command's processes have now; a shared folder that one of them lists, as /tmp, is everybody's."""
     found = Opened()
     for line in marked(mark):
         process = Path("/proc") / line.partition(":")[0]
@@ -120,7 +120,7 @@ def opened_by(mark: str) -> Opened:
                     target = os.readlink(fd)
                     if target.startswith("socket:["):
                         inodes.add(target[8:-1])
-                    elif target.startswith(("/memfd:", "/dev/shm", "/tmp")) and not _is_program(target):
+                    elif target.startswith(("/memfd:", "/dev/shm/", "/tmp/")) and not _is_program(target):
                         found.files |= {str(fd), target}
             found.files |= {str(process / name) for name in ("mem", "environ")}
             found.unix |= _unix(process, inodes)

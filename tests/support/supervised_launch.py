@@ -46,6 +46,8 @@ class Said(Observer):
     def say(self, text: str) -> None:
         self.texts.append(text)
 
+    def hush(self) -> None: ...
+
     def emit(self, event: Event) -> None:
         pass
 
@@ -194,6 +196,8 @@ class _Printer(Observer):
 
     def say(self, text: str) -> None:
         print(json.dumps({"say": text}), flush=True)
+
+    def hush(self) -> None: ...
 
     def emit(self, event: Event) -> None:
         pass

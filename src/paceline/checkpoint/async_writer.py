@@ -42,6 +42,7 @@ from paceline.checkpoint.staging import NoRoom, Staged, Staging, bytes_of
 from paceline.checkpoint.state_tree import encode_state, freeze
 from paceline.errors import CheckpointError
 from paceline.events import CheckpointFailed, CheckpointSaved, Event, Warned
+from paceline.plain_data import read_object
 from paceline.units import bytes_text
 
 __all__ = ["AsyncWriter"]
@@ -349,6 +350,7 @@ def _below(error: BaseException) -> BaseException:
 def _json_copy(about: Mapping[str, Any]) -> dict[str, Any]:
     noted = {"torch": torch.__version__, "saved_at": clock.now(), **about}
     try:
-        return json.loads(json.dumps(noted, allow_nan=False))
-    except (TypeError, ValueError) as error:
+        written = json.dumps({"about": noted}, allow_nan=False)
+        return read_object(written, is_strict=True)["about"]  # as it will be read
+    except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot store about: {error}; it holds JSON values only.") from error

@@ -20,16 +20,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import json
 import os
 import re
 import shutil
+import stat
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from paceline.errors import CheckpointError
+from paceline.plain_data import read_object
+from paceline.regular_files import open_regular, read_regular
 
 __all__ = [
     "COMMIT_MARKER",
@@ -133,7 +137,7 @@ def verify(path: Path) -> CommitMarker:
 def checksum(path: Path) -> int:
     """Return the CRC-32 of a file."""
     crc, buffer = 0, memoryview(bytearray(CHUNK_BYTES))
-    with open(path, "rb", buffering=0) as file:
+    with cast("io.FileIO", open_regular(path, buffering=0)) as file:
         while count := file.readinto(buffer):
             crc = zlib.crc32(buffer[:count], crc)
     return crc
@@ -142,8 +146,7 @@ def checksum(path: Path) -> int:
 def read_commit_marker(path: Path) -> CommitMarker:
     """Read a checkpoint's marker and compare file sizes with it; raises CheckpointError that says what is wrong."""
     try:
-        fields = json.loads((path / COMMIT_MARKER).read_text(encoding="utf-8"))
-        mark = _marker_from(fields)
+        mark = _marker_from(read_object(read_regular(path / COMMIT_MARKER), is_strict=True))
     except FileNotFoundError:
         if not path.is_dir():
             raise CheckpointError("there is no such directory") from None
@@ -156,11 +159,13 @@ def read_commit_marker(path: Path) -> CommitMarker:
         if os.path.basename(name) != name or name in ("", ".", ".."):
             raise CheckpointError(f"{COMMIT_MARKER} names the file {name!r}, which is outside the checkpoint")
         try:
-            present = (path / name).stat().st_size
+            present = (path / name).stat()
         except OSError as error:
             raise CheckpointError(f"the file {name} cannot be read: {error.strerror}") from None
-        if present != num_bytes:
-            raise CheckpointError(f"the file {name} has {present} bytes; {num_bytes} were written")
+        if not stat.S_ISREG(present.st_mode):
+            raise CheckpointError(f"{name} is no regular file")
+        if present.st_size != num_bytes:
+            raise CheckpointError(f"the file {name} has {present.st_size} bytes; {num_bytes} were written")
     return mark
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from paceline.checkpoint.staging import bytes_of
 from paceline.errors import CheckpointError
+from paceline.regular_files import open_regular
 
 __all__ = ["INDEX", "Chunk", "Entry", "read_entry", "read_index"]
 
@@ -79,7 +80,7 @@ def read_entry(directory: Path, entry: Entry, crc32: int | None) -> Tensor:
 
 def _read_chunk(path: Path, chunk: Chunk, dtype: torch.dtype) -> Tensor:
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             view = cast("BinaryIO", _FileRange(file, chunk.start, chunk.num_bytes))
             part = torch.load(view, map_location="cpu", weights_only=True)
     except OSError as error:

@@ -192,7 +192,7 @@ def _config(path: Path) -> str:
     try:
         text = file.read_text(encoding="utf-8")
         json.loads(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"the configuration {file} cannot be read: {error}") from error
     return text
 

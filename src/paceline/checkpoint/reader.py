@@ -19,6 +19,7 @@ from paceline.checkpoint.checkpoint_dir import CommitMarker, FoundCheckpoint, fi
 from paceline.checkpoint.dcp_read import INDEX, Entry, read_entry, read_index
 from paceline.checkpoint.state_tree import decode_state
 from paceline.errors import CheckpointError
+from paceline.regular_files import read_regular
 
 __all__ = ["STATE", "Checkpoint", "FoundCheckpoint", "find", "open_checkpoint"]
 
@@ -156,7 +157,7 @@ def _checked(path: Path, name: str, mark: CommitMarker) -> bytes:
     if name not in mark.files:
         raise CheckpointError(f"its mark does not name {name}")
     try:
-        data = (path / name).read_bytes()
+        data = read_regular(path / name)
     except OSError as error:
         raise CheckpointError(f"the file {name} cannot be read: {error.strerror}") from error
     if zlib.crc32(data) != mark.file_crc32.get(name):

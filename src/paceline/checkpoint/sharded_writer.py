@@ -29,6 +29,7 @@ from torch import Tensor
 from paceline.checkpoint.dcp_shards import StoredPiece, TensorRegion, pieces_from_json, pieces_to_json, write_shard
 from paceline.checkpoint.staging import NoRoom, Staged, Staging
 from paceline.errors import CheckpointError
+from paceline.plain_data import read_object
 
 __all__ = ["ShardWriter", "WriterChannel", "WriterGroup", "is_over", "lower_priority"]
 
@@ -79,7 +80,7 @@ class WriterGroup:
     def is_given_up(self, number: int) -> bool:
         """Return whether the first writer has given up, which it reports itself; called by the others."""
         text = self.mail.look(f"{number}/begin")
-        return text is not None and "failed" in json.loads(text)
+        return text is not None and "failed" in _read(text)
 
     def directory(self, number: int) -> Path | None:
         """Wait for the directory; None: the first writer has given up, and reports that. Called by the others."""
@@ -140,7 +141,14 @@ class WriterGroup:
             if time.monotonic() > deadline:
                 raise CheckpointError(f"waited {self.timeout_s:g} s in vain for {what}")
             time.sleep(LOOK_S)  # in the writing thread; a blocking wait of the store would lock out its other users
-        return json.loads(text)
+        return _read(text)
+
+
+def _read(text: str) -> dict[str, Any]:
+    try:
+        return read_object(text)
+    except ValueError as error:
+        raise CheckpointError(f"what another worker said of the save {error}") from error
 
 
 class ShardWriter:

@@ -3,19 +3,40 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from paceline import config
+from paceline import config, environment
 from paceline.cli.arguments import Commands, add_command
 
+if TYPE_CHECKING:
+    from paceline.runs.submitted_run import SubmittedRun
+
 __all__ = ["add"]
+
+ENGINE_FILE = "engine.json"
 
 
 def add(commands: Commands) -> None:
     """Declare the commands."""
     for add_one in (_add_status, _add_logs, _add_stop, _add_resize, _add_report, _add_audit):
         add_one(commands)
+
+
+def _submitted(run_dir: Path) -> SubmittedRun | None:
+    """The run where an engine has it; None where its supervisor was started by hand, also on the engine's own hosts."""
+    if not (run_dir / ENGINE_FILE).is_file() or environment.engine() is not None:
+        return None
+    from paceline.monitor.records.run_record import RunRecord
+    from paceline.runs.submitted_run import SubmittedRun
+
+    with contextlib.suppress(ValueError):
+        if RunRecord.load(run_dir).is_alive():
+            return None
+
+    return SubmittedRun.find(run_dir)
 
 
 def _add_status(commands: Commands) -> None:
@@ -33,6 +54,12 @@ def _add_status(commands: Commands) -> None:
 
 def _status(arguments: argparse.Namespace) -> int:
     """Print the status; returns its exit status."""
+    there = _submitted(arguments.run_dir)
+    if there is not None:
+        if not there.is_readable:
+            return there.run_there("status", there.record.run_dir_there, *(["--json"] if arguments.json else []))
+        if not arguments.json:
+            print(there.state().says)
     from paceline.monitor.status.status import main_status
 
     return main_status(arguments.run_dir, json=arguments.json)
@@ -57,6 +84,13 @@ def _logs(arguments: argparse.Namespace) -> int:
     """Print the logs; returns its exit status."""
     from paceline.monitor.status.logs import main_logs
 
+    there = _submitted(arguments.run_dir)
+    if there is not None and not there.is_readable:
+        if arguments.follow and arguments.worker is None and arguments.stream is None:
+            return there.follow()
+        given = {"--worker": arguments.worker, "--stream": arguments.stream}
+        words = [f"{option}={value}" for option, value in given.items() if value is not None]
+        return there.run_there("logs", there.record.run_dir_there, *words)
     worker = None if arguments.worker is None else config.parse_value(arguments.worker, int, path="--worker")
     return main_logs(arguments.run_dir, worker=worker, stream=arguments.stream, follow=arguments.follow)
 
@@ -75,6 +109,9 @@ def _add_stop(commands: Commands) -> None:
 
 def _stop(arguments: argparse.Namespace) -> int:
     """Stop the run; returns its exit status."""
+    there = _submitted(arguments.run_dir)
+    if there is not None:
+        return there.stop()
     from paceline.monitor.status.stop import main_stop
 
     return main_stop(arguments.run_dir)
@@ -98,6 +135,9 @@ def _add_resize(commands: Commands) -> None:
 
 def _resize(arguments: argparse.Namespace) -> int:
     """Ask the run's supervisor; returns 0 when it has agreed, 1 when it refuses, 2 where there is no such run."""
+    there = _submitted(arguments.run_dir)
+    if there is not None:
+        return there.resize(arguments.replicas)
     from paceline.launch.coordinator.control_socket import send_command
     from paceline.monitor.records.run_files import local_path
     from paceline.monitor.records.run_record import RUNNING, RunRecord
@@ -151,6 +191,14 @@ def _add_report(commands: Commands) -> None:
 
 def _report(arguments: argparse.Namespace) -> int:
     """Print the report and write the page; returns the exit status."""
+    there = _submitted(arguments.run_dir)
+    if there is not None and not there.is_readable:
+        if arguments.json:
+            return there.run_there("report", there.record.run_dir_there, "--json", "--no-html")
+        code = there.run_there("report", there.record.run_dir_there)
+        if code == 0 and not arguments.no_html:
+            there.fetch("report.html", arguments.html or arguments.run_dir / "report.html")
+        return code
     from paceline.monitor.report.command import main_report
 
     page: Path | None = None if arguments.no_html else arguments.html or arguments.run_dir / "report.html"
@@ -174,6 +222,9 @@ def _add_audit(commands: Commands) -> None:
 
 def _audit(arguments: argparse.Namespace) -> int:
     """Audit the run; returns its exit status."""
+    there = _submitted(arguments.run_dir)
+    if there is not None and not there.is_readable:
+        return there.run_there("audit", there.record.run_dir_there, *(["--json"] if arguments.json else []))
     from paceline.monitor.audit.audit import main_audit
 
     return main_audit(arguments.run_dir, json=arguments.json)

@@ -9,13 +9,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline import config, environment
 from paceline.cli.arguments import Commands, Parser, add_command
 from paceline.errors import PlanError
 from paceline.plan import CommandPlan, Job, Plan, read_job_file
+from paceline.plan.job import AUTO, flag_of, read_engine_table
 from paceline.plan.script_scan import workers_of_script
+
+if TYPE_CHECKING:
+    from paceline.launch.engines.engine import Engine
 
 __all__ = ["OPTIONS", "add", "run", "show_dry_run"]
 
@@ -29,8 +33,16 @@ OPTIONS = {
         "NAME",
         "local: every worker is a process; inline: worker 0 runs in this process, for pdb (default: local)",
     ),
-    "hosts": ("N", "hosts of the job; start the same command once on each (default: 1)"),
-    "head": ("HOST:PORT", "where several hosts meet: an address of one of them, the same on all"),
+    "hosts": (
+        "N",
+        "hosts of the job; start the same command once on each, or have an engine do it (--on); with --on ssh also "
+        "their names, with the workers of each: a,b:4 (default: 1)",
+    ),
+    "head": (
+        "HOST:PORT",
+        "where several hosts meet: an address of one of them, the same on all; or auto: in a shared --run-dir",
+    ),
+    "slots": ("N", "workers of this host, where hosts are not alike (default: an even share)"),
     "token_file": ("FILE", "file with the job's token, which several hosts need (default: what PACELINE_TOKEN holds)"),
     "private_network": ("", "nobody else reaches the network between the hosts: do not encrypt the workers' traffic"),
     "run_dir": (
@@ -69,6 +81,8 @@ EXAMPLES = """\
   paceline run train.py --workers 4 --plan "cast(dtype=bf16)+batch(size=64)" --lr 0.1
   paceline run job.toml --set plan.batch.size=64 --set keep=5
   paceline run train.py --launcher inline --workers 2       then breakpoint() works in worker 0
+  paceline run train.py --on slurm --hosts 4 --workers 32 --dry-run
+  paceline run train.py --on "slurm(partition=gpu,time=4:00:00)" --hosts 4 --workers 32
 
 Options after the script's name that are not ours go to the script. One that resembles an option of ours is refused as a
 slip, unless the script's text has it (parser.add_argument("--slow"), beside our --show), or it stands after "--".
@@ -99,8 +113,15 @@ def add(commands: Commands) -> None:
         help="set one value of the plan (plan.batch.size=64) or of the job (keep=5); may be given many times",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="show the job, the plan and what would be started, and exit"
+        "--dry-run", action="store_true", help="show the job, the plan and what would be started or sent, and exit"
     )
+    parser.add_argument(
+        "--on",
+        metavar="ENGINE",
+        help="have an engine start the job on its hosts, and follow it: ssh, slurm, kubernetes or ray, also with "
+        'settings: "slurm(partition=gpu)"; single ones by --set engine.partition=gpu',
+    )
+    parser.add_argument("--detach", action="store_true", help="with --on: return once the job is submitted")
     add_job_options(parser)
     parser.set_defaults(run=run)
 
@@ -114,13 +135,18 @@ def add_job_options(parser: Parser) -> None:
         metavar, text = OPTIONS[field.name]
         if isinstance(field.default, bool):
             word = str(not field.default).lower()
-            group.add_argument(_flag(field), dest=field.name, action="store_const", const=word, help=text)
+            group.add_argument(flag_of(field), dest=field.name, action="store_const", const=word, help=text)
         else:
-            group.add_argument(_flag(field), dest=field.name, metavar=metavar, help=text)
+            group.add_argument(flag_of(field), dest=field.name, metavar=metavar, help=text)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Start the job, or show it with --dry-run; returns the run's exit status."""
+    on, arguments.overrides = _engine_of(arguments)
+    if on is not None:
+        return _run_on(on, arguments)
+    if arguments.detach:
+        raise PlanError("--detach leaves a job with an engine: add --on slurm, or --on kubernetes.")
     job, plan, given = job_of(arguments)
     if arguments.dry_run:
         return show_dry_run(job, plan=plan)
@@ -135,6 +161,39 @@ def run(arguments: argparse.Namespace) -> int:
         )
 
 
+def _engine_of(arguments: argparse.Namespace) -> tuple[Engine | None, list[str]]:
+    """Return the engine that command and job file name, and the overrides that are not its settings."""
+    words: list[str] = arguments.overrides
+    settings = [word.partition(".")[2] for word in words if word.strip().startswith("engine.")]
+    others = [word for word in words if not word.strip().startswith("engine.")]
+    said = arguments.on
+    if said is None and arguments.program.endswith(".toml") and Path(arguments.program).is_file():
+        said = read_engine_table(Path(arguments.program))
+    if said is None:
+        if settings:
+            raise PlanError(f"--set engine.{settings[0]} needs an engine: add --on slurm, for example.")
+        return None, others
+    from paceline.launch.engines.catalog import read_engine
+
+    return read_engine(said, settings=settings, hosts=arguments.hosts), others
+
+
+def _run_on(engine: Engine, arguments: argparse.Namespace) -> int:
+    """Submit the job, or show what would be sent."""
+    from paceline.launch.engines.catalog import host_count
+    from paceline.runs.submit import prepare, settled, show, submit
+
+    if arguments.hosts is not None:
+        arguments.hosts = host_count(engine, arguments.hosts)
+    job, plan, given = job_of(arguments, head=AUTO)
+    job = settled(engine, job, plan, script=Path(job.program))
+    submission = prepare(engine, job, plan=plan, given=given, detach=arguments.detach)
+    if arguments.dry_run:
+        print(show(engine, submission))
+        return 0
+    return submit(engine, submission, say=lambda text: print(f"paceline: {text}", flush=True), detach=arguments.detach)
+
+
 def _refuse_in_world(job: Job) -> None:
     """Raise PlanError where another launcher started this command once for each worker."""
     world = environment.detect()
@@ -146,8 +205,10 @@ def _refuse_in_world(job: Job) -> None:
         )
 
 
-def job_of(arguments: argparse.Namespace) -> tuple[Job, CommandPlan, tuple[str, ...]]:
-    """Return what command and job file say: the job, the plan, and the names of the Job fields that they set."""
+def job_of(arguments: argparse.Namespace, *, head: str | None = None) -> tuple[Job, CommandPlan, tuple[str, ...]]:
+    """Return what command and job file say: the job, the plan, and the names of the Job fields that they set. `head`:
+    where hosts meet if neither says it.
+    """
     fields = config.annotations_of(Job)
     changes: dict[str, Any] = {}
     for name in OPTIONS:
@@ -163,21 +224,22 @@ def job_of(arguments: argparse.Namespace) -> tuple[Job, CommandPlan, tuple[str, 
             changes[name] = value
     if arguments.script_args:
         changes["args"] = arguments.script_args
-    job, plan, given = _read_program(Path(arguments.program), changes)
+    job, plan, given = _read_program(Path(arguments.program), changes, head=head)
     if arguments.plan is not None:
         plan = Plan.parse(arguments.plan)
     return job, CommandPlan.of(plan, overrides), given
 
 
-def _read_program(path: Path, changes: dict[str, Any]) -> tuple[Job, Plan | None, tuple[str, ...]]:
+def _read_program(path: Path, changes: dict[str, Any], *, head: str | None) -> tuple[Job, Plan | None, tuple[str, ...]]:
     if not path.is_file():
         raise PlanError(
             f"There is no file {path}. Name a Python script or a job file (.toml), for example: paceline run train.py"
         )
+    defaults: dict[str, Any] = {} if head is None else {"head": head, "run_dir": ""}  # settled later
     if path.suffix != ".toml":
         job_fields: dict[str, Any] = {"program": str(path), **changes}
-        return Job(**job_fields), None, tuple(job_fields)
-    job, plan, given = read_job_file(path, changes)
+        return Job(**defaults | job_fields), None, tuple(job_fields)
+    job, plan, given = read_job_file(path, changes, defaults)
     if not job.program:
         raise PlanError(f'{path} does not say what to run. Add a line: program = "train.py"')
     if not Path(job.program).is_file():
@@ -204,11 +266,6 @@ def _job_override(override: str, fields: dict[str, Any]) -> tuple[str, Any]:
     if name not in fields:
         raise config.unknown_name(Job, name, text, path="job")
     return name, config.parse_value(text, fields[name], path=f"--set {name}", owner=Job, name=name)
-
-
-def _flag(field: dataclasses.Field[Any]) -> str:
-    """Return the option of a field: what is on by default gets the option that turns it off."""
-    return f"--{'no-' if field.default is True else ''}{field.name.replace('_', '-')}"
 
 
 def show_dry_run(job: Job, *, plan: CommandPlan) -> int:

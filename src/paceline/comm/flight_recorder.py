@@ -32,6 +32,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from paceline.comm.call_site import caller_line
+from paceline.regular_files import open_regular
 
 __all__ = [
     "APART",
@@ -276,7 +277,7 @@ class FlightRecorder:
         if found is None:
             if len(self._texts) >= NUM_TEXTS:
                 self._texts.clear()
-            found = self._texts[thing] = str(thing).encode()
+            found = self._texts[thing] = str(thing).encode(errors="backslashreplace")
         return found
 
 
@@ -287,7 +288,7 @@ def read_flight_record(path: Path, *, with_calls: bool = True) -> FlightRecord |
     """
     num_bytes = NUM_BYTES if with_calls else CALLS_AT
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open_regular(path, buffering=0) as file:
             data = file.read(num_bytes)
     except OSError:  # not there yet, or on its way out
         return None

@@ -8,7 +8,8 @@ change is needed and what follows from it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from paceline.elastic.membership_messages import AT_ONCE, Limits, MembershipView
 from paceline.elastic.replica_table import ReplicaRecord, ReplicaState, ReplicaTable
@@ -30,6 +31,21 @@ class Generations:
         self.load = 1.0  # of the machines: how many processes want each core
         self.num_extensions = 0  # of the deadline, for members that are heard
         self.form_by: float | None = None  # the deadline to join; none for generation 0, which waits for users' imports
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for `from_json`."""
+        return {"view": self.view.to_json(), "missing": sorted(self.missing), "left_out": sorted(self.left_out)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], table: ReplicaTable, limits: Limits, *, now: float) -> Generations:
+        """Read what `to_json` returned; raise LookupError, TypeError or ValueError if it is something else."""
+        generations = cls(table, limits)
+        generations.view = view = MembershipView.from_json(data["view"])
+        generations.members = frozenset(view.members)
+        generations.missing = set(map(int, data["missing"]))
+        generations.left_out = frozenset(map(int, data["left_out"]))
+        generations.short_since = now if view.holds else None
+        return generations
 
     @property
     def number(self) -> int:

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
-__all__ = ["UnreachableHosts", "coordinator_silence_s", "lease_s", "lost_s", "seconds_since_boot"]
+__all__ = ["END_S", "UnreachableHosts", "coordinator_silence_s", "lease_s", "lost_s", "search_s", "seconds_since_boot"]
 
 END_S = 3.0  # from SIGTERM to SIGKILL
+SEARCH_S = 5.0  # a host takes over within two seconds where it can
 MARGIN_S = 2.0  # for clock differences, and for the time between reading the clock and the end of the process
 CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
@@ -36,11 +37,18 @@ def coordinator_silence_s(silence_s: float) -> float:
     return 1.5 * silence_s
 
 
-def lease_s(silence_s: float, grace_s: float) -> float:
-    """Return how long workers go on after the newest answered ping: until the silence is noticed, and they have had
-    time to save and leave.
+def search_s(silence_s: float) -> float:
+    """Return for how long at least a host without a coordinator looks for another one, before its workers save and
+    leave.
     """
-    return coordinator_silence_s(silence_s) + grace_s + END_S
+    return min(silence_s, SEARCH_S)
+
+
+def lease_s(silence_s: float, grace_s: float) -> float:
+    """Return how long workers go on after the newest answered ping: until the silence is noticed, no other coordinator
+    has been found, and they have had time to save and leave.
+    """
+    return coordinator_silence_s(silence_s) + search_s(silence_s) + grace_s + END_S
 
 
 def lost_s(silence_s: float, grace_s: float) -> float:
@@ -55,6 +63,17 @@ class UnreachableHosts:
         """`hosts` are those of the first generation's members."""
         self._generations = [frozenset(hosts)]  # the members' hosts of each generation that may take steps
         self._gone_by: dict[int, float] = {}
+
+    def to_json(self) -> list[list[int]]:
+        """Return plain data for `from_json`: nothing of lost hosts, of which the next coordinator knows as little."""
+        return [sorted(hosts) for hosts in self._generations]
+
+    @classmethod
+    def from_json(cls, data: Sequence[Collection[int]]) -> UnreachableHosts:
+        """Read what `to_json` returned; raise TypeError or ValueError if it is something else."""
+        hosts = cls(())
+        hosts._generations = [frozenset(map(int, one)) for one in data]
+        return hosts
 
     def told(self, hosts: Collection[int]) -> None:
         """Another generation is announced to workers on these hosts."""

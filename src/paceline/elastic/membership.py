@@ -13,16 +13,18 @@ changes (a replica joins or leaves) are *planned*: they happen between two steps
 Until it reports that it has the state, it does not count as having it. After a loss it must first report whether it has
 the state.
 
-This module takes the reports and requests; `paceline.elastic.membership_changes` decides on the changes, and
-`paceline.elastic.generations` makes one generation from another. Nothing does I/O or reads the time: the caller passes
-the time, and carries out the decisions.
+This module takes reports (`ready`, `ended`) and requests (`leave`, `resize`, `grow`); its base class
+decides on the changes, and `paceline.elastic.generations` makes one generation from another. Nothing does I/O or
+reads the time: the caller passes the time, and carries out the decisions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
-from paceline.elastic.membership_changes import MembershipChanges
+from paceline.elastic.generations import Generations
+from paceline.elastic.membership_base import MembershipBase
 from paceline.elastic.membership_messages import (
     AT_ONCE,
     PREEMPTED,
@@ -32,15 +34,117 @@ from paceline.elastic.membership_messages import (
     Finish,
     GiveUp,
     Limits,
+    MembershipView,
     StartReplica,
+    WorkerReport,
 )
-from paceline.elastic.replica_table import ReplicaState
+from paceline.elastic.replica_table import ReplicaState, ReplicaTable
 
 __all__ = ["Decision", "EndWorker", "GiveUp", "Limits", "Membership", "StartReplica"]
 
 
-class Membership(MembershipChanges):
+class Membership(MembershipBase):
     """The state machine. Every method returns the decisions to carry out, in order."""
+
+    # A change of the coordinator.
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data from which another coordinator can take over, until a newer generation is made."""
+        return {**self._generations.to_json(), "table": self._table.to_json(), "target": self.target}
+
+    @classmethod
+    def taken_over(cls, limits: Limits, data: Mapping[str, Any], now: float) -> Membership:
+        """Return the membership of a lost coordinator, which told `data` before it announced the newest generation.
+
+        Call `resume` next. Raise LookupError, TypeError or ValueError if `data` is something else.
+        """
+        membership = cls(limits, replicas=0, now=now)
+        table = membership._table = ReplicaTable.from_json(data["table"])
+        membership._generations = Generations.from_json(data, table, limits, now=now)
+        membership.target = int(data["target"])
+        return membership
+
+    def resume(
+        self, reports: Mapping[int, WorkerReport], now: float, *, reason: str, room: int | None = None
+    ) -> list[Decision]:
+        """The hosts that are left have told of their workers, and all others are lost; `room` as in `lost`.
+
+        The newest generation goes on if nobody is lost and all have joined it. Otherwise there is another one, since
+        what the lost coordinator knew of its rendezvous is gone.
+        """
+        self._now = now
+        table, generations = self._table, self._generations
+        have_finished = self._take_reports(reports)
+        decisions: list[Decision] = [
+            EndWorker(worker=worker, reason=reason, is_loss=False)
+            for worker, report in reports.items()
+            if table.of(worker) is None and not report.has_ended
+        ]
+        replicas = {worker: table.of(worker) for worker in reports}
+        if have_finished:
+            decisions += self._reject_newcomers("the run is at its end")[0]
+        present = [worker for replica in table.replicas.values() for worker in replica.workers]
+        lost = [worker for worker in present if worker not in reports]
+        if lost:
+            decisions += self.lost(lost, now, reason=reason, room=room)
+        is_changed = any(isinstance(one, MembershipView | GiveUp) for one in decisions)
+        if not (self.is_formed or is_changed) and (table.active or not have_finished):
+            decisions += self._interrupt(have_finished - table.active, reason)
+        for worker, report in sorted(reports.items()):
+            if worker in have_finished or table.of(worker) is None or table.of(worker) is not replicas[worker]:
+                continue
+            if report.has_ended:
+                decisions += self.ended(worker, now, has_saved=report.has_saved)
+            elif report.leaving and not report.is_over:
+                decisions += self.leaving(worker, now, why=report.leaving)
+            elif report.ready is not None:
+                decisions += self.ready(worker, now, generation=report.ready)
+            elif report.stuck is not None:
+                self.stuck(worker, report.stuck[0], now, peer=report.stuck[1])
+        if have_finished and not table.active:
+            generations.missing.clear()
+        return _with_last_view([*decisions, *self._refill()])
+
+    def _take_reports(self, reports: Mapping[int, WorkerReport]) -> set[int]:
+        """Note what has happened since the lost coordinator announced the newest generation; return the members whose
+        program has finished.
+        """
+        table, generations = self._table, self._generations
+        have_finished, have_left = set[int](), set[int]()
+        for number in {worker // table.each for worker in reports}:
+            workers, replica = table.workers_of(number), table.replicas.get(number)
+            if all(worker in reports and reports[worker].is_new for worker in workers) and (
+                replica is None or replica.state is ReplicaState.LEAVING or table.has_state(replica)
+            ):  # started after the newest generation was announced, perhaps in the place of one that had left
+                table.active.difference_update(workers)
+                generations.left_out -= set(workers)
+                table.add(number, ReplicaState.STARTING, is_proven=False)
+        for replica in table.all_in(ReplicaState.STARTING, ReplicaState.WAITING):
+            replica.state = ReplicaState.STARTING
+            replica.ready.clear()  # perhaps of processes that were lost since; the reports have those that are there
+        for worker, report in reports.items():
+            replica = table.of(worker)
+            if report.formed == self.generation:
+                generations.missing.discard(worker)
+                table.active.add(worker)
+            if not (report.is_over or report.has_ended):
+                self._heartbeats.expect(worker, self._now)
+                self._heartbeats.heard(worker, self._now)
+            elif replica is not None and replica.state in (ReplicaState.MEMBER, ReplicaState.DONE):
+                replica.state = ReplicaState.DONE
+                replica.ended.add(worker)
+                have_finished.add(worker)
+            elif replica is not None and replica.state is ReplicaState.LEAVING:
+                have_left.add(worker)
+                replica.ended.update({worker} if report.has_ended else ())
+                if replica.ended.issuperset(replica.workers):
+                    del table.replicas[replica.number]
+        table.active -= have_finished | have_left
+        generations.missing -= have_finished
+        generations.left_out -= have_left
+        if self.is_formed:
+            table.active &= generations.members
+        return have_finished
 
     # Queries.
 
@@ -287,3 +391,9 @@ class Membership(MembershipChanges):
 
 def _counted(replicas: int) -> str:
     return f"{replicas} replica{'s' * (replicas != 1)}"
+
+
+def _with_last_view(decisions: list[Decision]) -> list[Decision]:
+    """Return the decisions with the newest generation alone, which replaces those before it."""
+    views = [one for one in decisions if isinstance(one, MembershipView)]
+    return [one for one in decisions if not isinstance(one, MembershipView) or one is views[-1]]

@@ -39,6 +39,7 @@ __all__ = [
     "Limits",
     "MembershipView",
     "StartReplica",
+    "WorkerReport",
 ]
 
 FROM_WORKERS = frozenset(
@@ -133,6 +134,60 @@ class Limits:
     def joining_s(self, members: int, load: float) -> float:
         """How long so many members may take to join a generation, where `load` processes want each core."""
         return min(self.handing_s, self.forming_s * max(1.0, members / self.few_members, load))
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class WorkerReport:
+    """What the agent of a worker's host has seen of it, for a coordinator that takes over. The agent keeps it."""
+
+    is_newcomer: bool = False  # it was started when others were at work, and lacks the run's state until it has formed
+    formed: int = AT_ONCE  # the newest generation that it has formed; AT_ONCE: none
+    ready: int | None = None  # it waits to be admitted, and knows of this generation
+    stuck: tuple[int, int | None] | None = None  # a transfer of this generation failed, and with which worker
+    leaving: str = ""  # the signal by which it was asked to leave
+    is_over: bool = False  # it takes part in nothing any more
+    has_ended: bool = False  # its process has ended, as planned
+    has_saved: bool = False  # and all had saved together before
+    step: int = 0  # the newest that it has committed
+
+    def note(self, notice: Mapping[str, Any]) -> None:
+        """Take in a notice of the worker; raise KeyError, TypeError or ValueError if it is invalid."""
+        self.step = max(self.step, int(notice.get("step", 0)))
+        match notice.get("op"):
+            case "formed":
+                self.formed, self.ready, self.stuck = int(notice["generation"]), None, None
+            case "ready":
+                self.ready = int(notice["generation"])
+            case "stuck":
+                peer = notice.get("peer")
+                self.stuck = int(notice["generation"]), None if peer is None else int(peer)
+            case "leaving":
+                self.leaving = str(notice.get("signal", "SIGTERM"))
+            case "over":
+                self.is_over = True
+            case _:
+                pass
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it lacks the run's state."""
+        return self.is_newcomer and self.formed == AT_ONCE
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> WorkerReport:
+        """Read back `dataclasses.asdict`; raise KeyError or TypeError if it is something else."""
+        ready, stuck = data["ready"], data["stuck"]
+        return cls(
+            is_newcomer=bool(data["is_newcomer"]),
+            formed=int(data["formed"]),
+            ready=None if ready is None else int(ready),
+            stuck=None if stuck is None else (int(stuck[0]), None if stuck[1] is None else int(stuck[1])),
+            leaving=str(data["leaving"]),
+            is_over=bool(data["is_over"]),
+            has_ended=bool(data["has_ended"]),
+            has_saved=bool(data["has_saved"]),
+            step=int(data["step"]),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from paceline.elastic.membership_messages import AT_ONCE
 
@@ -39,6 +40,27 @@ class ReplicaRecord:
         self.state, self.since, self.is_presumed = ReplicaState.STARTING, since, False
         self.ready.clear()
 
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for `from_json`."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**fields, "state": self.state.value, "ready": sorted(self.ready), "ended": sorted(self.ended)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ReplicaRecord:
+        """Read what `to_json` returned; raise LookupError, TypeError or ValueError if it is something else."""
+        return cls(
+            number=int(data["number"]),
+            workers=tuple(map(int, data["workers"])),
+            state=ReplicaState(data["state"]),
+            is_proven=bool(data["is_proven"]),
+            must_leave=bool(data["must_leave"]),
+            why=str(data["why"]),
+            is_presumed=bool(data["is_presumed"]),
+            ready=set(map(int, data["ready"])),
+            since=int(data["since"]),
+            ended=set(map(int, data["ended"])),
+        )
+
 
 class ReplicaTable:
     """Replicas by number; those that the run starts with are members and have the state."""
@@ -49,6 +71,22 @@ class ReplicaTable:
         for number in range(replicas):
             self.add(number, ReplicaState.MEMBER, is_proven=True)
         self.active = {worker for replica in self.replicas.values() for worker in replica.workers}  # have the state
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for `from_json`."""
+        replicas = [replica.to_json() for replica in self.replicas.values()]
+        return {"workers_each": self.each, "replicas": replicas, "active": sorted(self.active)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ReplicaTable:
+        """Read what `to_json` returned; raise LookupError, TypeError or ValueError if it is something else."""
+        table = cls(replicas=0, workers_each=int(data["workers_each"]))
+        for one in map(ReplicaRecord.from_json, data["replicas"]):
+            if one.workers != table.workers_of(one.number):
+                raise ValueError(f"replica {one.number} cannot have the workers {one.workers}")
+            table.replicas[one.number] = one
+        table.active = set(map(int, data["active"]))
+        return table
 
     def add(self, number: int, state: ReplicaState, *, is_proven: bool) -> ReplicaRecord:
         replica = ReplicaRecord(number, self.workers_of(number), state, is_proven)

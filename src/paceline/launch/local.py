@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paceline import environment
-from paceline.errors import LaunchError, PacelineError
+from paceline.errors import LaunchError, PacelineError, writing
 from paceline.launch.coordinator.control_socket import ControlSocket
 from paceline.launch.coordinator.coordinator import Coordinator
+from paceline.launch.coordinator.head_register import HeadRegister, LocksMissing, Superseded
 from paceline.launch.coordinator.host_agent import HostAgent
 from paceline.launch.coordinator.rendezvous import RetainedHostState, join_hosts
+from paceline.launch.coordinator.takeover import Takeover
 from paceline.launch.fork.warm_parent_client import ENTRY, WarmParent
 from paceline.launch.inline import INLINE_TIMEOUT_S, run_inline
 from paceline.launch.io.event_loop import EventLoop
@@ -25,7 +28,7 @@ from paceline.launch.snapshots.snapshot_replication import SnapshotReplication
 from paceline.launch.snapshots.snapshot_store import SnapshotStore
 from paceline.launch.supervisor import GuardedObserver, Observer, Supervisor
 from paceline.plan.command_plan import CommandPlan
-from paceline.plan.job import Job
+from paceline.plan.job import AUTO, Job
 from paceline.private_files import make_run_directory, read_private, replace_private
 
 __all__ = ["launch"]
@@ -47,6 +50,7 @@ def launch(
     asked: Job | None = None,
     restart_plan: RestartPlan | None = None,
     judge: Callable[[JobOutcome], RestartPlan | None] | None = None,
+    takeover: Takeover | None = None,
 ) -> JobOutcome:
     """Run the job's workers of this host, and return how the whole job ended.
 
@@ -60,7 +64,8 @@ def launch(
     snapshots from one launch to the next.
 
     On the coordinator, `judge(outcome)` decides whether all workers restart after a loss. `restart_plan` is its
-    decision after the previous launch, and `asked` is the job as the user started it. Raise LaunchError if the job
+    decision after the previous launch, and `asked` is the job as the user started it. `takeover`: the coordinator of
+    the run was lost, and this process takes over; it has no workers of its own. Raise LaunchError if the job
     could not be started; a later failure is an outcome.
     """
     is_inline = job.launcher == "inline"
@@ -73,7 +78,8 @@ def launch(
                 stack.enter_context(retained.signals)
         signals = retained.signals
         loop = stack.enter_context(contextlib.closing(EventLoop()))
-        parent = _parent(job, warm)
+        is_only_head = takeover is not None or (retained.record is not None and retained.record.epoch > 0)
+        parent = None if is_only_head else _parent(job, warm)
         parent_stack = stack.enter_context(contextlib.ExitStack())
         if parent is not None:
             parent_stack.callback(parent.close)
@@ -94,17 +100,22 @@ def launch(
                 restart_plan=restart_plan,
                 retained=retained,
                 replication=replication,
+                takeover=takeover,
             )
         except Interrupted as early:
             return interrupted(early.signum, ())
         stack.callback(node_role.close)
         retained.host_index, node_role.replication = node_role.host_index, replication
+        if job.head == AUTO:
+            retained.head = node_role.head
         if isinstance(node_role, Coordinator):
             node_role.decide_restarts(judge)
         if on_joined is not None:
             run_dir = _notify_joined(node_role, on_joined)
         run_dir = run_dir.absolute()
         _copy_program(program, run_dir / f"attempt_{node_role.attempt}" / "program.pkl")
+        if job.head is not None and not is_inline and isinstance(node_role, Coordinator):
+            _enter_register(node_role, run_dir, node_role.head or job.head, retained)
         template = assignment_template(
             dataclasses.replace(job, timeout_s=max(job.timeout_s, INLINE_TIMEOUT_S)) if is_inline else job,
             host=node_role.host,
@@ -120,6 +131,14 @@ def launch(
         )
         stack.callback(ControlSocket(loop, node_role.answer_command).close)
         assignments = assign(template, node_role.ranks)
+        if isinstance(node_role, HostAgent):
+            node_role.register = HeadRegister(run_dir)
+            node_role.take_over = functools.partial(
+                retained.new_head.start, template=template, asked=asked or job, say=guarded.say
+            )
+            if retained.new_head.is_at_work:
+                guarded.hush()
+            retained.new_head.hush = guarded.hush
         supervisor = Supervisor(
             assignments,
             template=template,
@@ -135,6 +154,14 @@ def launch(
             entry = warm.entry if warm is not None else ENTRY
             return run_inline(supervisor, assignments[0], entry=entry, loop=loop, signals=signals)
         outcome = _stopped_meanwhile(supervisor.run(), signals, has_begun=supervisor.has_begun)
+        if isinstance(node_role, HostAgent):
+            retained.head = node_role.head or retained.head
+        else:
+            register, retained.record = node_role.leadership.register, node_role.leadership.record
+            if not outcome.may_restart and register is not None and retained.record is not None:
+                register.end(retained.record)
+            if retained.record is not None and retained.record.epoch > 0:
+                retained.head = retained.record.address
         if outcome.may_restart:
             parent_stack.pop_all()
             if isinstance(node_role, Coordinator):
@@ -148,6 +175,17 @@ def _stopped_meanwhile(outcome: JobOutcome, signals: StopSignals, *, has_begun: 
         return outcome
     taken = [signum for signum in signals.take() if not has_begun or signum == signal.SIGINT]
     return interrupted(taken[0], outcome.exits) if taken else outcome
+
+
+def _enter_register(coordinator: Coordinator, run_dir: Path, head: str, retained: RetainedHostState) -> None:
+    """Enter the run's register, from which another host takes over where this one is lost."""
+    with writing(run_dir):
+        try:
+            coordinator.leadership.enter(HeadRegister(run_dir), address=head, before=retained.record)
+        except LocksMissing:
+            coordinator.leadership.leave()  # a lost coordinator ends the run there, which goes on with its next start
+        except Superseded as other:
+            raise LaunchError(f"This host had been given up: {other}.", is_accident=True) from other
 
 
 def _replication(

@@ -44,6 +44,9 @@ class Observer(Protocol):
     def emit(self, event: Event) -> None:
         """Record an event."""
 
+    def hush(self) -> None:
+        """Show nothing any more: another process on this host shows the run."""
+
 
 class GuardedObserver:
     """An observer that turns a closed terminal into SIGHUP: writing to it may fail before the signal comes."""
@@ -60,6 +63,9 @@ class GuardedObserver:
 
     def emit(self, event: Event) -> None:
         self._observer.emit(event)
+
+    def hush(self) -> None:
+        self._observer.hush()
 
     def _try(self, look: Callable[[], None]) -> None:
         if self._blind:

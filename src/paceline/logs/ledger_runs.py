@@ -91,9 +91,13 @@ class Run(NamedTuple):
             line["behind"] = shape.behind
         return line
 
+    def each(self) -> Iterator[Run]:
+        """Its lines, each as a run of its own."""
+        return (self.part(index, index + 1) for index in range(self.num))
+
     def lines(self) -> Iterator[Line]:
         """All lines as they were written."""
-        return (self.part(index, index + 1).line() for index in range(self.num))
+        return (one.line() for one in self.each())
 
 
 def run_of(line: Line) -> Run:

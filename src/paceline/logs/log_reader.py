@@ -3,6 +3,9 @@
 The log is opened first. Its first line says how much of the sealed file belongs to it, and these bytes never change. So
 a reader sees each line once, also where the log is replaced meanwhile.
 
+What cannot be read, of the log or of what was sealed, comes as one line that says so: an `Unreadable`, which no reader
+takes for a line of the log.
+
 A damaged log may be one line of many gigabytes. No line takes more memory than the longest that Paceline writes.
 """
 
@@ -17,32 +20,44 @@ from pathlib import Path
 from typing import BinaryIO
 
 from paceline.logs.sealed_log import SealedMark, sealed_path
+from paceline.regular_files import open_regular
 
-__all__ = ["LONGEST_LINE", "TOO_LONG", "last_lines", "lines_of", "sealed_lines"]
+__all__ = ["LONGEST_LINE", "TOO_LONG", "Unreadable", "last_lines", "lines_of", "sealed_lines"]
 
 CHUNK_BYTES = 1 << 18
 LONGEST_LINE = 8 << 20  # bytes: more than a log is let grow to before it is sealed
 TOO_LONG = f"(a line of more than {LONGEST_LINE >> 20} MiB, which was left out)"
 
 
+class Unreadable(str):
+    """Stands where lines of a log cannot be read, and says why; it is no JSON."""
+
+    __slots__ = ()
+
+    @classmethod
+    def because(cls, error: OSError) -> Unreadable:
+        return cls(f"it cannot be read ({error.strerror or error}), and was left out")
+
+
 def lines_of(path: Path) -> Iterator[str]:
     """Yield the lines of a log from the first to the last, sealed ones as they were merged; none where there is no log.
 
-    The last one may be incomplete. Sealed lines that are missing come as one line that is no JSON, and says so.
+    The last one may be incomplete.
     """
     try:
-        file = open(path, "rb")  # noqa: SIM115  # closed below, when it has been read
+        with open_regular(path) as file:
+            lines = _bounded(file)
+            first = next(lines, None)
+            mark = SealedMark.parse(first) if first is not None else None
+            if mark is not None:
+                yield from sealed_lines(path, mark)
+            elif first is not None:
+                yield first
+            yield from lines
     except FileNotFoundError:
         return
-    with file:
-        lines = _bounded(file)
-        first = next(lines, None)
-        mark = SealedMark.parse(first) if first is not None else None
-        if mark is not None:
-            yield from sealed_lines(path, mark)
-        elif first is not None:
-            yield first
-        yield from lines
+    except OSError as error:
+        yield Unreadable.because(error)
 
 
 def _bounded(file: BinaryIO | gzip.GzipFile) -> Iterator[str]:
@@ -59,20 +74,21 @@ def _bounded(file: BinaryIO | gzip.GzipFile) -> Iterator[str]:
 def last_lines(path: Path) -> Iterator[str]:
     """Yield the complete lines of a log from the last to the first, read from its end; none where there is no log."""
     try:
-        file = open(path, "rb")  # noqa: SIM115  # closed below, when it has been read
+        with open_regular(path) as file:
+            previous: str | None = None
+            for line in _backwards(file):
+                if previous is not None:
+                    yield previous
+                previous = line
+            mark = SealedMark.parse(previous) if previous is not None else None
+            if mark is not None:
+                yield from reversed(list(sealed_lines(path, mark)))
+            elif previous is not None:
+                yield previous
     except FileNotFoundError:
         return
-    with file:
-        previous: str | None = None
-        for line in _backwards(file):
-            if previous is not None:
-                yield previous
-            previous = line
-        mark = SealedMark.parse(previous) if previous is not None else None
-        if mark is not None:
-            yield from reversed(list(sealed_lines(path, mark)))
-        elif previous is not None:
-            yield previous
+    except OSError as error:
+        yield Unreadable.because(error)
 
 
 def _backwards(file: BinaryIO) -> Iterator[str]:
@@ -100,7 +116,7 @@ def sealed_lines(path: Path, mark: SealedMark, *, after: SealedMark | None = Non
     """Yield the sealed lines of a log up to a mark, from its beginning or from an earlier mark on."""
     path, begin = sealed_path(path), after.bytes if after is not None else 0
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             if os.fstat(file.fileno()).st_size < mark.bytes:
                 raise EOFError
             file.seek(begin)
@@ -108,7 +124,9 @@ def sealed_lines(path: Path, mark: SealedMark, *, after: SealedMark | None = Non
             with gzip.GzipFile(fileobj=members) as lines:
                 yield from _bounded(lines)
     except (FileNotFoundError, EOFError, gzip.BadGzipFile, zlib.error):
-        yield f"(lines of {path} are lost: it is missing, or damaged)"
+        yield Unreadable(f"lines of {path} are lost: it is missing, or damaged")
+    except OSError as error:
+        yield Unreadable(f"lines of {path} are lost: it cannot be read ({error.strerror or error})")
 
 
 class _Beginning(io.RawIOBase):

@@ -26,6 +26,7 @@ from typing import TextIO
 from paceline.errors import DISK_FULL, RunFileError
 from paceline.host_memory import give_back_freed
 from paceline.plain_data import read_object, whole
+from paceline.regular_files import open_regular
 
 __all__ = ["LineLog", "SealedMark", "Sealing", "open_log", "sealed_path"]
 
@@ -110,7 +111,7 @@ class LineLog:
             return 0
         with self._lock:
             size = os.fstat(self._file.fileno()).st_size
-        with open(self.path, "rb") as file:
+        with open_regular(self.path) as file:
             data = file.read(size)
         end = data.rfind(b"\n") + 1
         lines = str(memoryview(data)[:end], "utf-8", "replace").split("\n")[:-1]
@@ -146,7 +147,7 @@ class LineLog:
                 os.fsync(begun.fileno())
             with self._lock:
                 file = open(temporary, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  # it becomes the log
-                with open(self.path, "rb") as log:
+                with open_regular(self.path) as log:
                     log.seek(end)
                     late = log.read()
                 file.buffer.write(late)

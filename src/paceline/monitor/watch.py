@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -43,6 +44,7 @@ from paceline.monitor.export.metrics_jsonl import MetricsFile
 from paceline.monitor.export.summary_json import Summary
 from paceline.monitor.export.tensorboard import TensorBoardFile
 from paceline.monitor.records.attempt_history import repeated_steps_text
+from paceline.monitor.records.damaged_lines import DamagedLines
 from paceline.monitor.records.event_reader import EventTail, attempt_dir
 from paceline.monitor.records.failure import Failure, explain, headline, root_cause
 from paceline.monitor.records.run_files import local_path
@@ -101,7 +103,13 @@ class Watch:
         host: str = "",
         record: bool = True,
         explains: bool = True,
+        goes_on: bool = False,
+        shows_run: bool = True,
+        more: Sequence[Sink] = (),
     ) -> None:
+        """`goes_on`: another process watched the attempt until now, and showed what has happened. `shows_run=False`:
+        the console shows only what this host's workers print and warn of; another host's shows the run. `more`: sinks
+        beside those of the job, where this process records the run."""
         self.run_dir, self.attempt = Path(run_dir), attempt
         self._local = frozenset(range(workers) if local is None else local)
         self._here = self._local if local is None else local  # grows when this host is given workers later
@@ -124,9 +132,13 @@ class Watch:
             self._sinks.append(MetricsFile(self.run_dir / "metrics.jsonl", attempt=attempt, say=self._problems.append))
         if job.tensorboard and record:
             self._sinks.append(self._tensorboard)
+        if record:
+            self._sinks += more
         self._output = WorkerOutput(
-            attempt_dir(self.run_dir, attempt), self._local, everyone=job.show == "all", show=self._screen.show
+            attempt_dir(self.run_dir, attempt), self._local, everyone=job.show == "all", show=self._show_output
         )
+        self.is_quiet = False  # another process shows, or has shown, what is read
+        self._shows_run = shows_run
         self._warnings = Deduplicator(self._local, lambda text, said_by: self._show(f"{tag(said_by)} warning: {text}"))
         self._notes = Deduplicator(self._local, lambda text, said_by: self._show(text))
         self._started: dict[int, WorkerStarted] | None = {}  # None: all have started, and that was shown
@@ -141,6 +153,24 @@ class Watch:
         self.metrics_url: str | None = None
         if job.metrics_port is not None and record:
             self._serve_metrics(job.metrics_host, job.metrics_port, workers)
+        if goes_on:
+            self._read_quietly()
+
+    def _read_quietly(self) -> None:
+        """Read what another process has shown before: the files of the run are written anew from it."""
+        now = time.monotonic()
+        self.is_quiet = True
+        self._take(self._tail.poll(limit_bytes=None), now)
+        self._give(self._merger.rows())
+        self._output.poll(now)
+        self._warnings.release(now, everything=True)
+        self._notes.release(now, everything=True)
+        self.is_quiet = False
+
+    def hand_over(self) -> None:
+        """Write nothing of the run any more: another process watches it now."""
+        self._sinks = [self._screen]
+        self._record = False
 
     def poll(self) -> None:
         """Take in what is new and show what is due; returns at once. After `finish` it does nothing."""
@@ -160,7 +190,16 @@ class Watch:
         self._screen.poll(now)
 
     def _show(self, text: str) -> None:
-        self._screen.show(printable(text))
+        self._show_output(printable(text))
+
+    def _show_output(self, text: str) -> None:
+        if not self.is_quiet:
+            self._screen.show(text)
+
+    def _show_of_run(self, text: str) -> None:
+        """Show what is the whole run's, and not this host's."""
+        if self._shows_run:
+            self._show(text)
 
     def say(self, text: str) -> None:
         """Show a sentence of the caller's."""
@@ -202,7 +241,7 @@ class Watch:
             self._summary.peak_memory(failure.worker, failure.peak_memory_bytes or 0)
         self._tail.close()
         self._screen.close()
-        if self.failures and self._explains and not goes_on:
+        if self.failures and self._explains and self._shows_run and not goes_on:
             explained = explain(self.failures)
             self._told += "\n".join([explained, *(str((each.error or {}).get("message")) for each in self.failures)])
             self._show(f"\n{explained}\n")
@@ -217,7 +256,9 @@ class Watch:
                 self._summary.write(self._facts)
         self.exit_note = _exit_note(self._facts, self.failures)
         if not goes_on:
-            self._show(("" if self.failures and self._explains else "\n") + _closing(self._facts, is_head=self._record))
+            self._show_of_run(
+                ("" if self.failures and self._explains else "\n") + _closing(self._facts, is_head=self._record)
+            )
         return self._facts
 
     def located(self, failures: Sequence[Failure]) -> tuple[Failure, ...]:
@@ -248,11 +289,11 @@ class Watch:
                 case Note(text=text) if record.worker is not None:
                     self._notes.add(text, record.worker, now)
                 case Note(text=text):
-                    self._show(text)
+                    self._show_of_run(text)
                 case Warned(text=text) if record.worker is not None:
                     self._warnings.add(text, record.worker, now)
                 case Warned(text=text):
-                    self._show(f"warning: {text}")
+                    self._show_of_run(f"warning: {text}")
                 case Restarted() as restarted:
                     self._begins_by = restarted
                 case WorkerStarted() as started:
@@ -264,7 +305,7 @@ class Watch:
             self._pass_on(record)
             line = event_line(record.event)
             if line:
-                self._show(line)
+                self._show_of_run(line)
 
     @property
     def _speaker(self) -> int:
@@ -317,12 +358,15 @@ class Watch:
     def _give(self, rows: list[Step]) -> None:
         for row in rows:
             if self._begins_by is not None:
-                self._show(f"step {row.step} is committed, {row.time - self._begins_by.lost_at:.2f} s after the loss")
+                after_s = row.time - self._begins_by.lost_at
+                self._show_of_run(f"step {row.step} is committed, {after_s:.2f} s after the loss")
                 self._begins_by = None
             self._pass_on(row)
 
     def _pass_on(self, item: Record | Step) -> None:
         for sink in tuple(self._sinks):
+            if sink is self._screen and (self.is_quiet or not self._shows_run):
+                continue
             with self._dropping(sink):
                 sink.accept(item)
 
@@ -340,9 +384,7 @@ class Watch:
         events are there, and which was not further than the others."""
         if failure.step or (failure.error and failure.error.get("step") is not None):
             return failure
-        last_steps = self._merger.last_steps
-        furthest = max(last_steps.values(), default=0)
-        return dataclasses.replace(failure, step=last_steps.get(failure.worker, furthest))
+        return dataclasses.replace(failure, step=self._merger.committed_by(failure.worker))
 
     def _worker_started(self, started: WorkerStarted) -> None:
         worker = started.rank
@@ -355,16 +397,19 @@ class Watch:
         if self._started is not None and worker in self._local:
             self._started[worker] = started
             if self._started.keys() >= self._local.union(self._here):
-                self._show(ready_line(self._started.values()))
+                self._show_of_run(ready_line(self._started.values()))
                 self._started = None
                 self._report_lost_steps(started.resumed_from_step)
 
     def _report_lost_steps(self, resumed_from: int) -> None:
         """Show which steps of earlier attempts are taken again; with `fresh` that was asked for."""
         if self._record and not self._is_fresh and self._begins_by is None:  # that says it itself
-            text = repeated_steps_text(self.run_dir, before_attempt=self.attempt, resumed_from=resumed_from)
-            if text:
-                self._show(text)
+            unreadable = DamagedLines()
+            text = repeated_steps_text(
+                self.run_dir, before_attempt=self.attempt, resumed_from=resumed_from, unreadable=unreadable
+            )
+            for said in (*(f"warning: {each}" for each in unreadable.texts()), *filter(None, [text])):
+                self._show(said)
 
     def _serve_metrics(self, host: str, port: int, workers: int) -> None:
         from paceline.monitor.export.prometheus import PrometheusEndpoint  # 60 ms that most runs need not pay
@@ -377,12 +422,14 @@ class Watch:
 
     def _note_url(self, url: str | None) -> None:
         self.metrics_url = url
-        if (self.run_dir / "run.json").exists():
+        if os.path.exists(self.run_dir / "run.json"):
             try:
                 with writing(self.run_dir / "run.json"):
                     RunRecord.load(self.run_dir).changed(metrics_url=url)
             except RunFileError as error:
                 self.not_written(error)
+            except ValueError as error:  # damaged meanwhile: the end of the attempt writes it anew
+                self._show(f"warning: {error}")
 
 
 def _screen(kind: str, stream: TextIO, run_dir: Path, workers: int, local: Collection[int], job: Job) -> Screen:

@@ -158,30 +158,33 @@ class UnitRandomness:
         self._seed, self._num_calls, self._between = mix(*seed), 0, between
         if between:
             random.seed(self._seed)
-            self._seed_torch(after=True)
+            self._seed_torch(0, after=True)
 
     def pass_by(self) -> None:
         """Go on as after a unit's call, which happens elsewhere."""
         self._num_calls += 1
         if self._between:
-            self._seed_torch(after=True)
+            self._seed_torch(self._num_calls, after=True)
 
     @contextlib.contextmanager
-    def unit(self) -> Iterator[None]:
-        """While it lasts, a unit's call draws its own numbers."""
-        self._num_calls += 1
+    def unit(self, again: int | None = None) -> Iterator[int]:
+        """While it lasts, a unit's call draws its own numbers; gives the call's number. `again`: the number of an
+        earlier call, which is run once more."""
+        if again is None:
+            self._num_calls += 1
+        number = self._num_calls if again is None else again
         state = random.getstate() if self._between else None
-        random.seed(self._seed_torch(after=False))
+        random.seed(self._seed_torch(number))
         try:
-            yield
+            yield number
         finally:
             if state is not None:
                 random.setstate(state)
-                self._seed_torch(after=True)
+                self._seed_torch(self._num_calls, after=True)
 
-    def _seed_torch(self, *, after: bool) -> int:
-        """Seed what modules draw from, on the CPU and on CUDA; returns the seed."""
-        seed = mix(self._seed, self._num_calls, int(after))
+    def _seed_torch(self, number: int, *, after: bool = False) -> int:
+        """Seed what modules draw from, on the CPU and on CUDA, in a call or after it; returns the seed."""
+        seed = mix(self._seed, number, int(after))
         torch.random.default_generator.manual_seed(seed)
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed(seed)
@@ -189,23 +192,35 @@ class UnitRandomness:
 
 
 @contextlib.contextmanager
-def seeded_units(units: Sequence[ModelUnit], *seed: int) -> Iterator[None]:
-    """Give each call of a unit its own random numbers: one process then draws what stages with the same seed draw."""
-    draws, is_inside = UnitRandomness(*seed), False
+def seeded_units(units: Sequence[ModelUnit], *seed: int) -> Iterator[Callable[[], None]]:
+    """Give each call of a unit its own random numbers: one process then draws what stages with the same seed draw.
 
-    def replace(_: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+    Gives a function that says that the forward is over: from then on calls are those of `torch.utils.checkpoint`, which
+    draw again what the unit's last call drew, then the one before.
+    """
+    draws, is_inside, is_over = UnitRandomness(*seed), False, False
+    numbers: list[list[int]] = [[] for _ in units]  # of each unit's calls
+
+    def replace(place: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal is_inside
             if is_inside:  # a unit that another one calls is part of it
                 return forward(*args, **kwargs)
+            again = numbers[place].pop() if is_over and numbers[place] else None
             is_inside = True
             try:
-                with draws.unit():
+                with draws.unit(again) as number:
+                    if not is_over:
+                        numbers[place].append(number)
                     return forward(*args, **kwargs)
             finally:
                 is_inside = False
 
         return call
 
+    def end_forward() -> None:
+        nonlocal is_over
+        is_over = True
+
     with replaced_forward(units, replace):
-        yield
+        yield end_forward

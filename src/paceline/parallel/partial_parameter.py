@@ -27,7 +27,16 @@ from torch import Tensor, nn
 
 from paceline.comm.sharded_tensors import TensorSlice
 from paceline.errors import PlanError, Reason
-from paceline.parallel.torch_functions import ABOUT, POINTWISE, SIZES, mapped, name_of, on_parts, tensors_in
+from paceline.parallel.torch_functions import (
+    ABOUT,
+    POINTWISE,
+    SIZES,
+    mapped,
+    name_of,
+    on_parts,
+    sets_masked,
+    tensors_in,
+)
 
 __all__ = [
     "HeldPart",
@@ -47,6 +56,7 @@ OPTIMIZERS_DIR, LAYERS_DIR = f"{TORCH_DIR}/optim/", f"{TORCH_DIR}/nn/"
 SCALER_DIR = f"{TORCH_DIR}/amp/"  # divides number by number; an overflow on one worker is shown to those of all
 SHARDING_DIR = f"{TORCH_DIR}/distributed/fsdp/"  # moves rows
 WATCH_FILE = f"{OWN_DIR}/parallel/parameter_watch.py"  # passes on what user code does to `.data`
+STEP_CALL = "wrapper"  # torch's function there that calls an optimizer's step, and its hooks
 MODULE_FILE, OPTIMIZER_FILE = f"{TORCH_DIR}/nn/modules/module.py", f"{TORCH_DIR}/optim/optimizer.py"
 
 
@@ -80,7 +90,9 @@ class HeldPart:
             "clips nothing), or worker.stepper(..., clip_norm=). A hook (parameter.register_hook) sees each "
             "gradient whole."
             if self.is_gradient
-            else "A constraint on weights can be a parametrization (torch.nn.utils.parametrizations). "
+            else "To draw numbers or set some, make the whole alike on all workers (torch.Generator().manual_seed) and "
+            "call parameter.copy_(whole). A constraint on weights can be a parametrization "
+            "(torch.nn.utils.parametrizations). "
             "A penalty on weights belongs in worker.stepper(..., penalty=fn): fn(name, parameter) gets each parameter "
             "whole. Compute other values of whole weights, and call parts of the model by themselves (as generate() of "
             "an encoder and a decoder does), with a model of your own that has worker.state_dict(model)."
@@ -172,6 +184,8 @@ def _call(func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...]
             return func(*args, **kwargs)
         if name in ("get:grad", "get:_grad", "grad"):
             return _gradients(func, args, kwargs)
+        if name == "setitem" and sets_masked(*args):
+            func, name = Tensor.masked_fill_, "masked_fill_"
         partial = list(_partial_in((args, kwargs)))
         held = partial[0].held
         if name.removesuffix("_") not in POINTWISE:
@@ -273,9 +287,13 @@ def is_trusted(*, in_layers: bool = False) -> bool:
         caller = caller.f_back
     if caller is None or caller.f_code.co_filename.startswith(OWN_DIR):
         return True
+    outermost = caller
     while caller is not None:  # an optimizer of another package
         if caller.f_code.co_filename == OPTIMIZER_FILE:
-            return True
+            # torch calls hooks of a step there as well, and these are the user's.
+            return caller.f_code.co_name != STEP_CALL or outermost.f_code.co_name == "step"
+        if not caller.f_code.co_filename.startswith(TORCH_DIR):
+            outermost = caller
         caller = caller.f_back
     return False
 

@@ -1,7 +1,8 @@
 """Recompute activations in backward instead of keeping them.
 
 It is done to each of a model's repeated blocks: the members of a ModuleList or Sequential of two or more modules of one
-class; or to the modules that the user names. Random state is kept, so dropout repeats exactly.
+class; or to the modules that the user names. Random state is kept, also Python's and numpy's, so dropout repeats
+exactly.
 
     blocks       a block keeps only its inputs (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016)
     selective    also the results of operations that are costly: matrix products, convolutions, attention, collectives
@@ -21,6 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from paceline.errors import PlanError
+from paceline.parallel.repeated_draws import RepeatedDraws
 
 __all__ = ["is_costly", "recompute_blocks", "repeated_blocks", "turn_caches_off"]
 
@@ -151,7 +153,7 @@ def _recomputed(block: nn.Module, keep: Literal["inputs", "costly"]) -> Callable
     def run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not block.training:
             return function(block, *args, **kwargs)
-        return checkpoint(function, block, *args, **options, **kwargs)
+        return checkpoint(RepeatedDraws(function), block, *args, **options, **kwargs)
 
     return types.MethodType(run, block)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["ABOUT", "POINTWISE", "SIZES", "attribute_of", "mapped", "name_of", "on_parts", "tensors_in"]
+__all__ = ["ABOUT", "POINTWISE", "SIZES", "attribute_of", "mapped", "name_of", "on_parts", "sets_masked", "tensors_in"]
 
 # Within it our classes are plain tensors. torch documents this class and has no public name for it.
 on_parts: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]  # see above
@@ -50,6 +50,14 @@ def attribute_of(func: Callable[..., Any]) -> str:
     if name not in ("__get__", "__set__", "__delete__"):
         return ""
     return f"{name.strip('_')}:{getattr(getattr(func, '__self__', None), '__name__', '?')}"
+
+
+def sets_masked(target: Tensor, index: Any, value: Any) -> bool:
+    """Whether `target[index] = value` sets one number where a mask says so: it is `target.masked_fill_(index, value)`,
+    which combines numbers at the same place."""
+    shapes = (tuple(target.shape), getattr(getattr(target, "held", None), "whole", None))  # a part's, and its whole's
+    is_mask = isinstance(index, Tensor) and index.dtype is torch.bool and tuple(index.shape) in shapes
+    return is_mask and (value.ndim == 0 if isinstance(value, Tensor) else isinstance(value, (int, float, complex)))
 
 
 def name_of(func: Callable[..., Any]) -> str:

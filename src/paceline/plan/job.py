@@ -5,6 +5,7 @@ A job file is a Job in TOML, and may hold its plan: as one line of text or as ta
     program = "train.py"            # relative to this file's folder; other paths to where the command runs
     workers = 4
     plan = "replicas=4+batch(size=64)"
+    engine = "slurm(partition=gpu)"   # or a table; without it the job runs where the command is given
 
 or, instead of the last line,
 
@@ -27,14 +28,19 @@ from paceline.plan.command_plan import CommandPlan, read_plan
 from paceline.plan.plan import Plan
 
 __all__ = [
+    "AUTO",
     "ERROR_SPARE",
     "Assignment",
     "Job",
     "assignment_from_json",
     "assignment_to_json",
+    "flag_of",
     "head_address",
+    "read_engine_table",
     "read_job_file",
 ]
+
+AUTO = "auto"  # the head of hosts that meet in the run's directory
 
 # Launchers that are known but not built yet: what to use until they are.
 LAUNCHERS_NOT_BUILT = {
@@ -64,7 +70,9 @@ class Job:
     workers: int | None = None  # of the whole job, over all hosts; None: the plan's replicas, or 1
     launcher: Literal["local", "inline"] = "local"  # "local" | "inline" (worker 0 in the calling process, for pdb)
     hosts: int = 1  # the same command is started once on each
-    head: str | None = None  # HOST:PORT where the hosts meet; needed when hosts > 1
+    head: str | None = None  # HOST:PORT where the hosts meet, or "auto": in the run_dir, on a disk that they share;
+    # needed when hosts > 1
+    slots: int | None = None  # workers of this host, where the hosts are not alike; None: an even share
     token_file: str | None = None  # holds the job's token; else the environment's PACELINE_TOKEN; needed when hosts > 1
     private_network: bool = False  # nobody else reaches the network between the hosts: tensors travel in the clear
     run_dir: str | None = None  # None: runs/<program>-<date>-<time>
@@ -93,7 +101,7 @@ class Job:
 
     def __post_init__(self) -> None:
         config.check_fields(self)
-        for name in ("workers", "hosts", "save_every", "keep", "threads", "max_steps"):
+        for name in ("workers", "hosts", "slots", "save_every", "keep", "threads", "max_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlanError(f"Job.{name} is {value}; it must be at least 1.")
@@ -106,15 +114,21 @@ class Job:
             )
         if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
             raise PlanError(f"Job.metrics_port is {self.metrics_port}; it must be from 0 (any free port) to 65535.")
-        if self.head is not None:
-            head_address(self.head)
+        if self.head not in (None, AUTO):
+            head_address(str(self.head))
+        if self.head == AUTO and self.run_dir is None:
+            raise PlanError(
+                "head='auto' has the hosts meet in the run directory: use run_dir='...' (--run-dir), the same on all, "
+                "on a disk that they share."
+            )
         self._check_hosts()
 
     def _check_hosts(self) -> None:
         if self.hosts > 1 and self.head is None:
             raise PlanError(
                 f"A job on {self.hosts} hosts needs a rendezvous address: use head='HOST:PORT' (--head), "
-                "the same on all."
+                "the same on all, or head='auto' with a run_dir on a disk that they share. To have an engine start the "
+                "hosts: on='slurm', 'ssh', ... (--on)."
             )
         if self.hosts > 1 and self.launcher == "inline":
             raise PlanError(
@@ -166,13 +180,22 @@ class Assignment:
     incarnation: int = 0  # of its replica: how many were started before, of any number
 
 
+def read_engine_table(path: Path) -> str | Mapping[str, Any] | None:
+    """Return what a job file says of the engine that is to run it, as text or a table; None where it says nothing."""
+    found = config.load_toml(Path(path)).get("engine")
+    if not isinstance(found, (str, dict, type(None))):
+        raise PlanError(f"{path}: engine is {found!r}; it must be a table, or one line of text such as 'slurm'.")
+    return found
+
+
 def head_address(head: str) -> tuple[str, int]:
     """Return host and port of "HOST:PORT" ("[::1]:29500" for IPv6); PlanError where it is something else."""
     host, colon, port = head.rpartition(":")
     host = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
     if not colon or not host or not port.isdecimal() or not 0 < int(port) <= 65535:
         raise PlanError(
-            f"Job.head is {head!r}; it must be HOST:PORT with a port from 1 to 65535, for example 'node1:29500'."
+            f"Job.head is {head!r}; it must be HOST:PORT with a port from 1 to 65535, for example 'node1:29500', or "
+            "'auto' for hosts that share the disk of the run directory."
         )
     return host, int(port)
 
@@ -190,20 +213,29 @@ def assignment_from_json(text: str) -> Assignment:
     return config.read(Assignment, table, path="assignment")
 
 
-def read_job_file(path: Path, changes: Mapping[str, Any] | None = None) -> tuple[Job, Plan | None, tuple[str, ...]]:
+def flag_of(field: dataclasses.Field[Any]) -> str:
+    """Return the command's option for a Job field: what is on by default gets the option that turns it off."""
+    return f"--{'no-' if field.default is True else ''}{field.name.replace('_', '-')}"
+
+
+def read_job_file(
+    path: Path, changes: Mapping[str, Any] | None = None, defaults: Mapping[str, Any] | None = None
+) -> tuple[Job, Plan | None, tuple[str, ...]]:
     """Return the job, its plan if it has one, and the names of the Job fields that are set, in order.
 
     `changes` are Job fields that win over the file's: they are merged before the job is checked as a whole, so that a
-    file may leave open what the command line adds. Raises PlanError that begins with the file's path.
+    file may leave open what the command line adds. `defaults` are for what neither sets. Raises PlanError that begins
+    with the file's path.
     """
     path = Path(path)
     table = config.load_toml(path)
+    table.pop("engine", None)
     try:
         plan = read_plan(table.pop("plan")) if "plan" in table else None
         program = table.get("program")
         if isinstance(program, str) and program:
             table["program"] = str(path.parent / program)
         table |= changes or {}
-        return config.read(Job, table), plan, tuple(table)
+        return config.read(Job, {**(defaults or {}), **table}), plan, tuple(table)
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from error

@@ -8,7 +8,6 @@ A number that the script computes is not guessed: the user is asked for it, befo
 from __future__ import annotations
 
 import ast
-import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,8 +16,9 @@ from paceline.errors import PlanError
 from paceline.plan.layout import Layout
 from paceline.plan.plan import Plan
 from paceline.settings import Setting, with_settings
+from paceline.units import shell_text
 
-__all__ = ["workers_of_script"]
+__all__ = ["layout_of_script", "workers_of_script"]
 
 CALLS = ("paceline.run", "run")
 
@@ -36,7 +36,7 @@ def workers_of_script(
         text = _ScriptTree(ast.parse(script.read_bytes()))
     except (SyntaxError, ValueError):
         return None  # the worker that runs it tells the user, with the line
-    command = shlex.join(["paceline", "run", str(script), "--workers", "N", *args])
+    command = shell_text("paceline", "run", str(script), "--workers", "N", *args)
     call = text.first_call(CALLS)
     given = {} if call is None else _keywords(call)
     try:
@@ -58,6 +58,20 @@ def workers_of_script(
             f"where it wants more than one, say so: {command}"
         )
     return None if layout is None else layout.workers
+
+
+def layout_of_script(script: Path, settings: Sequence[Setting] = ()) -> Layout | None:
+    """Return the layout that the script's own call writes out, with the settings that change it; None where it does
+    not, or cannot be read."""
+    try:
+        text = _ScriptTree(ast.parse(script.read_bytes()))
+        call = text.first_call(CALLS)
+        given = {} if call is None else _keywords(call)
+        layout = text.layout(given["plan"]) if "plan" in given else None
+    except (OSError, SyntaxError, ValueError, _Computed):
+        return None
+    own = [setting for setting in settings if setting.names[0] == "layout"]
+    return with_settings(Plan(layout=layout or Layout()), own).layout if own else layout
 
 
 class _Computed(Exception):

@@ -13,14 +13,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline import environment, run_lock
 from paceline.checkpoint.retention import tidy
 from paceline.elastic.membership_messages import TOO_FEW
 from paceline.errors import LaunchError, PlanError, WorkerError, writing
-from paceline.events import Event, EventLog, RunStarted, Warned
+from paceline.events import Event, EventLog, Note, RunStarted, Warned
 from paceline.host_memory import memory_limit_bytes, oom_kills, oom_likely
 from paceline.launch.coordinator.coordinator import Coordinator
+from paceline.launch.coordinator.head_register import HeadRegister
 from paceline.launch.coordinator.host_agent import HostAgent
 from paceline.launch.coordinator.rendezvous import RetainedHostState
+from paceline.launch.coordinator.takeover import Takeover
 from paceline.launch.fork.warm_parent_client import WarmParent
 from paceline.launch.fork.worker_locks import wait_until_workers_ended
 from paceline.launch.job.outcome import STUCK, JobOutcome, WorkerExit
@@ -33,6 +36,7 @@ from paceline.monitor.records.run_record import RUNNING, RunRecord
 from paceline.monitor.watch import Watch
 from paceline.plan import CommandPlan, Job, Plan
 from paceline.private_files import make_run_directory, read_private, replace_private
+from paceline.runs.told_rows import ToldRows
 from paceline.runs.unpicklable import pickled_function
 from paceline.units import printable
 
@@ -69,17 +73,19 @@ class Attempt:
         function: tuple[Callable[[Any], Any], Mapping[str, Any]] | None = None,
         asked: Job | None = None,
         restart_plan: RestartPlan | None = None,
+        takeover: Takeover | None = None,
     ) -> None:
         """`job` has its workers and its run_dir; with `follow` the coordinator's run_dir replaces the latter.
 
         `function` is the function of `paceline.run(fn)` with the Job fields of that call. `restart_plan`: workers of
         the previous attempt were lost, and all restart in this way; `asked` is the job as the user started it.
+        `takeover`: the attempt is under way, and this process takes over from its lost coordinator.
         """
         self.job = job
         self._plan, self._given = plan or CommandPlan(), tuple(given)
         self._command_started = command_started
         self._follow, self._function = follow, function
-        self._restart_plan, self.asked = restart_plan, asked or job
+        self._restart_plan, self.asked, self.takeover = restart_plan, asked or job, takeover
         self.next: RestartPlan | None = None  # after `run`: how the next attempt starts
         self.run_dir = Path(str(job.run_dir))
         self.number = 0
@@ -96,7 +102,7 @@ class Attempt:
 
     def run(
         self,
-        warm: WarmParent,
+        warm: WarmParent | None,
         *,
         retained: RetainedHostState | None = None,
         judge: Callable[[Attempt, JobOutcome, int], RestartPlan | None] | None = None,
@@ -114,7 +120,9 @@ class Attempt:
                 plan=self._plan,
                 given=self._given,
                 run_dir=self.run_dir,
-                attempt=next_attempt(self.run_dir)
+                attempt=self.takeover.before.attempt
+                if self.takeover is not None
+                else self._next_attempt()
                 if restart_plan is None or retained is None or not retained.host_index
                 else 0,
                 observer=self,
@@ -125,6 +133,7 @@ class Attempt:
                 asked=self.asked,
                 restart_plan=restart_plan,
                 judge=None if judge is None else functools.partial(self._judged, judge),
+                takeover=self.takeover,
             )
             self.next = outcome.restart_plan
         except (LaunchError, PlanError) as error:
@@ -134,6 +143,12 @@ class Attempt:
             seen = tuple(_worker_end(exit, oom_kills_before=kills_before) for exit in outcome.failures)
             outcome = dataclasses.replace(outcome, exit_code=self._end(outcome, seen))
         return outcome
+
+    def _next_attempt(self) -> int:
+        """The attempt that this host begins if it becomes the coordinator; 0 where the run has one, which it joins."""
+        if self._restart_plan is None and is_led(self.job):
+            return 0
+        return next_attempt(self.run_dir)
 
     def _judged(
         self, judge: Callable[[Attempt, JobOutcome, int], RestartPlan | None], outcome: JobOutcome
@@ -175,6 +190,11 @@ class Attempt:
         else:
             print(f"paceline: {printable(text)}", flush=True)
 
+    def hush(self) -> None:
+        """Show nothing any more: the new coordinator's process on this host shows the whole run."""
+        if self._watch is not None:
+            self._watch.is_quiet = True
+
     def emit(self, event: Event) -> None:
         """Record an event; only the coordinator's host keeps the run's record."""
         if self._log is not None:
@@ -211,12 +231,16 @@ class Attempt:
             self.run_dir = Path(node_role.run_dir)
             self._let_orphans_end()
         workers = self.job.workers or 1
-        if self.is_head:
+        if self.takeover is not None:
+            self._record = RunRecord.take_over(self.run_dir)
+        elif self.is_head:
             self._record = begin_record(
                 self.run_dir, self.job, workers=workers, plan=self._plan.whole, first=self.number
             )
             if self._record.attempt != self.number:
-                raise PlanError(f"{str(self.run_dir)!r} was used by another run meanwhile: start the job again.")
+                raise LaunchError(
+                    f"{str(self.run_dir)!r} was used by another run meanwhile: start the job again.", is_accident=True
+                )
         with writing(self.directory):
             make_run_directory(self.run_dir)
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -224,10 +248,11 @@ class Attempt:
                 self._write_function(*self._function)
             if self.is_head:
                 self._log = EventLog(self.directory / "events.jsonl", worker=None)
-                self._log.emit(self._started())
+                if self.takeover is None:
+                    self._log.emit(self._started())
                 if self._restart_plan is not None:
                     self._log.emit(self._restart_plan.restarted)
-        local = None if self.is_head and self.job.hosts == 1 else node_role.here
+        local = None if self.is_head and (self.job.hosts == 1 or self.takeover is not None) else node_role.here
         self._watch = Watch(
             self.run_dir,
             self.number,
@@ -237,7 +262,12 @@ class Attempt:
             host=node_role.host,
             record=self.is_head,
             explains=self._function is None,  # otherwise the exception of `paceline.run(fn)` does
+            goes_on=self.takeover is not None,
+            shows_run=self.is_head or environment.engine() is None,
+            more=() if (mark := environment.mark()) is None else (ToldRows(mark, attempt=self.number),),
         )
+        if self.takeover is not None:
+            self.emit(Note(text=f"host {node_role.host} leads the run now: {self.takeover.reason}"))
         if self.job.launcher != "inline":  # there a debugger keeps all workers waiting, on purpose
             self._hang_monitor = self._hang_monitor_for(node_role)
         return self.run_dir
@@ -290,6 +320,9 @@ class Attempt:
 
     def _end(self, outcome: JobOutcome, failures: tuple[Failure, ...]) -> int:
         """Close the record as far as it was opened; return the exit status."""
+        if outcome.is_superseded and self._watch is not None:  # another host keeps the record now
+            self._log = self._record = None
+            self._watch.hand_over()
         end = AttemptEnd(
             self.directory, log=self._log, watch=self._watch, record=self._record, since=self._command_started
         )
@@ -330,6 +363,12 @@ def next_attempt(run_dir: Path) -> int:
         raise _unusable(run_dir, error) from error
 
 
+def is_led(job: Job) -> bool:
+    """Whether a coordinator of the job's run is at work, by the run's directory, so that this host joins it."""
+    run_dir = Path(str(job.run_dir))
+    return job.head is not None and HeadRegister(run_dir).read() is not None and run_lock.is_held(run_dir)
+
+
 def wait_for_orphans(job: Job, *, say: Callable[[str], None], limit_s: float | None = None) -> None:
     """Return when workers of an earlier start have ended: they may be saving the state from which this start is to go
     on.
@@ -337,6 +376,8 @@ def wait_for_orphans(job: Job, *, say: Callable[[str], None], limit_s: float | N
     Raise LaunchError after `limit_s` seconds (None: their time to save and to be ended).
     """
     run_dir = Path(str(job.run_dir))
+    if is_led(job):
+        return  # they belong to the run that this host joins
     grace_s, is_elsewhere = job.grace_s, True
     with contextlib.suppress(ValueError):  # the record is another host's, or damaged: that is reported where it is used
         record = RunRecord.load(run_dir)
@@ -345,7 +386,9 @@ def wait_for_orphans(job: Job, *, say: Callable[[str], None], limit_s: float | N
         grace_s = float(record.job.get("grace_s", job.grace_s))
         is_elsewhere = record.state_now() == RUNNING  # this host may come back to it
     limit_s = grace_s + ORPHANS_END_S if limit_s is None else limit_s
-    wait_until_workers_ended(run_dir, limit_s=limit_s, say=say, on_this_host=is_elsewhere)
+    wait_until_workers_ended(
+        run_dir, limit_s=limit_s, say=say, on_this_host=is_elsewhere, unless=functools.partial(is_led, job)
+    )
 
 
 def begin_record(run_dir: Path, job: Job, *, workers: int, plan: Plan | None, first: int = 1) -> RunRecord:
@@ -428,4 +471,5 @@ def _worker_end(exit: WorkerExit, *, oom_kills_before: int | None) -> Failure:
             oom_kills_after=oom_kills(),
         ),
         sent_by_us=exit.sent_by_us,
+        is_early=exit.is_early,
     )

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from paceline import environment
+from paceline.units import shell_text
 
-__all__ = ["command_of_script", "command_of_words", "command_of_world"]
+__all__ = ["command_of_script", "command_of_words", "command_of_world", "words_of_input"]
 
 FRESH_IN_SCRIPT = re.compile(r"\bfresh\s*=\s*True\b")
 ENGINES = ("torchrun", "mpirun", "mpiexec", "mpiexec.hydra", "prterun")
@@ -39,34 +39,44 @@ def command_of_words(words: Sequence[str], run_dir: Path, *, script: Path | None
     more = [] if names_dir else ["--run-dir", str(run_dir)]
     if script is not None and _says_fresh(script):
         more += ["--set", "fresh=false"]
-    return shlex.join([*_program(), kept[0], *more, *kept[1:]])
+    return shell_text(*_program(), kept[0], *more, *kept[1:])
 
 
-def command_of_script(run_dir: Path, *, script: Path, names_dir: bool) -> str:
+def command_of_script(run_dir: Path, *, script: Path | None, names_dir: bool) -> str:
     """Return the command that runs this process's script again, and goes on in the run directory.
 
-    `names_dir`: the script itself names the directory.
+    `script` is None where the command has its text (`python -c`). `names_dir`: the script itself names the directory.
     """
     words = [*_interpreter(), *sys.orig_argv[1:]]
-    if names_dir and not _says_fresh(script):
-        return shlex.join(words)
-    return f"{environment.RUN_DIR}={shlex.quote(str(run_dir))} {shlex.join(words)}"
+    if names_dir and script is not None and not _says_fresh(script):
+        return shell_text(*words)
+    return f"{_setting(run_dir)} {shell_text(*words)}"
+
+
+def words_of_input(run_dir: Path) -> str:
+    """Return how a script goes on that came by standard input, which no command can name."""
+    return f"the same script by standard input, which has no file to name here, and {_setting(run_dir)} before python"
 
 
 def command_of_world(run_dir: Path) -> str:
     """Return the same where another launcher has started this process, as far as its command can be seen from here."""
-    setting = f"{environment.RUN_DIR}={shlex.quote(str(run_dir))}"
+    setting = _setting(run_dir)
     try:
-        words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+        line = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
     except OSError:
-        words = []
+        line = b""
+    words = [os.fsdecode(word) for word in line.split(b"\0")[:-1]]
     names = [Path(word).name for word in words[:4]]
     for number, name in enumerate(names):
         if name in ENGINES:
-            return f"{setting} {shlex.join([name, *words[number + 1 :]])}"
+            return f"{setting} {shell_text(name, *words[number + 1 :])}"
         if name in ("torch.distributed.run", "torch.distributed.launch"):
-            return f"{setting} {shlex.join(words)}"
+            return f"{setting} {shell_text(*words)}"
     return f"the same one, with {setting} in the environment of all workers"
+
+
+def _setting(run_dir: Path) -> str:
+    return f"{environment.RUN_DIR}={shell_text(str(run_dir))}"
 
 
 def _says_fresh(script: Path) -> bool:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.comm.flight_recorder import FILE_NAME, STACK_SIGNAL, read_flight_record
+from paceline.elastic.membership_messages import PREEMPTED, TOO_FEW
 from paceline.errors import PacelineError, writing
 from paceline.events import EventLog, Warned
 from paceline.monitor.attempt_end import AttemptEnd
@@ -53,9 +54,17 @@ class SharedStore(Protocol):
 
 @contextlib.contextmanager
 def monitoring_thread(
-    assignment: Assignment, job: Job, *, hosts: Hosts, store: SharedStore, program: str, launcher: str
+    assignment: Assignment,
+    job: Job,
+    *,
+    record: RunRecord,
+    hosts: Hosts,
+    store: SharedStore,
+    program: str,
+    launcher: str,
 ) -> Iterator[None]:
-    """Watch the run from a thread beside worker 0. `launcher` names what started the workers.
+    """Watch the run from a thread beside worker 0. `launcher` names what started the workers; `record` is what this
+    process has begun.
 
     How the body ends is how the run ended, unless `note_end` or `note_left` has recorded it before.
     """
@@ -80,10 +89,10 @@ def monitoring_thread(
     )
 
     def close(state: str, exit_code: int) -> None:
-        record = RunRecord.load(run_dir)
-        if record.state != RUNNING:  # it is noted already, perhaps by another worker
-            state, exit_code = record.state, record.exit_code or 0
-        AttemptEnd(directory, log=log, watch=watch, record=record, since=assignment.command_started).close(
+        now = record.now()
+        if now.state != RUNNING:  # it is noted already, perhaps by another worker
+            state, exit_code = now.state, now.exit_code or 0
+        AttemptEnd(directory, log=log, watch=watch, record=now, since=assignment.command_started).close(
             state, exit_code
         )
 
@@ -111,6 +120,8 @@ def monitoring_thread(
         except SystemExit as leaving:
             if not leaving.code:
                 state, exit_code = "finished", 0
+            elif leaving.code in (PREEMPTED, TOO_FEW):  # noted before, where the record could be read
+                state, exit_code = "stopped", int(leaving.code)
             raise
         finally:
             stop()
@@ -178,9 +189,10 @@ def note_end(assignment: Assignment, state: str, exit_code: int) -> None:
 def note_left(assignment: Assignment, exit_code: int) -> None:
     """Record on worker 0 that all workers have saved and left; this replaces a signal recorded before."""
     if assignment.rank == 0:
-        record = RunRecord.load(assignment.run_dir)
-        if record.attempt == assignment.attempt:
-            record.end_attempt("stopped", exit_code)
+        with contextlib.suppress(ValueError):  # removed, or damaged: it is written anew at the end
+            record = RunRecord.load(assignment.run_dir)
+            if record.attempt == assignment.attempt:
+                record.end_attempt("stopped", exit_code)
 
 
 class _WorkerAccess:

@@ -11,6 +11,7 @@ step, the run fails as it would have the first time.
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -34,17 +35,22 @@ __all__ = ["RestartBudget", "newest_state_source", "restart_decision", "run_with
 MAX_RESTARTS_WITHOUT_PROGRESS = 3  # in a row
 
 
-def run_with_restarts(attempt: Attempt, warm: WarmParent) -> tuple[Attempt, JobOutcome]:
+def run_with_restarts(
+    attempt: Attempt, warm: WarmParent | None, *, listener: socket.socket | None = None
+) -> tuple[Attempt, JobOutcome]:
     """Run an attempt, and its successors after lost workers; return the last one, and how it ended.
 
-    Raise what `Attempt.run` raises. The caller closes `warm`.
+    Raise what `Attempt.run` raises. The caller closes `warm`; a coordinator without workers has none. `listener`: where
+    the hosts return to a coordinator that takes over.
     """
     before, budget, most = _marks(Path(attempt.run_dir)), RestartBudget(), attempt.job.workers or 1
     with contextlib.ExitStack() as stack:
         signals = StopSignals()
         if attempt.job.launcher != "inline":
             stack.enter_context(signals)
-        retained = stack.enter_context(contextlib.closing(RetainedHostState(signals=signals)))
+        retained = stack.enter_context(contextlib.closing(RetainedHostState(signals=signals, listener=listener)))
+        if attempt.takeover is not None:
+            retained.record = attempt.takeover.record
 
         def judge(attempt: Attempt, outcome: JobOutcome, at_step: int) -> RestartPlan | None:
             """How to go on after this outcome; None: not at all."""
@@ -53,7 +59,7 @@ def run_with_restarts(attempt: Attempt, warm: WarmParent) -> tuple[Attempt, JobO
             if not budget.allows(at_step):
                 attempt.say(
                     f"the workers have begun again {MAX_RESTARTS_WITHOUT_PROGRESS} times in a row, and none came "
-                    f"beyond step {at_step}: the run ends"
+                    f"beyond step {budget.furthest}: the run ends"
                 )
                 return None
             on_disk = _on_disk(attempt, before=before)
@@ -69,16 +75,16 @@ def run_with_restarts(attempt: Attempt, warm: WarmParent) -> tuple[Attempt, JobO
 
 
 class RestartBudget:
-    """Limits restarts that bring no new step."""
+    """Limits restarts that bring no new step. `furthest`: the newest step that any attempt has committed."""
 
     def __init__(self) -> None:
-        self._furthest = -1
+        self.furthest = -1
         self._in_a_row = 0
 
     def allows(self, at_step: int) -> bool:
         """Return whether workers may restart after a loss at this step, the newest that was committed."""
-        if at_step > self._furthest:
-            self._furthest, self._in_a_row = at_step, 0
+        if at_step > self.furthest:
+            self.furthest, self._in_a_row = at_step, 0
         self._in_a_row += 1
         return self._in_a_row <= MAX_RESTARTS_WITHOUT_PROGRESS
 

@@ -10,8 +10,8 @@ import contextlib
 import dataclasses
 import itertools
 import signal
+import socket
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -22,18 +22,23 @@ from paceline.elastic.membership_messages import PREEMPTED, TOO_FEW
 from paceline.errors import LaunchError, PlanError, WorkerError, WorkersLostError
 from paceline.launch.fork.warm_parent_client import WarmParent
 from paceline.launch.io.standard_streams import open_missing_streams
-from paceline.monitor.records.processes import this_host
 from paceline.monitor.records.run_files import local_path
+from paceline.monitor.records.run_record import RunRecord
 from paceline.plan import CommandPlan, Job, Plan, read_plan
+from paceline.plan.job import AUTO
 from paceline.plan.script_scan import workers_of_script
+from paceline.processes import this_host
 from paceline.runs.attempt import Attempt, begin_record, error_from_failures, qualified_name, wait_for_orphans
-from paceline.runs.go_on import command_of_script, command_of_words, command_of_world
+from paceline.runs.go_on import command_of_script, command_of_words, command_of_world, words_of_input
 from paceline.runs.monitor_thread import monitoring_thread, note_end, note_failure, note_left, reporting_thread
 from paceline.runs.own_frames import folds_own_frames
+from paceline.runs.own_script import is_option, is_program, own_script
 from paceline.runs.restart_loop import run_with_restarts
-from paceline.units import printable
+from paceline.runs.run_directory import new_run_dir
+from paceline.units import printable, shell_text
 
 if TYPE_CHECKING:
+    from paceline.launch.engines.engine import Engine
     from paceline.plan.job import Assignment
     from paceline.worker.external_launch import JoinedWorld
     from paceline.worker.membership.preemption import PreemptionNotice
@@ -64,8 +69,10 @@ def run(
     keep: int | None = None,
     device: Literal["auto", "cpu", "cuda"] | None = None,
     threads: int | None = None,
-    hosts: int | None = None,
+    on: str | Engine | None = None,
+    hosts: int | str | None = None,
     head: str | None = None,
+    slots: int | None = None,
     token_file: str | None = None,
     private_network: bool | None = None,
     launcher: Literal["local", "inline"] | None = None,
@@ -93,8 +100,8 @@ def run(
         def start(train):
             return paceline.run(train, workers=4, plan="replicas=4+batch(size=64)", run_dir="runs/first")
 
-    Every parameter but `plan` is a field of `Job`. None means that the script does not set it: then the command's
-    value, or the default in brackets, counts. What the command sets wins over the script.
+    Every parameter but `plan` and `on` is a field of `Job`. None means that the script does not set it: then the
+    command's value, or the default in brackets, counts. What the command sets wins over the script.
 
     :param function: called as `function(worker)` on every worker; functions of notebook cells work.
     :param plan: what is computed: a `Plan`, or its text.
@@ -109,8 +116,15 @@ def run(
     :param keep: how many of the newest complete checkpoints are kept (3).
     :param device: "cpu", "cuda", or "auto": a GPU for each worker if the host has enough, else the CPU ("auto").
     :param threads: CPU threads of each worker (cores of the host divided by the workers on it).
-    :param hosts: how many hosts take part; the same command is started once on each (1).
-    :param head: HOST:PORT at which the hosts meet; needed with several hosts.
+    :param on: an engine that starts the hosts: "slurm", "ssh", or one with settings, `Slurm(partition="gpu")`. The call
+        gives this script to it, and follows the run to its end; then it returns None, or exits with the run's status.
+        On the hosts, where the script runs again, `on` does nothing. From a notebook only Ray takes the function
+        itself, and its value comes back.
+    :param hosts: how many hosts take part; the same command is started once on each, unless `on` does that (1). With
+        on="ssh" their names, "a,b:4".
+    :param head: HOST:PORT at which the hosts meet, or "auto": in `run_dir`, on a disk that they share; needed with
+        several hosts.
+    :param slots: workers of this host, where the hosts are not alike (an even share).
     :param token_file: file with the job's secret token, which is read from PACELINE_TOKEN otherwise.
     :param private_network: nobody else reaches the network between the hosts: tensors travel in the clear (False).
     :param launcher: "local", or "inline": worker 0 runs in this process, for pdb ("local").
@@ -130,6 +144,12 @@ def run(
     :raises WorkerError: a worker failed; it has the worker's rank, host, step and traceback.
     :raises WorkersLostError: workers were only taken away; a script that does not catch it ends with 76.
     """
+    engine = None
+    if on is not None:
+        from paceline.launch.engines.catalog import host_count, read_engine  # most runs need no engine
+
+        engine = read_engine(on, hosts=hosts)
+        hosts = None if hosts is None else int(host_count(engine, hosts))
     said = {name: value for name, value in locals().items() if name in JOB_FIELDS and value is not None}
     fields = said | {
         name: value for name, value in unknown.items() if value is not None
@@ -140,8 +160,16 @@ def run(
         raise TypeError(f"paceline.run() needs a function of one argument, the worker, not a {type(function).__name__}")
     if not isinstance(plan, (Plan, str, type(None))):
         raise TypeError(f"paceline.run(plan={plan!r}): give a Plan, or its text")
-    wanted = config.read(Job, fields)
+    meeting = {"head": AUTO, "run_dir": str(run_dir or "")} if engine is not None and head is None else {}
+    wanted = config.read(Job, {**meeting, **fields})
     chosen = None if plan is None else read_plan(plan)
+    if environment.is_preloading():
+        module = sys.modules.get(function.__module__)
+        raise PlanError(
+            f"paceline.run() was called by an import: {getattr(module, '__file__', function.__module__)} was taken for "
+            "a module that workers import, and would start a run in each run. Call it below "
+            'if __name__ == "__main__":, and rename a file that has the name of a module of Python or of a library.'
+        )
     own = environment.assignment()
     if own is not None:
         from paceline.worker.session import has_run, run_worker  # inside a worker torch is there already
@@ -154,13 +182,17 @@ def run(
         return run_worker(function, own, plan=chosen, fields=fields)
     open_missing_streams()
     world = environment.detect()
-    is_first = next(_calls) == 0
+    if engine is not None and world is None and environment.engine() is None:
+        from paceline.runs.run_on_engine import run_on_engine
+
+        return run_on_engine(engine, function, wanted, plan=chosen, fields=fields, given=tuple(said), say=_tell)
+    is_first, names_dir = next(_calls) == 0, run_dir is not None
     if is_first and (directory := environment.run_dir()) is not None:  # of the command that goes on with a run
         fields = {**fields, "run_dir": directory, "fresh": False}
-        wanted = config.read(Job, fields)
+        wanted, names_dir = config.read(Job, fields), False
     if world is not None and not world.is_for_each_host(wanted.hosts):
         return _join(world, function, wanted, chosen, fields, is_first=is_first)
-    return _run_function(function, wanted, chosen, fields, is_first=is_first)
+    return _run_function(function, wanted, chosen, fields, is_first=is_first, names_dir=names_dir)
 
 
 def start(
@@ -183,7 +215,7 @@ def start(
             command_started=command_started,
             follow=job.run_dir is None,
         )
-        attempt, outcome = run_with_restarts(attempt, warm)
+        attempt, outcome = run_with_restarts(attempt, warm, listener=_given_listener())
     if words and outcome.state != "finished" and outcome.exit_code != 2:
         script = Path(job.program)
         command = command_of_words(words, attempt.run_dir, script=script, names_dir=job.run_dir is not None)
@@ -192,22 +224,34 @@ def start(
     return outcome.exit_code
 
 
+def _given_listener() -> socket.socket | None:
+    """The socket at which this host is to be the coordinator, where a driver has started it as the first."""
+    number = environment.given_listener()
+    return None if number is None else socket.socket(fileno=number)
+
+
 def _run_function(
-    function: Callable[[Worker], T], job: Job, plan: Plan | None, fields: Mapping[str, Any], *, is_first: bool
+    function: Callable[[Worker], T],
+    job: Job,
+    plan: Plan | None,
+    fields: Mapping[str, Any],
+    *,
+    is_first: bool,
+    names_dir: bool,
 ) -> T:
-    """Be the supervisor of workers that run a function of this process."""
+    """Be the supervisor of workers that run a function of this process. `names_dir`: its script names the directory."""
     started = clock.now()
     with WarmParent.start() as warm:  # at once: it imports what workers need while the job is being prepared
         own_plan = CommandPlan(whole=plan)
-        settled = _settled(job, own_plan, script=_own_script())
+        settled = _settled(job, own_plan, script=own_script())
         wait_for_orphans(settled, say=_tell)
         attempt = Attempt(
             settled, plan=own_plan, command_started=started, follow=job.run_dir is None, function=(function, fields)
         )
         try:
-            attempt, outcome = run_with_restarts(attempt, warm)
+            attempt, outcome = run_with_restarts(attempt, warm, listener=_given_listener())
         except LaunchError as error:
-            if not error.is_accident or _own_script() is None:
+            if not error.is_accident or not is_program():
                 raise
             _tell(str(error))
             raise WorkersLostError(str(error), worker=0, code=TOO_FEW) from error
@@ -217,17 +261,17 @@ def _run_function(
     if outcome.state != "finished" and outcome.exit_code != 2:
         _tell_of_new_coordinator(attempt, outcome.exit_code)
         _tell_go_on(
-            _script_command(attempt.run_dir, names_dir=job.run_dir is not None, is_first=is_first),
+            _script_command(attempt.run_dir, names_dir=names_dir, is_first=is_first),
             outcome.exit_code,
             is_there=attempt.run_dir.exists(),
         )
     if outcome.state == "stopped":
-        if outcome.exit_code in (128 + signal.SIGINT, PREEMPTED) and _own_script() is None:
+        if outcome.exit_code in (128 + signal.SIGINT, PREEMPTED) and not is_program():
             raise KeyboardInterrupt(outcome.reason)
         raise SystemExit(outcome.exit_code)
     if outcome.state == "failed":
         error = error_from_failures(attempt.failures)
-        if outcome.exit_code == TOO_FEW and isinstance(error, WorkerError) and _own_script() is not None:
+        if outcome.exit_code == TOO_FEW and isinstance(error, WorkerError) and is_program():
             _tell(str(error))
             raise WorkersLostError.like(error, code=TOO_FEW)
         raise error
@@ -250,11 +294,14 @@ def _join(
     if job.workers not in (None, world.workers) and world.worker_rank == 0:
         _tell(f"workers={job.workers} is not used: {world.source} started {world.workers} workers")
 
+    begun: list[RunRecord] = []  # on worker 0
+
     def choose() -> tuple[Path, int]:
         asked = dataclasses.replace(job, workers=world.workers)
-        settled = _settled(asked, CommandPlan(whole=plan), script=_own_script())
+        settled = _settled(asked, CommandPlan(whole=plan), script=own_script())
         directory = Path(str(settled.run_dir))
-        return directory, begin_record(directory, settled, workers=world.workers, plan=plan).attempt
+        begun.append(begin_record(directory, settled, workers=world.workers, plan=plan))
+        return directory, begun[-1].attempt
 
     with join_external_world(world, job, run_dir=choose, command_started=started_at(), log=_tell) as place:
         own = place.assignment
@@ -263,6 +310,7 @@ def _join(
             watched = monitoring_thread(
                 own,
                 own.job,
+                record=begun[-1],
                 hosts=place.hosts,
                 store=place.store,
                 program=qualified_name(function),
@@ -347,9 +395,11 @@ def _telling_go_on(own: Assignment, *, is_first: bool) -> Iterator[None]:
 
 
 def _script_command(run_dir: Path, *, names_dir: bool, is_first: bool) -> str:
-    script = _own_script()
-    if script is None or not is_first:
+    script = own_script()
+    if not is_first or not is_program():
         return _later_call(run_dir)
+    if not is_option() and (script is None or script.is_relative_to("/dev")):  # python /dev/stdin, python <(...)
+        return words_of_input(run_dir)
     return command_of_script(run_dir, script=script, names_dir=names_dir)
 
 
@@ -359,8 +409,8 @@ def _later_call(run_dir: Path) -> str:
 
 
 def _tell_go_on(command: str, exit_code: object, *, is_there: bool) -> None:
-    """Print the command that goes on, as the last line of a run that was interrupted."""
-    if is_there:
+    """Print the command that goes on, as the last line of a run that was interrupted; an engine does that itself."""
+    if is_there and environment.engine() is None:
         with contextlib.suppress(OSError):  # the terminal may have been closed
             _tell(f"{'once the error is mended, ' if exit_code == 1 else ''}go on with: {command}")
 
@@ -368,22 +418,16 @@ def _tell_go_on(command: str, exit_code: object, *, is_there: bool) -> None:
 def _tell_of_new_coordinator(attempt: Attempt, exit_code: int) -> None:
     """Say how this host goes on where the coordinator's machine is gone for good, and from which step."""
     head = attempt.job.head
-    if attempt.is_head or head is None or exit_code not in (PREEMPTED, TOO_FEW):
+    if attempt.is_head or head is None or exit_code not in (PREEMPTED, TOO_FEW) or environment.engine():
         return
     step = find(attempt.run_dir / "checkpoints").step
     saved = f"from step {step}, the newest saved here" if step else "from the beginning: nothing is saved here"
+    address, run_dir = f"{this_host()}:{head.rpartition(':')[2]}", shell_text(str(attempt.run_dir))
     with contextlib.suppress(OSError):
         _tell(
             f"if the coordinator's machine ({head}) is gone for good, this one goes on {saved}, by the same command "
-            f"with --hosts 1 --head {this_host()}:{head.rpartition(':')[2]} --run-dir {attempt.run_dir}"
+            f"with --hosts 1 --head {address} --run-dir {run_dir}"
         )
-
-
-def _own_script() -> Path | None:
-    """The script that this process runs; None in a notebook or an interpreter, or where it is read from a pipe."""
-    path = getattr(sys.modules["__main__"], "__file__", None)
-    is_script = path is not None and path != "<stdin>" and "ipykernel" not in Path(path).parts
-    return Path(path) if is_script and path is not None else None
 
 
 def _tell(text: str) -> None:
@@ -401,15 +445,5 @@ def _settled(job: Job, plan: CommandPlan, *, script: Path | None) -> Job:
     if plan.whole is not None:
         plan.whole.require(workers=settled.workers)
     if settled.run_dir is None:
-        settled = dataclasses.replace(settled, run_dir=str(_new_run_dir(script)))
+        settled = dataclasses.replace(settled, run_dir=str(new_run_dir(script)))
     return settled
-
-
-def _new_run_dir(script: Path | None) -> Path:
-    """A directory that is not there yet: runs/<program>-<date>-<time>."""
-    name = f"{script.stem if script and script.stem else 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
-    path, number = Path("runs") / name, 1
-    while path.exists():
-        number += 1
-        path = Path("runs") / f"{name}-{number}"
-    return path

@@ -101,6 +101,7 @@ class _Builder:
         executor.hooks.gather = models.gathered
         executor.writes.digests = executor.state.digests = WeightDigester().digests
         registry = StateRegistry(self._device)
+        executor.agreement.optimizers = registry.optimizers
         codec_state = CodecState(self._plan.wire, models=models, registry=registry, axes=place.axes)
         contents = StateContents(registry, codec_state)
         resumed = self._resumed(contents)

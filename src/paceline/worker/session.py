@@ -16,6 +16,7 @@ import torch.distributed as dist
 from paceline import clock, environment
 from paceline.comm.flight_recorder import FlightRecorder
 from paceline.comm.messages.json_channel import ChannelClosed
+from paceline.end_mark import mark_end
 from paceline.errors import PlanError, SyncError
 from paceline.events import Note, Warned, WorkerStarted
 from paceline.parallel import partial_parameter
@@ -124,6 +125,7 @@ def run_worker(
                 place.shared.set(LEFT.format(worker.rank), str(worker.step))
             lifecycle.end()
     except CleanExit:
+        mark_end()
         raise  # in good order: its record is closed
     except BaseException as error:
         if not isinstance(error, TerminatedBySignal):  # its cause is outside of the worker
@@ -133,6 +135,7 @@ def run_worker(
             lifecycle.abandon()
         files.close()
         raise
+    mark_end()
     if leaving is not None:
         raise leaving
     return value
@@ -157,6 +160,7 @@ def _run_bare_loop(
     value = function(cast("Worker", worker))
     worker.end()
     files.finish(worker.step, peak_memory_bytes=peak_memory_bytes(device), state_bytes=0)
+    mark_end()
     return value
 
 

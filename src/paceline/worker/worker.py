@@ -19,6 +19,7 @@ from paceline.errors import SyncError
 from paceline.events import Evaluated
 from paceline.parallel.check.model_hints import ModelHints
 from paceline.schedule.sample_order import WeightedDraws
+from paceline.units import name_text
 from paceline.worker.data.batch_stream import StreamSource
 from paceline.worker.data.data_loading import Collate
 from paceline.worker.data.step_batch import StepBatch
@@ -30,6 +31,8 @@ from paceline.worker.state.weight_average import ExponentialMovingAverage
 from paceline.worker.stateful_member import StatefulMember
 from paceline.worker.step.evaluation import Measure, evaluate
 from paceline.worker.step.losses import LossLike
+from paceline.worker.step.plain_state import Scan, changed_places
+from paceline.worker.step.state_holders import holders_of_functions
 from paceline.worker.step.weight_penalty import Penalty
 
 __all__ = ["Worker"]
@@ -307,7 +310,8 @@ class Worker(StatefulMember):
         `measures` maps names to fn(output, target), which returns the mean over a micro-batch or (sum, count). One
         function alone is called "loss". `micro` samples are run at once (default: the plan's micro-batch).
         `forward(model, micro)` returns (output, target) for samples that are not (input, target). The model is in eval
-        mode meanwhile, without gradients. Each worker runs its share; only sums and counts move between workers.
+        mode meanwhile, without gradients. Each worker runs its share; only sums and counts move between workers. So
+        what a measure appends to a list is of one share; that is warned of.
 
         Raises TypeError for a dataset without len() or [], ValueError for an empty one, and RuntimeError inside a step.
 
@@ -341,9 +345,20 @@ class Worker(StatefulMember):
                     staged=self._models.layout.stages(model),
                 )
 
+        is_shared = place.group.size > 1
+        before = Scan(holders_of_functions([*named.values(), forward], {})) if is_shared else None
         results = measure() if self._loop.mode.is_apart else self._collectives.together(measure)
+        if before is not None and (kept := changed_places(before, Scan(before.holders))):
+            names = ", ".join(dict.fromkeys(one.label for one in kept))
+            self._loop.step_log.warn(
+                f"a measure of worker.evaluate() keeps something of its own ({names}). Each worker has only what its "
+                "share of the data has left there, so what is computed from it is not of the whole dataset. Return "
+                "(sum, count), or gather it: worker.gather(...)",
+                once=f"kept by measures: {names}",
+            )
         took_s = time.perf_counter() - began
-        self._files.emit(Evaluated(step=self.step, num_samples=len(dataset), metrics=results, duration_s=took_s))
+        shown = {name_text(name): value for name, value in results.items()}
+        self._files.emit(Evaluated(step=self.step, num_samples=len(dataset), metrics=shown, duration_s=took_s))
         return results
 
     def report(self, **metrics: float | Tensor) -> None:

@@ -119,7 +119,8 @@ def test_a_record_is_written_over_where_there_is_no_room_for_another_file(
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "run.json"]
 
 
-def test_an_error_is_written_over_the_spare_file_where_there_is_no_room(tmp_path: Path) -> None:
+@pytest.mark.parametrize("character", ["x", "\u9000"], ids=["ascii", "six bytes"])
+def test_an_error_is_written_over_the_spare_file_where_there_is_no_room(tmp_path: Path, character: str) -> None:
     reserve_error_space(tmp_path)
     code = (
         "import resource, time\n"
@@ -130,16 +131,22 @@ def test_an_error_is_written_over_the_spare_file_where_there_is_no_room(tmp_path
         f" address='', run_dir='', attempt=1, worker_dir={str(tmp_path)!r}, channel_fd=-1, command_started=0.0,"
         " job=Job())\n"
         "def deep(n):\n"
-        "    return deep(n - 1) if n else 1 / 0\n"
+        "    if n:\n"
+        "        return deep(n - 1)\n"
+        f"    raise ValueError('begin' + {character!r} * 9000 + 'end')\n"
         "try:\n"
         "    deep(20)\n"
-        "except ZeroDivisionError as error:\n"
-        "    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))\n"
+        "except ValueError as error:\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))\n"
         "    write_error(error, own, step=3)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     told = json.loads((tmp_path / "error.json").read_text())
-    assert (told["kind"], told["message"], told["step"]) == ("ZeroDivisionError", "division by zero", 3)
+    assert (told["kind"], told["step"]) == ("ValueError", 3)
+    for text in (told["message"], told["traceback"].rstrip()):
+        assert "begin" in text or text.startswith("Traceback")
+        assert "characters left out" in text
+        assert text.endswith("end")
     assert not (tmp_path / ERROR_SPARE).exists()
 
 

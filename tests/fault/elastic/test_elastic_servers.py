@@ -56,6 +56,18 @@ def test_a_killed_server_has_all_begin_again_from_the_newest_checkpoint(tmp_path
     assert said is not None and int(said[1]) + int(said[2]) == 7, run.output
 
 
+def test_a_server_that_is_lost_each_time_ends_the_run_as_lost_workers_do_and_that_is_told_once(tmp_path: Path) -> None:
+    killed = {"worker": 0, "step": 8, "where": "backward", "target": "server"}
+    run = trained(tmp_path / "a", *[killed] * 4, plan=PLAN.replace("2-4", "2"), job={"workers": 2})
+    assert run.code == 76, run.output
+    assert "the workers have begun again 3 times in a row, and none came beyond step 7: the run ends" in run.output
+    assert len(re.findall(r"start again from the checkpoint of step [36] on disk", run.output)) == 3, run.output
+    last = run.output.partition("the run ends")[2]
+    said = r"server 0 \(pid \d+ on \S+\) killed by signal 9: it can go on from the newest checkpoint, of step [36]"
+    assert len(re.findall(said, last)) == 1 and last.count("killed by signal 9") == 1, last
+    assert "paceline: go on with:" in last, last
+
+
 def test_a_mirror_takes_over_while_a_worker_is_lost_too(tmp_path: Path) -> None:
     server = {"worker": 1, "step": 6, "where": "backward", "target": "server"}
     worker = {"worker": 3, "step": 6, "where": "vote"}

@@ -25,7 +25,7 @@ from strangers import AnotherUser, Opened, another_user, needs_root, opened_by
 
 ELASTIC = "replicas=2-2+batch(size=12,micro=3)"
 SERVERS = "replicas=2+parameterserver(staleness=1)+batch(size=12,micro=3)"
-GREETING = f"connected: {b'PACELIN1'.hex()}[0-9a-f]{{64}}(00){{0,32}}"  # a challenge, and zeros for a wrong answer
+GREETING = f"connected: {b'PACELIN2'.hex()}[0-9a-f]{{64}}(00){{0,32}}"  # a challenge, and zeros for a wrong answer
 KNOCKS = 1000  # at each socket, while the workers regroup
 
 
@@ -38,15 +38,20 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(made)
 
 
+def attacked_once(programs: Sequence[Program], user: AnotherUser, folder: Path) -> Opened:
+    """Attack all that the programs have open now, and return it."""
+    now = Opened()
+    for program in programs:
+        now.update(opened_by(program.mark))
+    user.attack(now, folders=(folder / "runs",))
+    return now
+
+
 def attacked(programs: Sequence[Program], user: AnotherUser, folder: Path) -> Opened:
     """Attack until the programs end; what they had open."""
     seen = Opened()
     while any(program.process.poll() is None for program in programs):
-        now = Opened()
-        for program in programs:
-            now.update(opened_by(program.mark))
-        seen.update(now)
-        user.attack(now, folders=(folder / "runs",))
+        seen.update(attacked_once(programs, user, folder))
     return seen
 
 
@@ -113,7 +118,8 @@ def test_another_user_cannot_harm_workers_that_an_engine_has_started(folder: Pat
 
 @needs_root
 def test_another_user_cannot_harm_split_models_a_notebook_or_a_run_that_waits_for_hosts(folder: Path) -> None:
-    """Four runs at once: fully sharded, in stages, of a function that was pickled, and with a port for later hosts."""
+    """Five runs at once: fully sharded, tensor parallel, in stages, of a function that was pickled, and with a port for
+    later hosts."""
     train, port, token = write_program(folder), free_port(), folder / "token"
     token.touch(mode=0o600)
     token.write_text("0123456789abcdef0123456789abcdef")
@@ -121,17 +127,23 @@ def test_another_user_cannot_harm_split_models_a_notebook_or_a_run_that_waits_fo
     cell += "plan='replicas=2+batch(size=12,micro=3)', run_dir='runs/notebook')"
     words: dict[str, list[str]] = {
         name: [*PACELINE, "run", str(train), "--workers", "2", "--run-dir", f"runs/{name}", "--plan"]
-        for name in ("shard", "stages", "head")
+        for name in ("shard", "tensor", "stages", "head")
     }
     batch = "+batch(size=12,micro=3)"
-    words["shard"].append(f"shard=2{batch}")
-    words["stages"].append(f"stages=2{batch}")
+    for name in ("shard", "tensor", "stages"):
+        words[name].append(f"{name}=2{batch}")
     words["head"] += [ELASTIC, "--hosts", "1", "--head", f"127.0.0.1:{port}", "--token-file", str(token)]
+    os.mkfifo(gate := folder / "gate")
+    words["head"] += ["--tell", str(gate), "--tell-at", "2"]  # its workers wait there until somebody reads
     words["notebook"] = [sys.executable, "-c", cell]
     with contextlib.ExitStack() as stack:
         user = stack.enter_context(another_user(folder))
         programs = {name: stack.enter_context(command(*one, cwd=folder)) for name, one in words.items()}
-        seen = attacked(list(programs.values()), user, folder)
+        seen = Opened()
+        while port not in {place[1] for place in seen.tcp} and programs["head"].process.poll() is None:
+            seen.update(attacked_once(list(programs.values()), user, folder))
+        stack.callback(os.close, os.open(gate, os.O_RDWR))
+        seen.update(attacked(list(programs.values()), user, folder))
         ends = {name: program.end() for name, program in programs.items()}
     assert {name: code for name, (code, _) in ends.items()} == dict.fromkeys(words, 0), ends
     ports = {place[1] for place in seen.tcp}
@@ -141,5 +153,5 @@ def test_another_user_cannot_harm_split_models_a_notebook_or_a_run_that_waits_fo
     assert [one for one in said if not re.fullmatch(GREETING, one)] == [], (
         "the head's ports ask for the token, and say no more"
     )
-    for name in words.keys() - {"stages"}:  # where dropout is drawn for each unit
+    for name in words.keys() - {"stages", "tensor"}:  # where dropout is drawn for each unit, or each part
         assert losses(folder / "runs" / name) == pytest.approx(list(reference_losses()), rel=1e-5), name

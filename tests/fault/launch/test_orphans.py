@@ -199,9 +199,8 @@ def occupied(worker_dir: Path, *, host: str | None = None) -> Iterator[None]:
             os.close(fd)
 
 
-@BOTH
-def test_where_the_heads_supervisor_is_killed_all_hosts_save_and_say_run_me_again(
-    options: dict[str, Any], tmp_path: Path
+def test_where_the_heads_supervisor_is_killed_a_fixed_number_of_workers_saves_and_says_run_me_again(
+    tmp_path: Path,
 ) -> None:
     token = tmp_path / "token"
     token.write_text("a token of a test, long enough")
@@ -209,7 +208,7 @@ def test_where_the_heads_supervisor_is_killed_all_hosts_save_and_say_run_me_agai
     fault = {"worker": 2, "step": 6, "where": "forward", "target": "supervisor"}
 
     def attempt() -> list[Run]:
-        options_here = job(options, hosts=2, head=f"127.0.0.1:{free_port()}", token_file=str(token))
+        options_here = job(FIXED, hosts=2, head=f"127.0.0.1:{free_port()}", token_file=str(token))
         hosts = [start(tmp_path / "a", fault, pause_s=0.05, **options_here) for _ in range(2)]  # they share a disk
         return [finish(tmp_path / "a", host) for host in hosts]
 

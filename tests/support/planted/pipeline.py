@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.parallel.pipeline import stage_worker
-from paceline.worker.step.pipeline_stages import TiedStageGradients
+from paceline.worker.step.tied_gradients import TiedStageGradients
 from planted.planting import ALL, Plant, PlantedError, took_effect, wrap
 
 __all__ = ["ERRORS"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import io
 import json
+import os
 import pickle
 import random
 import shutil
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -381,6 +383,62 @@ def test_a_byte_that_changed_anywhere_in_a_file_is_named_and_the_next_older_one_
         assert skipped == newest and name in reason, place
     path.write_bytes(good)
     assert find(tmp_path, verified=True).newest == newest
+
+
+def nest(path: Path) -> None:
+    path.write_text('{"format": 1, "about": ' + "[" * 100_000)
+
+
+def overflow(path: Path) -> None:
+    fields = json.loads(path.read_text())
+    del fields["crc32"]  # as in early versions
+    path.write_text(json.dumps(fields).replace('"step": 2', '"step": 1e999'))
+
+
+def become_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def become_device(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [
+        *(("checkpoint.json", harm) for harm in (nest, overflow)),
+        *(
+            (name, harm)
+            for name in ("__0_0.distcp", ".metadata", "state.pt", "checkpoint.json")
+            for harm in (become_pipe, become_device)
+        ),
+    ],
+)
+def test_what_cannot_be_read_to_its_end_is_named_and_the_next_older_one_is_taken(
+    tmp_path: Path, name: str, harm: Callable[[Path], None]
+) -> None:
+    older, newest = (save(tmp_path, step, {"x": torch.randn(500)}) for step in (1, 2))
+    harm(newest / name)
+    for verified in (False, True):
+        found = find(tmp_path, verified=verified)
+        assert (found.newest, found.step) == (older, 1)
+        [(skipped, reason)] = found.skipped
+        assert skipped == newest and name in reason
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        open_checkpoint(newest)
+
+
+def test_what_is_said_about_a_checkpoint_must_be_readable_again(tmp_path: Path) -> None:
+    deep: list[Any] = []
+    for _ in range(100):
+        deep = [deep]
+    with (
+        closing(AsyncWriter(tmp_path, keep=9, on_event=lambda _: None)) as writer,
+        pytest.raises(CheckpointError, match="nested too deeply"),
+    ):
+        writer.save(1, {"x": torch.ones(2)}, {}, {"mine": deep})
 
 
 def test_where_all_are_damaged_none_is_taken_and_each_is_named(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 
 from paceline.environment import RUN_DIR
 from paceline.runs.go_on import command_of_script, command_of_words, command_of_world
+from paceline.units import printable, shell_text
 
 RUN = Path("runs/a b")
 
@@ -39,3 +42,11 @@ def test_a_script_that_starts_over_is_told_not_to(tmp_path: Path) -> None:
 
 def test_of_an_engine_that_is_not_seen_only_the_variable_is_said() -> None:
     assert command_of_world(RUN).endswith(f"{RUN_DIR}='runs/a b' in the environment of all workers")
+
+
+def test_words_are_pasted_as_they_are() -> None:
+    words = ["run", "a b", "it's \x1b[31m\n\\n\t", "\u202e\x85é", "raw\udcff9", ""]
+    said = shell_text(*words)
+    assert printable(said) == said and "\n" not in said
+    printed = subprocess.run(["bash", "-c", f"printf '%s\\0' {said}"], capture_output=True, check=True).stdout
+    assert [os.fsdecode(word) for word in printed.split(b"\0")[:-1]] == words

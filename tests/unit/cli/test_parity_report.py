@@ -13,7 +13,7 @@ from paceline.cli.parity.where import ask_for_modules
 from paceline.plan import Plan
 
 
-def said_of(plan: str, difference: float) -> str:
+def said_of(plan: str, difference: float, *, draws_by_unit: bool = False) -> str:
     parsed = Plan.parse(plan)
     nothing = Difference()
     found = Differences(
@@ -28,14 +28,15 @@ def said_of(plan: str, difference: float) -> str:
         reference_device="cpu",
         tolerance=Tolerance.of(None, precision=parsed.compute.precision),
         found=found,
+        draws_by_unit=draws_by_unit,
     )
     return parity_text([verdict])
 
 
-def test_under_stages_a_difference_may_be_dropout_and_that_is_said() -> None:
-    assert "turn dropout off" in said_of("stages=2", 0.01)
-    assert "turn dropout off" not in said_of("tensor=2", 0.01)
-    assert "turn dropout off" not in said_of("stages=2", 0.0)
+def test_a_reference_that_draws_as_stages_do_is_told() -> None:
+    says = "under stages each unit draws random numbers of its own (dropout); the reference draws them, too"
+    assert says in said_of("stages=2", 0.0, draws_by_unit=True)
+    assert says not in said_of("stages=2", 0.0)
 
 
 def test_bf16_may_differ_by_two_roundings_of_its_own() -> None:

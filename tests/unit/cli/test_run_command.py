@@ -57,6 +57,7 @@ OPTION_VALUES: dict[str, tuple[list[str], object]] = {
     "private_network": (["--private-network"], True),
     "run_dir": (["--run-dir", "runs/x"], "runs/x"),
     "fresh": (["--fresh"], True),
+    "slots": (["--slots", "3"], 3),
     "save_every": (["--save-every", "100"], 100),
     "save_every_s": (["--save-every-s", "60"], 60.0),
     "save_at_end": (["--no-save-at-end"], False),

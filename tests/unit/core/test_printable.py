@@ -14,7 +14,7 @@ from paceline.events import Reported
 from paceline.monitor.console.event_lines import event_line
 from paceline.monitor.console.plain import PlainConsole
 from paceline.private_files import make_run_directory, read_private, write_private
-from paceline.units import printable
+from paceline.units import name_text, printable
 
 
 @pytest.mark.parametrize(
@@ -71,3 +71,18 @@ def test_a_pickle_that_another_user_put_in_a_runs_directory_is_not_read(tmp_path
     place.symlink_to(tmp_path / "aside")
     with pytest.raises(OSError, match="symbolic link"):
         read_private(place)
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("val/loss é", "val/loss é"),
+        ("a\nfailed", "a\\nfailed"),
+        ("\ud800", "\\ud800"),
+        ("\x1b[31m", "\\x1b[31m"),
+        ("x" * 300, "x" * 197 + "..."),
+    ],
+)
+def test_names_are_one_short_line_that_can_be_encoded(name: str, shown: str) -> None:
+    assert name_text(name) == shown
+    name_text(name).encode()

@@ -37,6 +37,9 @@ class Scene:
 
     def start(self, coming: Any, **_: Any) -> None: ...
 
+    def publish(self) -> bool:
+        return True
+
     def kill(self, worker: int) -> None:
         self.killed.append(worker)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import signal
 import socket
 import time
@@ -15,7 +16,7 @@ import pytest
 
 from paceline.errors import LaunchError
 from paceline.launch.fork.local_workers import KILL_TIMEOUT_S, MAX_PARENT_RESTARTS, LocalWorkers
-from paceline.launch.io.event_loop import EventLoop
+from paceline.launch.io.event_loop import EventLoop, MessageStream
 from paceline.launch.job.outcome import STUCK, WorkerExit
 from paceline.launch.job.placement import assign, assignment_template
 from paceline.plan.job import Assignment, Job
@@ -26,7 +27,7 @@ class FakeParent:
 
     def __init__(self) -> None:
         self.has_files, self.can_restart, self.num_restarts = True, True, 0
-        self.was_killed = True
+        self.was_killed, self.is_silent, self.words = True, False, ""
         self.forked: list[Assignment] = []
         self.signalled: list[tuple[int, int]] = []
         self.says: Callable[[dict[str, Any]], None]
@@ -49,8 +50,11 @@ class FakeParent:
             raise LaunchError("no process")
         self.num_restarts += 1
 
+    def tick(self, now: float, *, owes: bool, say: Callable[[str], None]) -> None:
+        self.owes = owes
+
     def output(self) -> str:
-        return ""
+        return self.words
 
     def close(self) -> None: ...
 
@@ -115,7 +119,17 @@ def late(tmp_path: Path) -> Iterator[Scene]:
 
 
 def test_who_comes_later_is_told_the_lowest_free_number_of_its_host(began: Scene) -> None:
-    began.parent.says({"op": "exited", "worker": 2, "pid": 7, "exit_code": 0, "signal": None, "peak_memory_bytes": 1})
+    began.parent.says(
+        {
+            "op": "exited",
+            "worker": 2,
+            "pid": 7,
+            "exit_code": 0,
+            "signal": None,
+            "peak_memory_bytes": 1,
+            "is_early": False,
+        }
+    )
     began.local_workers.add(9, workers=5, incarnation=1)
     began.local_workers.add(5, workers=6, incarnation=1)
     assert began.forked == [(2, 0, 2, False), (3, 1, 2, False), (9, 0, 2, True), (5, 2, 3, True)]
@@ -132,7 +146,7 @@ def test_who_comes_later_begins_with_what_the_others_send_not_with_what_they_beg
 
 def test_all_have_ended_once_those_killed_one_by_one_have_ended_too(began: Scene) -> None:
     def says(op: str, worker: int) -> None:
-        about = {"exit_code": None, "signal": 9, "peak_memory_bytes": 1} if op == "exited" else {}
+        about = {"exit_code": None, "signal": 9, "peak_memory_bytes": 1, "is_early": False} if op == "exited" else {}
         began.parent.says({"op": op, "worker": worker, "pid": 10 + worker, **about})
 
     says("started", 2)
@@ -166,7 +180,15 @@ def test_who_is_killed_before_it_was_forked_never_is(late: Scene) -> None:
 
 def test_a_successor_may_be_killed_before_its_start_is_heard_of(began: Scene) -> None:
     def ended(pid: int) -> dict[str, Any]:
-        return {"op": "exited", "worker": 2, "pid": pid, "exit_code": None, "signal": 9, "peak_memory_bytes": 0}
+        return {
+            "op": "exited",
+            "worker": 2,
+            "pid": pid,
+            "exit_code": None,
+            "signal": 9,
+            "peak_memory_bytes": 0,
+            "is_early": False,
+        }
 
     began.parent.says({"op": "started", "worker": 2, "pid": 70})
     began.parent.says(ended(70))
@@ -220,6 +242,35 @@ def test_a_warm_parent_that_is_lost_before_it_is_ready_is_an_accident_where_it_w
     with pytest.raises(LaunchError, match="The process that imports the workers' modules was killed") as info:
         late.parent.ends("was killed by signal 9")
     assert info.value.is_accident == was_killed
+
+
+@pytest.mark.parametrize(
+    ("output", "is_accident"),
+    [
+        ("terminate called after throwing an instance of 'std::bad_alloc'", True),
+        ("OpenBLAS error: Memory allocation still failed after 10 retries, giving up.", True),
+        ("Fatal Python error: Segmentation fault", False),
+    ],
+)
+def test_a_warm_parent_that_gets_no_memory_is_an_accident(late: Scene, output: str, is_accident: bool) -> None:
+    late.parent.words, late.parent.was_killed = output, False
+    with pytest.raises(LaunchError, match=re.escape(output)) as info:
+        late.parent.ends("was killed by signal 6")
+    assert info.value.is_accident == is_accident == ("There was not enough memory: free some" in str(info.value))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "is_accident"),
+    [
+        ("MemoryError", "", True),
+        ("ImportError", "libtorch_cpu.so: failed to map segment from shared object", True),
+        ("ImportError", "No module named 'mine'", False),
+    ],
+)
+def test_an_import_that_gets_no_memory_is_an_accident(late: Scene, kind: str, message: str, is_accident: bool) -> None:
+    with pytest.raises(LaunchError, match=f"An import of the workers' modules failed: {kind}") as info:
+        late.parent.says({"op": "failed", "kind": kind, "message": message, "traceback": "Traceback ..."})
+    assert info.value.is_accident == is_accident == ("There was not enough memory: free some" in str(info.value))
 
 
 def not_started(scene: Scene, worker: int) -> None:
@@ -312,6 +363,39 @@ def test_a_worker_that_ends_after_it_was_given_up_as_stuck_is_no_news(began: Sce
     began.local_workers.kill()
     began.local_workers.tick(time.monotonic() + KILL_TIMEOUT_S + 1.0)
     assert began.notes.heard == [(2, STUCK), (3, STUCK)]
-    about = {"exit_code": None, "signal": 9, "peak_memory_bytes": 1}
+    about = {"exit_code": None, "signal": 9, "peak_memory_bytes": 1, "is_early": False}
     began.parent.says({"op": "exited", "worker": 2, "pid": 12, **about})
     assert len(began.notes.heard) == 2 and began.local_workers.have_all_ended
+
+
+def test_the_warm_parent_owes_forks_and_ends_that_show_here_and_nothing_while_workers_run(
+    began: Scene,
+) -> None:
+    def owes() -> bool:
+        began.local_workers.tick(time.monotonic())
+        return began.parent.owes
+
+    assert owes(), "two forks"
+    for worker in (2, 3):
+        began.parent.says({"op": "started", "worker": worker, "pid": 10 + worker})
+    for worker in (2, 3):
+        began.local_workers._channels[worker] = MessageStream(
+            socket.socketpair()[0], began.loop, on_message=lambda _: None, on_close=lambda _: None
+        )
+    assert not owes()
+    began.local_workers.kill_worker(2)
+    assert owes(), "the end of one that was killed"
+    began.parent.says({"op": "exited", "worker": 2, "pid": 12, "is_early": False})
+    assert not owes()
+    began.local_workers.terminate(30.0)
+    assert owes(), "the ends of all"
+
+
+def test_workers_are_not_stuck_while_the_warm_parent_says_nothing(began: Scene) -> None:
+    began.local_workers.kill()
+    began.parent.is_silent = True
+    began.local_workers.tick(time.monotonic() + KILL_TIMEOUT_S + 1.0)
+    assert not began.notes.heard
+    began.parent.is_silent = False
+    began.local_workers.tick(time.monotonic() + KILL_TIMEOUT_S + 1.0)
+    assert began.notes.heard == [(2, STUCK), (3, STUCK)]

@@ -15,7 +15,7 @@ from paceline.plan import CommandPlan, Job, Layout, Plan
 @given(st.integers(1, 40), st.integers(1, 40))
 def test_ranks_are_contiguous_even_and_complete(hosts: int, more: int) -> None:
     workers = hosts + more - 1
-    placed = ranks_by_host(workers, hosts)
+    placed = ranks_by_host(workers, [None] * hosts)
     assert [rank for ranks in placed for rank in ranks] == list(range(workers))
     sizes = [len(ranks) for ranks in placed]
     assert len(sizes) == hosts
@@ -26,7 +26,32 @@ def test_ranks_are_contiguous_even_and_complete(hosts: int, more: int) -> None:
 @pytest.mark.parametrize(("workers", "hosts"), [(1, 2), (0, 1), (3, 0)])
 def test_no_host_stays_without_a_worker(workers: int, hosts: int) -> None:
     with pytest.raises(ValueError, match=f"{workers} workers cannot be placed on {hosts} hosts"):
-        ranks_by_host(workers, hosts)
+        ranks_by_host(workers, [None] * hosts)
+
+
+@pytest.mark.parametrize(
+    ("workers", "slots", "sizes"),
+    [(6, [2, 4], [2, 4]), (7, [None, 4, None], [2, 4, 1]), (3, [None, 1], [2, 1]), (1, [1], [1])],
+)
+def test_hosts_that_are_not_alike_get_as_many_workers_as_they_say(
+    workers: int, slots: list[int | None], sizes: list[int]
+) -> None:
+    placed = ranks_by_host(workers, slots)
+    assert [len(ranks) for ranks in placed] == sizes
+    assert [rank for ranks in placed for rank in ranks] == list(range(workers))
+
+
+@pytest.mark.parametrize(
+    ("workers", "slots", "says"),
+    [
+        (5, [2, 4], "the 2 hosts have 6 slots for 5 workers"),
+        (7, [2, 4], "the 2 hosts have 6 slots for 7 workers"),
+        (4, [None, 4], "each host needs at least one"),
+    ],
+)
+def test_slots_that_do_not_make_up_the_workers_are_refused(workers: int, slots: list[int | None], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        ranks_by_host(workers, slots)
 
 
 def test_each_worker_of_a_host_is_told_its_place() -> None:
@@ -43,7 +68,7 @@ def test_each_worker_of_a_host_is_told_its_place() -> None:
         command_started=1.5,
         plan=plan,
     )
-    told = assign(alike, ranks_by_host(5, 2)[1])
+    told = assign(alike, ranks_by_host(5, [None, None])[1])
     assert [(one.rank, one.local_rank, one.local_workers, one.workers) for one in told] == [(3, 0, 2, 5), (4, 1, 2, 5)]
     assert {(one.host, one.host_index, one.hosts, one.address) for one in told} == {("b", 1, 2, "10.0.0.2")}
     assert told[1].worker_dir == "/runs/r/attempt_3/worker_4"

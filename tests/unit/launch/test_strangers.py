@@ -58,6 +58,13 @@ MESSAGES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=6).flatmap(
 )
 
 
+class Anyone:
+    """A listener that does nothing, whatever it is told."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
 @pytest.fixture
 def loop() -> Iterator[EventLoop]:
     with closing(EventLoop()) as made:
@@ -79,10 +86,6 @@ def test_whatever_is_sent_is_plain_small_data_or_ends_that_connection_alone(line
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(MESSAGES)
 def test_a_message_of_any_form_costs_a_host_its_own_place_at_most(message: dict[str, Any]) -> None:
-    class Anyone:
-        def __getattr__(self, name: str) -> Any:
-            return lambda *args, **kwargs: None
-
     with closing(EventLoop()) as loop:
         ours, theirs = socket.socketpair()
         with theirs:
@@ -98,6 +101,22 @@ def test_a_message_of_any_form_costs_a_host_its_own_place_at_most(message: dict[
             theirs.sendall(json.dumps(message).encode() + b"\n")
             loop.turn(0.2)
             assert other in list(hosts)
+            link.close()
+
+
+def test_a_late_word_about_a_worker_that_had_ended_before_the_takeover_costs_its_host_nothing() -> None:
+    with closing(EventLoop()) as loop:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            link = MessageStream(ours, loop, on_message=lambda _: None, on_close=lambda _: None)
+            remote = RemoteHost(link=link, host="b", address="::1", index=1, slots=2, workers={2}, ended=frozenset({1}))
+            anyone: Any = Anyone()
+            hosts = RemoteHosts([remote], own=[0], slots=1, host=anyone, name="a", lease_s=5.0)
+            hosts.on_message(remote, {"op": "doing", "workers": [{"doing": {"worker": 1}}, {"doing": {"worker": 2}}]})
+            hosts.on_message(remote, {"op": "said", "worker": 1, "request": {"op": "stuck"}})
+            assert list(hosts) == [remote] and hosts.workers_of(remote) == {2}
+            hosts.on_message(remote, {"op": "doing", "workers": [{"doing": {"worker": 0}}]})
+            assert list(hosts) == [], "of a worker that was never there"
             link.close()
 
 
@@ -225,7 +244,7 @@ def test_the_head_takes_no_older_tls_and_no_other_cipher() -> None:
         context = tls_context(is_head=is_head)
         assert context.minimum_version == context.maximum_version == ssl.TLSVersion.TLSv1_2
         names = {one["name"] for one in context.get_ciphers() if one["protocol"] == "TLSv1.2"}
-        assert names == {"ADH-AES256-GCM-SHA384", "ADH-AES128-GCM-SHA256"}
+        assert names == {"ECDHE-ECDSA-AES256-GCM-SHA384", "ECDHE-ECDSA-AES128-GCM-SHA256"}
 
 
 def test_every_port_where_strangers_can_come_has_a_long_queue(loop: EventLoop) -> None:
@@ -266,7 +285,7 @@ def test_a_stranger_gets_no_thread_and_a_flood_drives_out_the_oldest_of_its_own_
             assert len(one.recv(100)) == 40 and one.recv(1) == b""
         prove_token(other, TOKEN, is_head=False)
         admitted.get(timeout=20.0).close()
-        flood[-1].sendall(b"PACELIN1" + bytes(64))
+        flood[-1].sendall(b"PACELIN2" + bytes(64))
         assert refused.get(timeout=20.0) == ("127.0.0.1", "its token is wrong")
         gate.close()
         with pytest.raises(OSError):  # it listens no more

@@ -22,9 +22,10 @@ from paceline.monitor.records.growing_log import GrowingLog
 
 
 def merge(lines: Sequence[str]) -> list[str]:
-    """Neighbors become one line."""
+    """Neighbors become one line, with the time of the last: by it a reader that lags tells what is new."""
     numbers = [number for line in lines for number in json.loads(line)["n"]]
-    return [json.dumps({"n": numbers[place : place + 3]}) for place in range(0, len(numbers), 3)]
+    groups = [numbers[place : place + 3] for place in range(0, len(numbers), 3)]
+    return [json.dumps({"n": group, "time": float(group[-1])}) for group in groups]
 
 
 SEALING = Sealing(merge=merge, cut=lambda lines: max(0, len(lines) - 3), over_bytes=1 << 30)

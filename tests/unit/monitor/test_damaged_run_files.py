@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import quick
+from fake_run_files import JOB, Workers
 from paceline.events import (
     EventLog,
     Regrouped,
@@ -39,6 +41,7 @@ from paceline.monitor.report.command import main_report
 from paceline.monitor.status.logs import main_logs
 from paceline.monitor.status.status import main_status
 from paceline.monitor.status.stop import main_stop
+from paceline.monitor.watch import Watch
 
 OPENING = {"stream": "train", "samples": 96, "batch": 8, "micro": 4, "seed": 3, "shuffle": True, "drop_last": False}
 SECONDS = {"data": 0.01, "compute": 0.05, "communication": 0.02, "optimizer": 0.01, "total": 0.1}
@@ -185,6 +188,111 @@ def test_a_damaged_line_is_named_with_its_file(
         for name in ("attempt_1/events.jsonl", "metrics.jsonl"):
             assert f"{name} has a line that cannot be read" in said
     assert "worker_0/events.jsonl has a line that cannot be read" in said
+
+
+def unreadable(path: Path, kind: str) -> None:
+    """Put something in a file's place that cannot be read, or not to an end."""
+    path.unlink()
+    match kind:
+        case "directory":
+            path.mkdir()
+        case "pipe":
+            os.mkfifo(path)
+        case "device":
+            path.symlink_to("/dev/zero")
+        case _:
+            path.symlink_to(path)
+
+
+KINDS = ("directory", "pipe", "device", "link to itself")  # the last counts as none where files are looked for
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "name", ["events.jsonl", "worker_1/events.jsonl", "worker_1/ledger.jsonl", "worker_1/events.sealed.jsonl.gz",
+             "worker_1/ledger.sealed.jsonl.gz", "worker_1/error.json", "worker_1/stdout.log", "../metrics.jsonl"],
+)  # fmt: skip
+def test_a_file_that_cannot_be_read_is_named_and_passed_over(
+    kind: str, name: str, whole_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(whole_run, tmp_path / "run")
+    path = (run / "attempt_1" / name).resolve()
+    path.touch()
+    unreadable(path, kind)
+    said = ""
+    for command in COMMANDS:
+        assert command(run) in (0, 1, 2)
+        said += "".join(capsys.readouterr())
+    is_told = path.suffix == ".jsonl" or name == "worker_1/ledger.sealed.jsonl.gz" or path.suffix == ".log"
+    assert (path.name in said) == is_told and "Traceback" not in said
+
+
+@pytest.mark.parametrize("kind", KINDS[:-1])
+def test_a_record_that_cannot_be_read_is_refused_by_name(
+    kind: str, whole_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(whole_run, tmp_path / "run")
+    unreadable(run / "run.json", kind)
+    assert main_status(run) == main_report(run) == 2
+    assert capsys.readouterr().err.count("run.json cannot be read") == 2
+    with pytest.raises(ValueError, match=r"run\.json cannot be read"):
+        RunRecord.begin_attempt(run, job={}, workers=2)
+
+
+@pytest.mark.parametrize("kind", KINDS[:-1])
+def test_a_file_of_an_earlier_attempt_that_cannot_be_read_is_told_once(
+    kind: str, whole_run: Path, tmp_path: Path
+) -> None:
+    run, stream = shutil.copytree(whole_run, tmp_path / "run"), io.StringIO()
+    names = ("worker_1/events.jsonl", "worker_0/ledger.jsonl")
+    for name in names:
+        unreadable(run / "attempt_1" / name, kind)
+    workers = Workers(run)
+    watch = Watch(run, 2, 2, job=JOB, stream=stream)
+    workers.start(resumed_from_step=20)
+    for step in (21, 22):
+        watch.poll()
+        workers.step(step)
+    workers.close()
+    assert watch.finish("finished", 0)["exit_code"] == 0
+    for name in names:
+        assert stream.getvalue().count(f"warning: run/attempt_1/{name}: it cannot be read (") == 1
+    assert "attempt 1 came to step 24, and saved step 20 last: 4 steps are taken again" in stream.getvalue()
+
+
+@pytest.mark.parametrize("kind", KINDS[:-1])
+def test_metrics_that_cannot_be_read_are_not_written_on_and_the_run_goes_on(
+    kind: str, whole_run: Path, tmp_path: Path
+) -> None:
+    run, stream = shutil.copytree(whole_run, tmp_path / "run"), io.StringIO()
+    unreadable(run / "metrics.jsonl", kind)
+    workers = Workers(run)
+    watch = Watch(run, 2, 2, job=JOB, stream=stream)
+    workers.start(resumed_from_step=20)
+    workers.step(21)
+    watch.poll()
+    workers.close()
+    assert watch.finish("finished", 0)["step"] == 21
+    assert stream.getvalue().count("metrics.jsonl could not be written: ") == 1
+
+
+@pytest.mark.parametrize("kind", KINDS[:-1])
+def test_what_is_put_in_the_place_of_an_attempts_own_files_ends_no_run(kind: str, tmp_path: Path) -> None:
+    workers, stream = Workers(tmp_path / "run"), io.StringIO()
+    watch = Watch(workers.run, 1, 2, job=JOB, stream=stream)
+    workers.start()
+    workers.step(1)
+    watch.poll()
+    workers.close()
+    for place in workers.directories:
+        unreadable(place / "events.jsonl", kind)
+        (place / "stderr.log").touch()
+        unreadable(place / "stderr.log", kind)
+    for _ in range(3):
+        watch.poll()
+    assert watch.finish("finished", 0)["exit_code"] == 0
+    for name in ("events.jsonl", "stderr.log"):
+        assert stream.getvalue().count(f"warning: run/attempt_1/worker_1/{name}: it cannot be read (") == 1
 
 
 def test_one_line_of_a_ledger_stands_for_no_more_steps_than_fit_into_memory(whole_run: Path, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import signal
 import subprocess
 import sys
@@ -114,6 +116,44 @@ def test_runs_of_frames_of_torch_and_paceline_below_the_user_s_are_one_line() ->
         "  ... 2 frames in torch",
         "RuntimeError: shapes cannot be multiplied",
     ]
+
+
+def test_frames_of_errors_in_a_group_are_those_of_the_user_in_each(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(
+        "from paceline.units import workers_text\n"
+        "def failed():\n"
+        "    try:\n"
+        "        workers_text(None)\n"  # fails in a frame of ours
+        "    except TypeError as error:\n"
+        "        return error\n"
+        "raise ExceptionGroup('two', [failed(), ValueError('bad')])\n"
+    )
+    text = explain(
+        [failed(0, traceback=subprocess.run([sys.executable, program], capture_output=True, text=True).stderr)]
+    )
+    shown = text.split("\n")[1:]
+    assert [line for line in shown if str(OURS) in line] == []
+    assert shown[0] == "  + Exception Group Traceback (most recent call last):"
+    assert [line for line in shown if "frame in paceline" in line or "frames in paceline" in line] != []
+    assert "    | ValueError: bad" in shown and shown[-1] == "    +------------------------------------"
+
+
+def test_a_program_on_the_command_line_has_frames_of_its_own() -> None:
+    program = "from paceline.units import workers_text\ndef train():\n    workers_text(None)\ntrain()\n"
+    trace = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stderr
+    shown = explain([failed(0, traceback=trace)]).split("\n")[1:]
+    assert shown[1:4] == ['  File "<string>", line 4, in <module>', '  File "<string>", line 3, in train', shown[3]]
+    assert re.fullmatch(r"  \.\.\. \d frames? in paceline", shown[3])
+
+
+def test_the_step_of_a_failure_is_the_furthest_that_is_known_of() -> None:
+    assert (
+        headline(failed(0, step=0))
+        == "worker 0 (host a, pid 100) failed before the end of the first step: ValueError: bad"
+    )
+    known = dataclasses.replace(failed(0, step=0), step=20)
+    assert headline(known) == "worker 0 (host a, pid 100) failed after step 20: ValueError: bad"
 
 
 def test_what_is_left_out_of_a_traceback_is_in_a_file_that_is_named() -> None:

@@ -49,7 +49,8 @@ WORKERS, BATCH, SAMPLES = 3, 12, 100  # nine steps an epoch, the last one of 4 s
 PER_EPOCH = 9
 
 
-def ledger_lines(last: int, *, elastic: bool, rollback: int | None) -> dict[int, list[Line]]:
+def ledger_lines(last: int, *, elastic: bool, rollback: int | None, turns: Sequence[int] = ()) -> dict[int, list[Line]]:
+    """`turns`: which workers take a whole batch each, one after the other."""
     opening = {"stream": "train", "samples": SAMPLES, "batch": BATCH, "micro": 4, "seed": 3, "shuffle": True}
     head = [{"attempt": 1, "from_step": 0, "of_attempt": None}, {**opening, "drop_last": False}]
     told: dict[int, list[Line]] = {worker: list(head) for worker in range(WORKERS)}
@@ -60,7 +61,10 @@ def ledger_lines(last: int, *, elastic: bool, rollback: int | None) -> dict[int,
             begin = start + 4 * worker
             line: Line = {"step": step, "stream": "train", "epoch": epoch}
             line |= {"ranges": [[begin, begin + 4]] if begin < stop else [], "skipped": step % 31 == 0}
-            told[worker].append(line | ({"whole": [start, stop]} if elastic else {}))
+            if turns:
+                line |= {"ranges": [[start, stop]], "behind": worker}
+            if not turns or turns[step % len(turns)] == worker:
+                told[worker].append(line | ({"whole": [start, stop]} if elastic or turns else {}))
             if step == rollback and step % PER_EPOCH:
                 begins = [epoch, (place - 2) * BATCH]
                 undone = {"to_step": step - 3, "from_step": step, "skips": {"train": [begins, [epoch, stop]]}}
@@ -91,6 +95,8 @@ def facts(result: AuditResult) -> Any:
 def planted(lines: list[Line], kind: str, place: int) -> list[Line]:
     """One worker's lines with something wrong in the middle of them."""
     steps = [number for number, line in enumerate(lines) if line.get("ranges")]
+    if not steps:  # others took all turns
+        return lines
     number = steps[place % len(steps)]
     line = lines[number]
     (begin, end), after = line["ranges"][0], lines[number + 1 :]
@@ -120,8 +126,10 @@ KINDS = ["nothing", "lost line", "double line", "lost samples", "double samples"
     elastic=st.booleans(),
     rollback=st.one_of(st.none(), st.integers(6, 40)),
     seals=st.lists(st.integers(5, 70), max_size=4),
+    turns=st.one_of(st.just(()), st.lists(st.integers(0, WORKERS - 1), min_size=5, max_size=30)),
+    window=st.integers(1, 9),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_the_audit_of_sealed_ledgers_says_what_it_says_of_all_lines(
     tmp_path_factory: pytest.TempPathFactory,
     kind: str,
@@ -131,10 +139,14 @@ def test_the_audit_of_sealed_ledgers_says_what_it_says_of_all_lines(
     elastic: bool,
     rollback: int | None,
     seals: list[int],
+    turns: Sequence[int],
+    window: int,
 ) -> None:
-    told = ledger_lines(last, elastic=elastic, rollback=rollback)
+    told = ledger_lines(last, elastic=elastic, rollback=rollback, turns=turns)
     told[worker] = planted(told[worker], kind, place)
-    sealed = audit(written(tmp_path_factory.mktemp("sealed"), told, seals=[*seals, 60]))
+    with pytest.MonkeyPatch.context() as patched:  # a long run has many windows
+        patched.setattr("paceline.monitor.audit.step_alignment.WINDOW", window)
+        sealed = audit(written(tmp_path_factory.mktemp("sealed"), told, seals=[*seals, 60]))
     plain = audit(written(tmp_path_factory.mktemp("plain"), told, seals=()))
     assert facts(sealed) == facts(plain)
 

@@ -31,11 +31,11 @@ from paceline.events import (
     WorkerLost,
     WorkerStarted,
 )
-from paceline.monitor.records.processes import is_same_process, process_started_s
 from paceline.monitor.records.run_record import RunRecord
 from paceline.monitor.status.logs import main_logs
 from paceline.monitor.status.status import main_status, status
 from paceline.monitor.status.stop import main_stop
+from paceline.processes import is_same_process, process_started_s
 
 SUPERVISOR = """
 import signal, sys
@@ -112,6 +112,18 @@ def test_a_damaged_record_is_named(run: Path, text: str) -> None:
     (run / "run.json").write_text(text)
     with pytest.raises(ValueError, match=r"run\.json cannot be read"):
         RunRecord.load(run)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user for a moment, which only root can")
+def test_the_record_of_another_user_is_not_called_damaged(run: Path) -> None:
+    RunRecord.begin_attempt(run, job={}, workers=1)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(ValueError, match=r"Permission denied.*as that user") as error:
+            RunRecord.load(run)
+    finally:
+        os.seteuid(0)
+    assert "damaged" not in str(error.value)
 
 
 def test_a_process_is_known_by_number_and_start() -> None:

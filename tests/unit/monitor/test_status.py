@@ -18,9 +18,9 @@ import pytest
 from fake_run_files import Workers
 from paceline.events import EventLog, Restarted, StreamOpened, Warned, WorkerFailed, WorkerStarted
 from paceline.monitor.records.failure import Failure, is_consequence
-from paceline.monitor.records.processes import this_host
 from paceline.monitor.records.run_record import RunRecord
 from paceline.monitor.status.status import main_status, status
+from paceline.processes import this_host
 
 
 @pytest.fixture

@@ -105,14 +105,20 @@ def test_a_failed_run_says_why_before_anything_else(workers: Workers) -> None:
     assert facts["peak_memory_bytes"] == 1 << 20
 
 
-def test_a_killed_worker_is_said_to_have_reached_its_last_step(workers: Workers) -> None:
+@pytest.mark.parametrize(("num_here", "step"), [(None, 7), (4, 6)], ids=["together", "apart"])
+def test_a_killed_worker_has_committed_the_step_that_it_had_no_time_to_write(
+    workers: Workers, num_here: int | None, step: int
+) -> None:
+    """As the closing table says; where replicas take steps by themselves, only what it wrote itself is known."""
     stream = io.StringIO()
     watch = Watch(workers.run, 1, 2, job=JOB, stream=stream)
     workers.step(6)
-    workers.logs[0].emit(StepDone(step=7, epoch=0, num_samples=8, loss=1.0, metrics={}, seconds={}))
+    done = StepDone(step=7, epoch=0, num_samples=8, loss=1.0, metrics={}, seconds={}, num_here=num_here)
+    workers.logs[0].emit(done)
     watch.finish("failed", 1, [Failure(worker=1, host="a", pid=11, signal=9)])
-    assert "worker 1 (host a, pid 11) was killed by signal 9 (SIGKILL) after step 6\n" in stream.getvalue()
-    assert watch.failures[0].step == 6
+    shown = stream.getvalue()
+    assert f"worker 1 (host a, pid 11) was killed by signal 9 (SIGKILL) after step {step}\n" in shown
+    assert watch.failures[0].step == step and "failed after step 7, " in shown
 
 
 def test_workers_of_a_lost_host_have_come_as_far_as_the_others(workers: Workers) -> None:

@@ -151,6 +151,35 @@ paceline.run(lambda worker: worker.prepare(Odd()))
     assert "and Layout(stages=2, stages_per_worker=3) makes 6 stages. Use fewer stages_per_worker, fewer stages" in few
 
 
+def test_sparse_gradients_and_synchronized_norms_are_refused_beside_what_tensor_parallel_would_do(
+    tmp_path: Path,
+) -> None:
+    found = look(
+        tmp_path,
+        """
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.up, self.down = nn.Embedding(8, 8, sparse=True), nn.Linear(8, 16), nn.Linear(16, 4)
+        self.norm = nn.SyncBatchNorm(4)
+
+    def forward(self, x):
+        return self.norm(self.down(torch.tanh(self.up(self.table(x)))))
+
+
+def train(worker):
+    worker.prepare(Words(), sample=torch.zeros(2, dtype=torch.int64))
+
+
+paceline.run(train)
+""",
+        "tensor=2",
+    )
+    refused = told(found)
+    assert "makes sparse gradients" in refused["table"]
+    assert "norm is a SyncBatchNorm" in refused["norm"] and "Use BatchNorm" in refused["norm"]
+
+
 def find_stages_error(layout: Layout) -> str:
     error = check_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), Plan(layout=layout), device=CPU).error()
     return str(error)

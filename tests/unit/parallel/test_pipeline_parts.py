@@ -155,7 +155,7 @@ def stages_of(
     arrived: dict[int, Tensor] = {}
     for stage in range(num_stages):
         received = {n: t.detach().requires_grad_(tape.values[n].has_gradient) for n, t in arrived.items()}
-        replayer = StageReplayer(units, device=CPU)
+        replayer = StageReplayer(model, units, device=CPU)
         part = replayer.replay(forward, micro, tape=tape, route=way, stage=stage, received=received, seed=seed)
         parts.append((received, part))
         arrived = part.values
@@ -322,19 +322,6 @@ def test_autocast_is_recorded_in_the_types_that_it_really_has() -> None:
     torch.testing.assert_close(parts[-1].result, forward(x))
 
 
-def test_seeds_make_draws_depend_on_the_call_alone() -> None:
-    model = nn.Sequential(nn.Sequential(nn.Linear(6, 6), nn.Dropout()), nn.Sequential(nn.Linear(6, 6), nn.Dropout()))
-    units, x = find_units(model, named=["0", "1"]), torch.randn(5, 6)
-    with seeded_units(units, 1, 2):
-        first = model(x)
-    torch.rand(7)
-    with seeded_units(units, 1, 2):
-        assert torch.equal(model(x), first)
-    with seeded_units(units, 1, 3):
-        assert not torch.equal(model(x), first)
-    assert not closed_boundaries(record(model, lambda m: model(m).sum(), x, units=units, device=CPU))
-
-
 def test_draws_between_units_are_those_of_one_process_also_after_another_stages_unit() -> None:
     model = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
 
@@ -495,7 +482,7 @@ def test_a_replay_holds_nothing_that_the_forward_has_let_go_of() -> None:
         tape = record(model, forward, x, units=units, device=CPU)
         made.clear()
         way = route(tape, partition_units(model, tape, units=units, num_stages=1))
-        StageReplayer(units, device=CPU).replay(forward, x, tape=tape, route=way, stage=0, received={})
+        StageReplayer(model, units, device=CPU).replay(forward, x, tape=tape, route=way, stage=0, received={})
     assert alive[-1] == 1
 
 

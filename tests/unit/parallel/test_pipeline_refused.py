@@ -252,7 +252,7 @@ def test_a_forward_that_goes_another_way_than_the_first_is_an_error_not_a_wrong_
     tape = record(model, forward, X.abs(), units=units, device=CPU)
     cut = partition_units(model, tape, units=units, num_stages=1)
     with pytest.raises(PlanError, match=r"differs from .* c\(\) came where b\(\) was expected"):
-        StageReplayer(units, device=CPU).replay(
+        StageReplayer(model, units, device=CPU).replay(
             forward, -X.abs(), tape=tape, route=route(tape, cut), stage=0, received={}
         )
 
@@ -264,4 +264,6 @@ def test_a_unit_whose_output_changes_its_shape_is_an_error() -> None:
     way = route(tape, partition_units(model, tape, units=units, num_stages=1))
     model.eval()
     with pytest.raises(PlanError, match=r"an output of 1 is float32 \[2, 6\], but float32 \[4, 6\] was expected"):
-        StageReplayer(units, device=CPU).replay(lambda m: model(m).sum(), X, tape=tape, route=way, stage=0, received={})
+        StageReplayer(model, units, device=CPU).replay(
+            lambda m: model(m).sum(), X, tape=tape, route=way, stage=0, received={}
+        )

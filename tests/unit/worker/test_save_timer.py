@@ -53,3 +53,19 @@ def test_zero_is_never(clock: Clock) -> None:
     timer.begin()
     clock.now += 1e6
     assert not timer.is_due and not timer.is_near
+
+
+def test_a_save_at_the_end_of_a_loop_pays_where_it_takes_little_of_the_time(clock: Clock) -> None:
+    timer = SaveTimer(0.0)
+    clock.now += 1000.0
+    assert not timer.is_worth, "no step was taken"
+    timer.begin()
+    clock.now += save_timer.LEAST_S - 1.0
+    assert not timer.is_worth
+    clock.now += 1.0
+    assert timer.is_worth
+    timer.saved(2.0)
+    clock.now += 199.0
+    assert not timer.is_worth
+    clock.now += 1.0
+    assert timer.is_worth

@@ -19,6 +19,7 @@ from paceline.events import CheckpointSaved, decode
 from paceline.monitor.audit.audit import AuditResult, audit
 from paceline.plan import Batch, Plan
 from paceline.worker.data.stream_position import stream_seed
+from paceline.worker.loop import save_timer
 
 BATCH = Batch(size=8, micro=2)
 PLAN = Plan(batch=BATCH)
@@ -274,6 +275,36 @@ def test_the_last_step_is_saved_once_also_where_two_reasons_meet(
     world(run_over(Numbers(), epochs=2), 2, PLAN, max_steps=8, save_every=save_every)
     events = map(decode, (world.worker_dir(0) / "events.jsonl").read_text().splitlines())
     assert [event.event.step for event in events if isinstance(event.event, CheckpointSaved)] == saved
+
+
+@pytest.mark.parametrize("plan", ["replicas=2", "shard=2", "replicas=2+localsgd(every=4)"])
+def test_an_error_after_the_loop_loses_no_step(
+    world: World, monkeypatch: pytest.MonkeyPatch, plan: str, workers: int = 2
+) -> None:
+    """The end of a loop is saved before the code behind it runs."""
+
+    def train(worker: Any) -> int:
+        step, _ = trained(worker)
+        count = [step(batch) for batch in worker.batches(Numbers(), epochs=2)]
+        if not is_mended:
+            raise ValueError("an evaluation that fails")
+        return len(count)
+
+    monkeypatch.setattr(save_timer, "LEAST_S", 0.0)  # the workers are forks
+    parsed, is_mended = Plan.parse(f"{plan}+batch(size=8,micro=2)"), False
+    with pytest.raises(WorkersFailed, match="an evaluation that fails"):
+        world(train, workers, parsed)
+    assert [path.name for path in checkpoint(world, 12).parent.iterdir()] == [checkpoint(world, 12).name]
+    is_mended = True
+    assert world(train, workers, parsed) == [0, 0], "no step is taken again"
+    assert verdicts(audit(world.run_dir)) == [(0, "exact"), (1, "exact")]
+
+
+def test_the_end_of_a_short_loop_is_saved_once(world: World) -> None:
+    """What was trained in a moment is not worth a save of its own before that of the end."""
+    world(run_over(Numbers()), 2, PLAN)
+    events = map(decode, (world.worker_dir(0) / "events.jsonl").read_text().splitlines())
+    assert [event.event.step for event in events if isinstance(event.event, CheckpointSaved)] == [6]
 
 
 def test_a_fresh_start_may_restore_its_own_past(world: World) -> None:

@@ -164,7 +164,7 @@ def test_strangers_at_a_members_port_take_no_place_run_nothing_and_delay_nobody(
     host, port = json.loads(store.get("peer_0"))
     garbage = [
         struct.pack(">i", 1),  # "I am member 1"
-        b"PACELIN1" + bytes(64) + struct.pack(">i", 1),
+        b"PACELIN2" + bytes(64) + struct.pack(">i", 1),
         pickle.dumps(Exploit(str(proof))),
         struct.pack("<qQ", (1 << 62) + 1, 8) + b"x" * 8,
         os.urandom(4096),

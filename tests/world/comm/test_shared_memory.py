@@ -28,7 +28,7 @@ from paceline.errors import SyncError
 from paceline.parallel.pipeline.stage_transfer import SharedMemoryTransport
 from paceline.plan import Batch, Layout, Plan
 from paceline.plan.job import Assignment, Job
-from paceline.sync.parameter_server.server_process import is_stopped
+from paceline.processes import process_state
 from shared_memory_workers import CPU, LIMIT_S, Workers
 
 pytestmark = pytest.mark.skipif(arena.why_unsupported() is not None, reason=str(arena.why_unsupported()))
@@ -176,7 +176,7 @@ def test_a_stopped_peer_is_named_within_the_limit_and_cannot_disturb_those_who_g
             placed.fill_(99)  # some time later, in a group that nobody is in any more
             text, _ = lost(group.all_reduce(placed, what="the second"))
             return text
-        while not is_stopped(pids[1]):  # it has arrived, and as the first: it cannot have done its part
+        while process_state(pids[1]) != "stopped":  # it has arrived, and as the first: it cannot have done its part
             os.sched_yield()
         flight = group.all_reduce(placed, what="the first")
         wait_for(group, 2 - rank, 1)

@@ -236,7 +236,7 @@ def test_a_host_whose_imports_fail_tells_the_others(start: Any, net: Net, tmp_pa
     assert (code, outcome.state) == (1, "failed")
     first = next(failure for failure in outcome.failures if not failure.sent_by_us)
     assert first.error is not None
-    assert "host right: ModuleNotFoundError" in first.error["message"]
+    assert "host right: An import of the workers' modules failed: ModuleNotFoundError" in first.error["message"]
 
 
 def test_two_supervisors_on_one_machine_are_two_hosts(tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ def change(model: nn.Module, step: int) -> None:
         for name, parameter in model.named_parameters():
             parameter.lerp_(before[name] * 0.5, 0.5).clamp_(-0.4, 0.4)
             parameter.add_(wholes[name], alpha=1e-2)
+            parameter[parameter.abs() < 0.02] = 0.0  # as pruning by magnitude does
+            parameter[wholes[name] > 1.5] = 0.01
             if step == 2 and name.startswith("1"):
                 parameter.copy_(wholes[name] * 0.3)
             if step == 3 and name.startswith("2"):

@@ -81,6 +81,9 @@ class Choosy(nn.Module):
         return self.others[0](out) if float(x.sum()) > 0 else out
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="FSDP sums gradients of all parameters of a unit since torch 2.13"
+)
 @pytest.mark.parametrize("zero", [1, 3])
 def test_parameters_that_only_some_micro_batches_use(world: World, zero: Any) -> None:
     plan = Plan(layout=Layout(shard=2, zero=zero), batch=BATCH, compute=EXACT)

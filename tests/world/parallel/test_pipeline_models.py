@@ -40,7 +40,7 @@ def in_stages(name: str, tape: Tape, cut: StagePartition, place: int, seed: tupl
         keep_stages(case.model, cut, [stage])
         micro, units = case.micros[place], find_units(case.model)
         received = {n: t.detach().requires_grad_(tape.values[n].has_gradient) for n, t in arrived.items()}
-        replayer = StageReplayer(units, device=CPU)
+        replayer = StageReplayer(case.model, units, device=CPU)
         part = replayer.replay(case.forward, micro, tape=tape, route=way, stage=stage, received=received, seed=seed)
         parts.append((received, part))
         arrived = part.values
@@ -97,7 +97,7 @@ def test_units_that_the_user_checkpoints_run_again_in_backward(name: str) -> Non
     calls: list[Any] = []
     for block in case.model.get_submodule("blocks").children():
         block.get_submodule("linear").register_forward_hook(lambda *_: calls.append(None))
-    replayer = StageReplayer(units, device=CPU)
+    replayer = StageReplayer(case.model, units, device=CPU)
     out = replayer.replay(case.forward, case.micros[0], tape=tape, route=route(tape, cut), stage=0, received={})
     assert len(calls) == 4
     out.result.backward()

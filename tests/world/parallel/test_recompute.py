@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -80,6 +82,43 @@ def train_cached(worker: Any) -> tuple[list[float], bool]:
     x = torch.randn(24, 5, 4, generator=torch.Generator().manual_seed(3))
     losses = [float(step(batch)) for batch in worker.batches(TensorDataset(x, x.flip(1)), epochs=1)]
     return losses, model.config.use_cache
+
+
+class Skips(nn.Module):
+    """A block that is left out at random (stochastic depth), and adds noise, by generators other than torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.from_numpy(np.random.normal(size=4)).to(x)
+        return x + (random.random() > 0.3) * torch.tanh(self.linear(x * (1 + noise)))
+
+
+def train_skipping(worker: Any) -> list[float]:
+    torch.manual_seed(1)
+    model = worker.prepare(nn.Sequential(*(Skips() for _ in range(4))))
+    optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    step = worker.stepper(model, optim, F.mse_loss)
+    x = torch.randn(48, 4, generator=torch.Generator().manual_seed(3))
+    return [float(step(batch)) for batch in worker.batches(TensorDataset(x, x.flip(1)), epochs=2)]
+
+
+@pytest.mark.parametrize("layout", [Layout(replicas=1), Layout(replicas=1, shard=2)], ids=str)
+def test_a_block_draws_the_same_from_every_generator_when_it_runs_again(tmp_path: Path, layout: Layout) -> None:
+    world = World(tmp_path)
+    found = [
+        world(
+            train_skipping,
+            layout.shard,
+            Plan(layout=layout, batch=BATCH, compute=Compute(recompute=kind)),
+            fresh=True,
+            save_at_end=False,
+        )
+        for kind in ("none", "blocks", "selective")
+    ]
+    assert found[0] == found[1] == found[2]
 
 
 def test_a_cache_for_generation_is_not_filled_twice_by_blocks_that_run_twice(tmp_path: Path) -> None:

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
 
 from forked import World
 from layout_runs import (
@@ -240,3 +243,25 @@ def test_models_of_transformers_work_as_they_are(
     expected = beside(tmp_path).one_process(run, Plan(batch=batch, compute=EXACT))
     for found in world(run, tensor, Plan(layout=Layout(tensor=tensor), batch=batch, compute=EXACT)):
         assert found == pytest.approx(expected, rel=1e-9)
+
+
+def looks_in_inference_mode(worker: Any) -> list[float]:
+    torch.manual_seed(0)
+    model = worker.prepare(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)))
+    step = worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), F.mse_loss)
+    x, found = torch.randn(16, 6, generator=torch.Generator().manual_seed(1)), list[float]()
+    for batch in worker.batches(TensorDataset(x, x[:, :4])):
+        found.append(float(step(batch)))
+        with torch.inference_mode():
+            seen = x[:4].clone()
+            found.append(float(model(seen).sum()))
+            seen.mul_(2)  # what inference mode changes, no version tells
+            found.append(float(model(seen).sum()))
+    return found
+
+
+def test_forwards_in_inference_mode_between_steps(world: World) -> None:
+    batch = Batch(size=8, micro=4)
+    alone = world.one_process(looks_in_inference_mode, Plan(batch=batch))
+    for found in world(looks_in_inference_mode, 2, Plan(layout=Layout(tensor=2), batch=batch), save_at_end=False):
+        assert found == pytest.approx(alone, rel=1e-4, abs=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -131,3 +132,24 @@ def test_rules_hold_where_replicas_take_steps_by_themselves(world: World, sync: 
         torch.testing.assert_close(one["total"], whole, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(one["average"], found[0]["average"], rtol=0, atol=0)
         assert float(one["average"].abs().max()) > 0.01
+
+
+def without_statistics(worker: Any) -> list[float]:
+    """Norms that keep no statistics have buffers that are None."""
+    torch.manual_seed(0)
+    layers = (
+        nn.Linear(6, 6),
+        nn.BatchNorm1d(6, track_running_stats=False),
+        nn.Unflatten(1, (2, 3)),
+        nn.InstanceNorm1d(2),
+    )
+    model = worker.prepare(nn.Sequential(*layers, nn.Flatten(), nn.Linear(6, 6)))
+    step = worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), F.mse_loss)
+    return [float(step(batch)) for batch in worker.batches(data())]
+
+
+@pytest.mark.parametrize("layout", [Layout(replicas=2), Layout(replicas=1, shard=2), Layout(stages=2)], ids=str)
+def test_norms_without_statistics_train(world: World, layout: Layout) -> None:
+    alone = world.one_process(without_statistics, PLAN)
+    for losses in world(without_statistics, 2, dataclasses.replace(PLAN, layout=layout), save_at_end=False):
+        assert losses == pytest.approx(alone, rel=1e-9)

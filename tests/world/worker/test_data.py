@@ -15,8 +15,9 @@ from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from forked import WorkersFailed, World
 from paceline.errors import SyncError
+from paceline.events import Warned, decode
 from paceline.monitor.audit.audit import audit
-from paceline.plan import Batch, Plan
+from paceline.plan import Batch, Layout, Plan
 
 
 class Numbers:
@@ -230,6 +231,30 @@ def test_evaluation_counts_every_sample_once_on_any_number_of_workers(world: Wor
     for result in world(measure, 3):
         assert result == pytest.approx(oracle, rel=1e-6)
         assert result["count"] == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize("layout", [Layout(replicas=2), Layout(replicas=1, stages=2)], ids=str)
+def test_a_measure_that_fills_a_list_is_warned_of(world: World, layout: Layout) -> None:
+    def measure(worker: Any) -> int:
+        model = worker.prepare(nn.Sequential(nn.Linear(1, 3), nn.Linear(3, 1)))
+        scores: list[float] = []
+
+        def kept(output: Tensor, target: Tensor) -> Tensor:
+            scores.extend(output.flatten().tolist())
+            return F.mse_loss(output, target)
+
+        worker.evaluate(model, Numbers(10), F.mse_loss, micro=4)
+        worker.evaluate(model, Numbers(10), {"kept": kept}, micro=4)
+        return len(scores)
+
+    assert sum(world(measure, 2, Plan(layout=layout), save_at_end=False)) == 10
+    told = [
+        [event.text for line in log.read_text().splitlines() if isinstance(event := decode(line).event, Warned)]
+        for log in sorted(world.run_dir.glob("attempt_1/worker_*/events.jsonl"))
+    ]
+    (text,) = told[-1]
+    assert "keeps something of its own (kept: scores)" in text
+    assert "worker.gather(...)" in text
 
 
 def test_collective_conveniences(world: World) -> None:

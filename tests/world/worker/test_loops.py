@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from forked import WorkersFailed, World
 from paceline.events import StepDone, decode
 from paceline.monitor.audit.audit import audit
-from paceline.plan import AllReduce, Batch, Compute, Gossip, Layout, LocalSGD, ParameterServer, Plan
+from paceline.plan import AllReduce, Batch, Compute, Gossip, Guard, Layout, LocalSGD, ParameterServer, Plan
 
 EXACT = Compute(precision="fp64")
 PLAN = Plan(batch=Batch(size=16, micro=4), compute=EXACT, sync=AllReduce(bucket_bytes=200))
@@ -343,6 +343,20 @@ def replaced_layer(worker: Any, model: Any, optim: Any) -> None:
     sgd(worker, model)
 
 
+def accumulates_for_one(worker: Any, *_: Any) -> None:
+    model = worker.prepare(net())
+    slow = worker.prepare(torch.optim.SGD(model[4].parameters(), lr=0.1), name="slow")
+    fast = worker.prepare(torch.optim.SGD(model[0].parameters(), lr=0.1))
+    for number, batch in enumerate(worker.batches(dataset())):
+        for x, y in batch:
+            worker.backward(F.cross_entropy(model(x), y))
+        fast.step()
+        fast.zero_grad()
+        if number % 2:
+            slow.step()
+            slow.zero_grad()
+
+
 def late_group(worker: Any, model: nn.Module, optim: Any) -> None:
     optim.add_param_group({"params": nn.Linear(2, 2).parameters()})
     step = worker.stepper(model, sgd(worker, model), F.cross_entropy)
@@ -384,7 +398,8 @@ def report_text(worker: Any, model: Any, optim: Any) -> None:
         (plain_backward, r"call worker\.backward\(loss\) instead"),
         (empty_pass, r"called no worker\.backward"),
         (wiped, "was removed within a gradient pass over a batch"),
-        (accumulates, r"gradients of batch 1 are still there, and no prepared optimizer has stepped on them"),
+        (accumulates, r"gradients of batch 1 are still there, and 'optimizer' has not stepped on them"),
+        (accumulates_for_one, r"gradients of batch 1 are still there, and 'slow' has not stepped on them"),
         (average_inside, r"worker\.average\(\) was called inside a step"),
         (loss_and_accuracy, "a pair whose second part is 0"),
         (stranger_in_the_optimizer, "holds 6 parameters that are not of this stepper's models"),
@@ -405,3 +420,44 @@ def test_what_would_train_wrongly_is_an_error_with_the_remedy(
 
     with pytest.raises(WorkersFailed, match=says):
         world(train, 1, Plan(batch=Batch(size=16, micro=4)))
+
+
+def changes_what_is_frozen(worker: Any) -> list[float]:
+    torch.manual_seed(0)
+    model = worker.prepare(net())
+    step = worker.stepper(model, sgd(worker, model), F.cross_entropy)
+    losses = list[float]()
+    for number, batch in enumerate(worker.batches(dataset())):
+        model[0].requires_grad_(number % 2 == 0)
+        model[2].requires_grad_(number % 2 == 1)
+        losses.append(float(step(batch)))
+    return losses
+
+
+@pytest.mark.parametrize("layout", [Layout(replicas=2), Layout(replicas=1, shard=2)], ids=str)
+def test_one_layer_is_frozen_when_another_is_thawed(world: World, layout: Layout) -> None:
+    batch = Batch(size=16, micro=4)
+    alone = world.one_process(changes_what_is_frozen, Plan(batch=batch))
+    for losses in world(changes_what_is_frozen, 2, Plan(layout=layout, batch=batch), save_at_end=False):
+        assert losses == pytest.approx(alone, rel=1e-5)
+
+
+def looks_between_steps(worker: Any) -> list[float]:
+    torch.manual_seed(0)
+    model = worker.prepare(net())
+    step = worker.stepper(model, sgd(worker, model), F.cross_entropy)
+    losses = list[float]()
+    for batch in worker.batches(dataset()):
+        losses.append(float(step(batch)))
+        with torch.no_grad():
+            model(dataset().tensors[0][:4])
+    return losses
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_forward_between_steps_does_not_disturb_snapshots(world: World, zero: Any) -> None:
+    guard, batch = Guard(on_spike="rollback", snapshot_every=1), Batch(size=16, micro=4)
+    alone = world.one_process(looks_between_steps, Plan(batch=batch))
+    plan = Plan(layout=Layout(replicas=1, shard=2, zero=zero), batch=batch, guard=guard)
+    for losses in world(looks_between_steps, 2, plan, save_at_end=False):
+        assert losses == pytest.approx(alone, rel=1e-5)

@@ -25,9 +25,10 @@ class Computed(nn.Module):
         super().__init__()
         self.up = parametrizations.weight_norm(nn.Linear(WIDTH, 24))
         self.down = parametrizations.spectral_norm(nn.Linear(24, WIDTH))
+        self.of_hooks = nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
+        return x + self.down(torch.tanh(self.up(self.of_hooks(x))))
 
 
 def doubled(_: nn.Module, args: Any) -> Any:

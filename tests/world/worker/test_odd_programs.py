@@ -22,6 +22,7 @@ from forked import WorkersFailed, World
 from paceline.comm.group import Group, SingleWorkerGroup
 from paceline.comm.messages.json_channel import ChannelClosed
 from paceline.errors import SyncError
+from paceline.events import Evaluated, StepDone, decode
 from paceline.parallel.apply import place
 from paceline.plan import Batch, Cast, Compute, Plan
 from paceline.worker.data.data_loading import StepItems
@@ -406,3 +407,26 @@ def test_a_lost_peer_is_told_without_jokes(world: World, tmp_path: Path) -> None
 )
 def test_an_echo_is_an_error_of_the_group_not_of_the_users_own_connections(error: Exception, expected: bool) -> None:
     assert is_peer_failure(error) == expected
+
+
+def test_metrics_with_odd_names_are_shown_and_written(world: World) -> None:
+    def train(worker: Any) -> None:
+        model = worker.prepare(nn.Linear(6, 4))
+        optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+        step = worker.stepper(model, optim, F.cross_entropy)
+        for batch in worker.batches(dataset(10)):
+            worker.report(**{"\ud800": step(batch), "a\nfailed after step 3": 1.0})
+        worker.evaluate(model, dataset(10), {"\udcff": F.cross_entropy})
+
+    world(train, 1)
+    log = (world.worker_dir(0) / "events.jsonl").read_text()
+    events = [decode(line).event for line in log.splitlines()]
+    (done, *_) = [event for event in events if isinstance(event, StepDone)]
+    (evaluated,) = [event for event in events if isinstance(event, Evaluated)]
+    assert {"\\ud800", "a\\nfailed after step 3"} <= set(done.metrics)
+    assert set(evaluated.metrics) == {"\\udcff"}
+
+
+def test_a_number_that_no_float_holds_is_named(world: World) -> None:
+    with pytest.raises(WorkersFailed, match=r"worker\.report\(big=10{100,}\.\.\.\): report numbers"):
+        world(lambda worker: worker.report(big=10**400), 1)

@@ -263,3 +263,40 @@ def test_a_scaled_loss_is_reported_as_in_one_process_and_its_first_overflow_skip
     losses = reported(world)
     assert losses == pytest.approx(reported(one), rel=1e-6)
     assert losses[0] > 1e38 and 0 < max(losses[1:]) < 20
+
+
+class HalfScaler(torch.amp.GradScaler):
+    """A user's own, which has a scale of its own."""
+
+    def scale(self, outputs: Any) -> Any:
+        return super().scale(outputs) * 0.5
+
+
+def by_own_scaler(worker: Any) -> str:
+    torch.manual_seed(3)
+    model = worker.prepare(Net(0.0))
+    optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.5))
+    scaler = HalfScaler("cpu", init_scale=2.0**10)
+    for batch in worker.batches(Text(ROWS), epochs=1):
+        for x, y in batch:
+            worker.backward(scaler.scale(next_word(model(x), y)))
+        scaler.step(optim)
+        scaler.update()
+        optim.zero_grad()
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler  # a class made after the first pass
+
+    sharded = ShardedGradScaler("cpu")
+    try:
+        for batch in worker.batches(Text(ROWS), epochs=1):
+            for x, y in batch:
+                worker.backward(sharded.scale(next_word(model(x), y)))
+    except RuntimeError as error:
+        return str(error)
+    return str(optim)
+
+
+def test_a_derived_scaler_is_seen_too_and_that_of_fsdp_refused_by_name(world: World) -> None:
+    plan = Plan(batch=BATCH, compute=EXACT, layout=Layout(shard=2))
+    for said in world(by_own_scaler, 2, plan, save_at_end=False):
+        assert said.startswith("ShardedGradScaler asks torch's default process group"), said
+    assert 0 < max(reported(world)) < 20, "losses are told unscaled"

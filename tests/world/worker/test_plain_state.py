@@ -48,8 +48,10 @@ class Keeping(nn.Module):
             self.kept = torch.zeros(6, dtype=torch.float64)
         elif way == "a float":
             self.kept = 1.0
-        elif way == "a list of what was":
+        elif way in ("a list of what was", "the first of a list"):
             self.kept = []
+        elif way == "the first of a dict":
+            self.kept = {}
         elif way == "a ring of what was":
             self.kept = collections.deque(maxlen=4)
         elif way == "an entry of a dict":
@@ -127,6 +129,12 @@ class Keeping(nn.Module):
         if self.way in ("a list of what was", "a ring of what was"):
             self.kept.append(mean)
             return x - sum(self.kept) / len(self.kept)
+        if self.way in ("the first of a list", "the first of a dict"):
+            if isinstance(self.kept, list):
+                self.kept.append(mean)
+            else:
+                self.kept[len(self.kept)] = mean
+            return x - self.kept[0]
         if self.way == "an entry of a dict":
             self.kept["mean"] = 0.9 * self.kept["mean"] + 0.1 * mean
             return x - self.kept["mean"]
@@ -175,6 +183,8 @@ CARRIED += [
     "a count that acts late",
     "a list of what was",
     "a ring of what was",
+    "the first of a list",
+    "the first of a dict",
     "an entry of a dict",
     "an object",
 ]

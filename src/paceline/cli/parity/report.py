@@ -83,6 +83,7 @@ class ParityVerdict:
     tolerance: Tolerance
     found: Differences
     is_bare: bool = False  # one process, against a plain torch loop
+    draws_by_unit: bool = False  # against one process whose units draw the random numbers that stages draw
     unsteady: frozenset[str] = frozenset()  # values that the script reports and one worker does not repeat
     later_parts: tuple[str, ...] = ()  # options of optimizers that name a later step than the last one
     departure: Departure | None = None  # where it departs first
@@ -210,6 +211,11 @@ def _notes(row: ParityVerdict) -> list[str]:
             f"note: {row.label} ran on {row.device}, the reference on {row.reference_device}, which rounds otherwise: "
             "compare on one of them with --device"
         )
+    if row.draws_by_unit:
+        notes.append(
+            f"note: {row.label}: under stages each unit draws random numbers of its own (dropout); the reference draws "
+            "them, too"
+        )
     if found.left_out.value > row.tolerance.weights:
         notes.append(
             f"note: {row.label}: weights with gradients too small to be judged: {found.num_left_out}; "
@@ -257,10 +263,6 @@ def _sentences(row: ParityVerdict) -> list[str]:
         lines.append(str(row.departure))
     elif row.is_located:
         lines.append("module by module nothing departs by more than rounding explains")
-    if row.plan.layout.stages > 1:
-        lines.append(
-            "under stages each unit draws random numbers of its own: turn dropout off in the script to compare"
-        )
     if row.is_rounding_of_wire:
         lines.append(f"{row.plan.wire!r} rounds gradients to 16 bits: allow for it with --tolerance {WIRE:.0e}")
     elif not row.plan.wire.exact and not isinstance(row.plan.wire, Cast):
@@ -295,6 +297,7 @@ def _facts(judged: Sequence[ParityVerdict], lost: Sequence[FailedTrial]) -> dict
             | {
                 "num_left_out": row.found.num_left_out,
                 "against": BARE if row.is_bare else "one process",
+                "draws_by_unit": row.draws_by_unit,
                 "not_repeated": sorted(row.unsteady),
                 "later_parts": list(row.later_parts),
                 "tolerance": dataclasses.asdict(row.tolerance),

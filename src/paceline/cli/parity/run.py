@@ -44,7 +44,8 @@ from paceline.runs.attempt import Attempt, error_from_failures
 
 __all__ = ["ParityTrial", "main_parity", "trials"]
 
-BARE_LOOP = "bare_loop"  # the name that paceline.worker.record.parity_capture, which needs torch, looks for
+# The names that paceline.worker.record.parity_capture, which needs torch, looks for.
+BARE_LOOP, DRAWS_BY_UNIT = "bare_loop", "draws_by_unit"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +57,7 @@ class ParityTrial:
     workers: int
     is_reference: bool
     is_bare: bool = False  # steps are taken by a plain torch loop
+    draws_by_unit: bool = False  # each unit draws the random numbers that it draws under stages
 
     def overrides(self, *, float64: bool) -> tuple[str, ...]:
         """What is changed in the plan, be it from the command or the script."""
@@ -72,6 +74,8 @@ class ParityTrial:
         """What runs, in words."""
         if self.is_bare:
             return BARE
+        if self.is_reference and self.draws_by_unit:
+            return "one process, random numbers as under stages (reference)"
         if self.is_reference:
             return "one process (reference)"
         return f"{self.workers} worker{'s' * (self.workers > 1)}"
@@ -104,6 +108,7 @@ def main_parity(request: ParityRequest) -> int:
     lost: dict[str, WorkerError | PlanError] = {}  # references that failed, by what they ran
     # By what they run: plans that differ in what a reference has not share one.
     references: dict[str, FinishedTrial] = {}
+    drawn_by_unit: dict[Path, FinishedTrial] = {}  # by the captures of their references
     with _directory(request.keep) as directory, contextlib.ExitStack() as stack:
         warm = stack.enter_context(WarmParent.start())
         reference: FinishedTrial | None = None
@@ -138,9 +143,16 @@ def main_parity(request: ParityRequest) -> int:
             if reference is None:
                 reference = references[key] = ended
             else:
-                verdict = _judged(trial, ended, reference, request)
+                verdict, against = _judged(trial, ended, reference, request), reference
+                if ended.plan.layout.stages > 1 and not (verdict.holds or verdict.is_rounding_of_wire):
+                    against = drawn_by_unit.get(reference.capture.directory) or _drawn_by_unit(
+                        trial, reference, request, directory
+                    )
+                    drawn_by_unit[reference.capture.directory] = against
+                    if against is not reference:
+                        verdict = dataclasses.replace(_judged(trial, ended, against, request), draws_by_unit=True)
                 if request.where and trial.workers > 1 and not (verdict.holds or verdict.is_rounding_of_wire):
-                    verdict = _located(verdict, trial, ended, reference, request, directory)
+                    verdict = _located(verdict, trial, ended, against, request, directory)
                 judged.append(verdict)
                 if request.keep is None:
                     shutil.rmtree(directory / trial.name)  # gradients of every step are many bytes
@@ -201,9 +213,10 @@ def _run(trial: ParityTrial, request: ParityRequest, directory: Path, warm: Warm
     """Run one trial to its end, without a word on the screen."""
     run_dir = directory / trial.name
     captured = run_dir / "captured"
-    if trial.is_bare:
-        captured.mkdir(parents=True)
-        (captured / BARE_LOOP).touch()
+    for is_asked, name in ((trial.is_bare, BARE_LOOP), (trial.draws_by_unit, DRAWS_BY_UNIT)):
+        if is_asked:
+            captured.mkdir(parents=True, exist_ok=True)
+            (captured / name).touch()
     fields: dict[str, Any] = {
         "program": str(request.script),
         "args": request.args,
@@ -261,6 +274,24 @@ def _judged(
     )
 
 
+def _drawn_by_unit(
+    trial: ParityTrial, reference: FinishedTrial, request: ParityRequest, directory: Path
+) -> FinishedTrial:
+    """Return a reference whose units draw the random numbers that stages draw, or `reference` where that has no effect
+    on it."""
+    name = f"{trial.name}_reference_by_unit"
+    again = dataclasses.replace(trial, name=name, workers=1, is_reference=True, draws_by_unit=True)
+    _say(f"{_label(trial)} differs: running {_label(again)}, {request.steps} steps")
+    try:
+        with WarmParent.start() as warm:
+            ended = _run(again, request, directory, warm)
+    except (WorkerError, PlanError) as error:
+        _say(f"that failed: {error}")
+        return reference
+    has_effect = compare(ended.capture, reference.capture).loss.value > 0
+    return ended if has_effect else reference
+
+
 def _located(
     verdict: ParityVerdict,
     trial: ParityTrial,
@@ -277,7 +308,11 @@ def _located(
         is_reference = what == "reference"
         name = f"{trial.name}_{what}{'_perturbed' * perturbed}_modules"
         again = dataclasses.replace(
-            trial, name=name, is_reference=is_reference, workers=1 if is_reference else trial.workers
+            trial,
+            name=name,
+            is_reference=is_reference,
+            workers=1 if is_reference else trial.workers,
+            draws_by_unit=is_reference and verdict.draws_by_unit,
         )
         captured = directory / name / "captured"
         ask_for_modules(captured, steps=steps, perturbed_in=precision if perturbed else None)

@@ -6,8 +6,8 @@ could sit between the two and decrypt. Therefore each side finally sends an HMAC
 differs on the two sides of a relay. From then on every byte that arrives is the other side's, in its order, or the
 connection ends.
 
-The cipher suite is anonymous Diffie-Hellman over the group ffdhe2048 (RFC 7919) with AES-256-GCM: no certificates, and
-what was recorded cannot be decrypted by those who learn the secret later.
+The cipher suite is ephemeral Diffie-Hellman over an elliptic curve with AES-256-GCM: what was recorded cannot be
+decrypted by those who learn the secret later. Its certificate is a form (`paceline.comm.messages.tls_identity`).
 """
 
 from __future__ import annotations
@@ -23,21 +23,13 @@ import struct
 import tempfile
 import time
 
+from paceline.comm.messages.tls_identity import CERTIFICATE, PUBLIC_KEY_PAIR
 from paceline.comm.messages.token_handshake import HANDSHAKE_TIMEOUT_S, TokenHandshake, TokenRefused
 
 __all__ = ["PROOF_BYTES", "channel_proof", "encrypt", "prove_and_encrypt", "prove_token", "tls_context", "user_of"]
 
-CIPHERS = "ADH-AES256-GCM-SHA384:ADH-AES128-GCM-SHA256:@SECLEVEL=0"  # level 0: anonymous, since the token proves
+CIPHERS = "ECDHE-ECDSA-AES256-GCM-SHA384:ECDHE-ECDSA-AES128-GCM-SHA256"
 PROOF_BYTES = 32
-FFDHE2048 = """-----BEGIN DH PARAMETERS-----
-MIIBCAKCAQEA//////////+t+FRYortKmq/cViAnPTzx2LnFg84tNpWp4TZBFGQz
-+8yTnc4kmz75fS/jY2MMddj2gbICrsRhetPfHtXV/WVhJDP1H18GbtCFY2VVPe0a
-87VXE15/V8k1mE8McODmi3fipona8+/och3xWKE2rec1MKzKT0g6eXq8CrGCsyT7
-YdEIqUuyyOP7uWrat2DX9GgdT0Kj3jlN9K5W7edjcrsZCwenyO4KbXCeAvzhzffi
-7MA0BM0oNC9hkXL+nOmFg/+OTxIy7vKBg8P+OxtMb61zO7X8vC7CIAXFjvGDfRaD
-ssbzSibBsu/6iGtCOGEoXJf//////////wIBAg==
------END DH PARAMETERS-----
-"""
 
 
 @functools.cache
@@ -51,13 +43,13 @@ def tls_context(*, is_head: bool) -> ssl.SSLContext:
         context.set_ciphers(CIPHERS)
         if is_head:
             with tempfile.NamedTemporaryFile("w", suffix=".pem", encoding="ascii") as file:
-                file.write(FFDHE2048)
+                file.write(PUBLIC_KEY_PAIR + CERTIFICATE)
                 file.flush()
-                context.load_dh_params(file.name)
+                context.load_cert_chain(file.name)
     except ssl.SSLError as error:
         raise TokenRefused(
-            f"this Python's {ssl.OPENSSL_VERSION} offers no anonymous Diffie-Hellman, which encrypts connections "
-            f"between hosts ({error.reason or error})"
+            f"this Python's {ssl.OPENSSL_VERSION} does not offer what encrypts connections between hosts, "
+            f"{CIPHERS.partition(':')[0]} ({error.reason or error})"
         ) from None
     return context
 

@@ -5,27 +5,33 @@ that were killed have left, the warm parent and its supervisor remove once the f
 killed, too, the next family of the same user does.
 
 The path of a socket has at most 107 bytes. Where the temporary directory is too long for that, /tmp is taken.
+
+Loader processes pass on micro-batches through sockets of Python's multiprocessing, each in a directory of its own that
+it removes at its end. A loader that is killed does not come to that, and loaders are killed with their worker. So the
+loaders of a worker have one directory together, which is of this kind.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
-import shutil
 import socket
 import stat
 import tempfile
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 from paceline import environment
 
-__all__ = ["make_socket_directory", "remove_socket_directories"]
+__all__ = ["loader_directory", "make_socket_directory", "remove_socket_directories"]
 
 LONGEST = 107  # bytes of a socket's path, without the zero at its end
 SOCKET = "s"
+OF_LOADERS = "listener-"  # what multiprocessing calls its sockets, with 8 characters more
 ABANDONED_S = 60.0  # a socket that was just made may not listen yet
-REST = len("/") + 8 + len("/s")  # what mkdtemp adds, and the socket's own name
+REST = len("/") + 8 + len(f"/{OF_LOADERS}") + 8  # what mkdtemp adds, and the longest name of a socket
 
 
 def make_socket_directory() -> Path:
@@ -34,34 +40,69 @@ def make_socket_directory() -> Path:
     return Path(tempfile.mkdtemp(prefix=prefix, dir=_place(prefix)))
 
 
+@functools.cache
+def _loader_directory(pid: int) -> tuple[Path, socket.socket]:
+    made = make_socket_directory()
+    Finalize(None, _remove, (made,), exitpriority=0)  # of this process, not of forks
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)  # as long as it listens, the directory is in use
+    sock.bind(str(made / SOCKET))
+    sock.listen(1)
+    return made, sock
+
+
+def loader_directory() -> Path:
+    """Return the directory for the sockets of this process's loaders, the same each time."""
+    return _loader_directory(os.getpid())[0]
+
+
 def remove_socket_directories(family: str) -> None:
     """Remove what a family has left: all its processes have ended."""
     if family:
         prefix = _prefix(family)
-        for path in Path(_place(prefix)).glob(f"{prefix}*"):
-            shutil.rmtree(path, ignore_errors=True)
-        _remove_abandoned(Path(_place(prefix)))
+        place = Path(_place(prefix))
+        with contextlib.suppress(OSError):
+            _remove_abandoned(place, prefix)
+        for path in place.glob(f"{prefix}*"):
+            _remove(path)
 
 
-def _remove_abandoned(place: Path) -> None:
-    """Remove what families have left that were killed as a whole."""
-    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=place) as new:
-        now = os.fstat(new.fileno()).st_mtime  # by the clock that the other times are from
-        for path in place.glob("paceline-*-*"):
-            with contextlib.suppress(OSError):  # its owner removes it at this moment
-                if _is_abandoned(path, now):
-                    shutil.rmtree(path, ignore_errors=True)
+def _remove_abandoned(place: Path, prefix: str) -> None:
+    """Remove what families have left that were killed as a whole. What this makes for that is of its own family, so
+    that after a kill in the midst the rest of the family removes it."""
+    new = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
+    now = new.lstat().st_mtime  # by the clock that the other times are from
+    for path in place.glob("paceline-*"):
+        with contextlib.suppress(OSError):  # its owner removes it at this moment
+            if _is_abandoned(path, now):
+                _remove(path)
 
 
 def _is_abandoned(directory: Path, now: float) -> bool:
-    """Whether a directory of this user has nothing but a socket, old enough, at which nobody listens any more."""
-    found = directory.lstat()
-    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-    if not is_own or now - found.st_mtime < ABANDONED_S or os.listdir(directory) != [SOCKET]:
+    """Whether a directory of this user has nothing but sockets, old enough, and at its owner's nobody listens any
+    more."""
+    if not _is_own(directory) or now - directory.lstat().st_mtime < ABANDONED_S:
+        return False
+    names = os.listdir(directory)
+    if SOCKET not in names or not all(name == SOCKET or name.startswith(OF_LOADERS) for name in names):
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as knock:
         knock.setblocking(False)
         return knock.connect_ex(str(directory / SOCKET)) == errno.ECONNREFUSED
+
+
+def _remove(directory: Path) -> None:
+    """Remove a directory of this user and the files in it. One of another user, who can read a family's name in /tmp,
+    is left alone, however it is called and whatever it holds."""
+    with contextlib.suppress(OSError):
+        if _is_own(directory):
+            for path in directory.iterdir():
+                path.unlink(missing_ok=True)
+            directory.rmdir()
+
+
+def _is_own(directory: Path) -> bool:
+    found = directory.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def _place(prefix: str) -> str:

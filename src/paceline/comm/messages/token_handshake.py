@@ -20,7 +20,7 @@ import secrets
 __all__ = ["HANDSHAKE_TIMEOUT_S", "TokenHandshake", "TokenRefused"]
 
 HANDSHAKE_TIMEOUT_S = 5.0  # from connecting to the last proof
-MAGIC = b"PACELIN1"
+MAGIC = b"PACELIN2"
 NONCE_BYTES = PROOF_BYTES = 32
 REFUSAL = bytes(PROOF_BYTES)
 

@@ -22,6 +22,15 @@ class KeyValueStore:
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
+        self.on_change: Callable[[str, str | None], None] = _unheard  # a key, and its new value as base64 text, or None
+
+    def to_json(self) -> dict[str, str]:
+        """Return all values, as base64 text."""
+        return {key: base64.b64encode(value).decode() for key, value in self._values.items()}
+
+    def restore(self, values: Mapping[str, str]) -> None:
+        """Take over what another store had; raise ValueError where a value is no base64 text."""
+        self._values.update({key: base64.b64decode(value, validate=True) for key, value in values.items()})
 
     def handle(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Answer one request: `{"value": ...}`, or `{"error": text}` where it is malformed; an `id` is repeated.
@@ -34,8 +43,14 @@ class KeyValueStore:
         op = OPS.get(str(request.get("op")))
         if op is None:
             return reply | {"error": f"there is no op {request.get('op')!r}; the store knows {', '.join(OPS)}"}
+        key = str(request.get("key")) if op in CHANGES else ""
+        before = self._values.get(key)
         try:
-            return reply | {"value": op(self._values, request)}
+            answer = reply | {"value": op(self._values, request)}
+            after = self._values.get(key)
+            if op in CHANGES and after != before:
+                self.on_change(key, None if after is None else base64.b64encode(after).decode())
+            return answer
         except _Malformed as error:
             return reply | {"error": str(error)}
 
@@ -100,6 +115,13 @@ OPS: Mapping[str, Callable[[dict[str, bytes], Mapping[str, Any]], Any]] = {
     "delete": _delete,
     "num_keys": _num_keys,
 }
+
+
+CHANGES = (_set, _add, _compare_set, _delete)
+
+
+def _unheard(key: str, value: str | None) -> None:
+    """Do nothing: nobody keeps a copy."""
 
 
 def _text(request: Mapping[str, Any], name: str) -> str:

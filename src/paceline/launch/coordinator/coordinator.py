@@ -25,14 +25,16 @@ from typing import Any
 from paceline.comm.rendezvous.kv_store import KeyValueStore
 from paceline.elastic.lease import UnreachableHosts, lease_s, lost_s
 from paceline.elastic.membership import Limits
-from paceline.elastic.membership_messages import FROM_WORKERS
+from paceline.elastic.membership_messages import FROM_WORKERS, TOO_FEW
 from paceline.events import Event
 from paceline.launch.coordinator.elastic_controller import ElasticController
 from paceline.launch.coordinator.elastic_worker_actions import ElasticWorkerActions
 from paceline.launch.coordinator.job_end import FAILURE_REPORTS_S, TERMINATE_S, JobEnd
+from paceline.launch.coordinator.leadership import Leadership
 from paceline.launch.coordinator.remote_hosts import COORDINATOR_INDEX, RemoteHost, RemoteHosts
 from paceline.launch.coordinator.restart import Admission, JobRestart
 from paceline.launch.coordinator.restart_decision import leave_text, more_text
+from paceline.launch.coordinator.takeover import HostReport, Takeover
 from paceline.launch.fork.local_workers import LocalWorkers
 from paceline.launch.io.signals import signal_text
 from paceline.launch.job.outcome import JobOutcome, WorkerExit, WorkerExits, is_root_loss, lost_worker
@@ -60,19 +62,30 @@ class Coordinator:
         say: Callable[[str], None],
         snapshot_addresses: Mapping[int, HostAddress] | None = None,
         restart_plan: RestartPlan | None = None,
+        takeover: Takeover | None = None,
+        reports: Mapping[int, HostReport] | None = None,
+        head: str | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         """`restart_plan` is set when workers of the previous attempt were lost: it says how all restart.
         `snapshot_addresses` says where other hosts serve the snapshots that this host's workers start from.
+        `takeover`: the coordinator was lost, and this one goes on with the hosts that have returned, which have sent
+        `reports` (by host index). `head`: HOST:PORT where other hosts find it. `ranks`: those of the workers that
+        start on this host (an even share).
         """
         self.host, self.address, self.host_index = host, address, COORDINATOR_INDEX
-        self.attempt, self.run_dir = attempt, run_dir
+        self.attempt, self.run_dir, self.head = attempt, run_dir, head
         # The ranks that start on this host; `slots` is how many workers it has room for.
         self.ranks: Sequence[int] = (
-            ranks_by_host(job.workers or 0, job.hosts)[COORDINATOR_INDEX]
+            (ranks_by_host(job.workers or 0, [None] * job.hosts)[COORDINATOR_INDEX] if ranks is None else ranks)
+            if restart_plan is None and takeover is None
+            else ()
             if restart_plan is None
             else restart_plan.ranks[COORDINATOR_INDEX]
         )
         self.slots = len(self.ranks) if restart_plan is None else restart_plan.slots[COORDINATOR_INDEX]
+        if takeover is not None:
+            self.slots = takeover.slots
         self.snapshot_addresses = dict(snapshot_addresses or {})
         self.replication: SnapshotReplication | None = None  # exchanges in-memory snapshots with other hosts
         lease = lease_s(job.silence_s, job.grace_s)
@@ -81,13 +94,22 @@ class Coordinator:
         )
         self._job, self._admission, self._say = job, admission, say
         self._controller: ElasticController | None = None
+        self._takeover, self._reports = takeover, dict(reports or {})
+        self._has_resumed = False
         # Some worker is taking steps, or will from state that only memory has.
-        self._has_begun = restart_plan is not None and restart_plan.begins_at is not None
+        self._has_begun = (restart_plan is not None and restart_plan.begins_at is not None) or any(
+            report.has_begun for report in self._reports.values()
+        )
+        self._local_workers: LocalWorkers | None = None
         self._cannot_fork = False  # the warm parent is lost, so no worker can be forked
         self._emit: Callable[[Event], None] = lambda _: None
         initial = [*self.ranks, *(worker for remote_host in remote_hosts for worker in remote_host.workers)]
-        self._unreachable = UnreachableHosts(self.remote_hosts.hosts_of(initial))
-        self._exits = WorkerExits(range(job.workers or 0))
+        self._unreachable = (
+            UnreachableHosts(self.remote_hosts.hosts_of(initial))
+            if takeover is None
+            else UnreachableHosts.from_json(takeover.before.state["reach"])
+        )
+        self._exits = WorkerExits(range(job.workers or 0) if takeover is None else self._expected(takeover))
         self._end = JobEnd(self._exits, self.remote_hosts, grace_s=job.grace_s, timeout_s=job.timeout_s, say=say)
         self._restart = JobRestart(
             job,
@@ -101,10 +123,24 @@ class Coordinator:
             say=say,
             restart_plan=restart_plan,
         )
-        self._worker_actions = ElasticWorkerActions(
-            self._exits, self.remote_hosts, unreachable=self._unreachable, restart=self._restart
-        )
+        self._restart.is_possible |= any(report.keeps for report in self._reports.values())
         self._kv_store = KeyValueStore()
+        self.leadership = Leadership(
+            self.remote_hosts,
+            attempt=attempt,
+            host=host,
+            state=self._state,
+            store=self._store,
+            superseded=self._superseded,
+            say=say,
+        )
+        self._worker_actions = ElasticWorkerActions(
+            self._exits,
+            self.remote_hosts,
+            unreachable=self._unreachable,
+            restart=self._restart,
+            publish=self.leadership.publish,
+        )
 
     @property
     def outcome(self) -> JobOutcome | None:
@@ -122,11 +158,76 @@ class Coordinator:
 
     def lead(self, local_workers: LocalWorkers, emit: Callable[[Event], None]) -> None:
         """Take over this host's local workers; `emit` writes events to the run's record."""
-        self._emit = emit
+        self._emit, self._local_workers = emit, local_workers
         self.remote_hosts.lead(local_workers)
         self._end.lead(local_workers, emit)
         self._restart.lead(local_workers)
         self._assign_neighbors()
+        if self._takeover is not None:
+            self._resume(self._takeover)
+
+    # The register, and a change of the coordinator.
+
+    def _state(self) -> Mapping[str, Any]:
+        """What another coordinator takes over."""
+        if self._takeover is not None and not self._has_resumed:
+            return self._takeover.before.state
+        hosts = [[one.index, one.host, one.address] for one in self.remote_hosts]
+        elastic, reach = None, self._unreachable.to_json()
+        if self._controller is not None:
+            elastic = self._controller.to_json()
+            reach = [*reach, sorted(self.remote_hosts.hosts_of(elastic["membership"]["view"]["members"]))]
+        return {"hosts": hosts, "workers": sorted(self._exits.expected), "reach": reach, "elastic": elastic}
+
+    def _store(self) -> Mapping[str, str]:
+        """What other hosts keep of the key-value store, in an elastic run."""
+        return {} if self._controller is None else self._kv_store.to_json()
+
+    def _superseded(self, reason: str) -> None:
+        """Another coordinator has taken over: this host was cut off, or stood still. Its workers end at once."""
+        if self.outcome is not None:
+            return
+        self._say(f"{reason}: this host had been given up, and ends")
+        if self._local_workers is not None:
+            self._local_workers.kill()
+        self._end.outcome = JobOutcome(state="stopped", exit_code=TOO_FEW, reason=reason, is_superseded=True)
+        self.remote_hosts.close()  # other hosts that followed this one look for the other one
+
+    def _expected(self, takeover: Takeover) -> list[int]:
+        """The workers whose ends a coordinator that takes over waits for."""
+        if takeover.before.state["elastic"] is None:
+            return takeover.workers
+        return [
+            worker for report in self._reports.values() for worker, one in report.workers.items() if not one.has_ended
+        ]
+
+    def _resume(self, takeover: Takeover) -> None:
+        """Go on where the lost coordinator was: all of its hosts that are left have returned."""
+        self._has_resumed = True
+        now, reason, host = time.monotonic(), takeover.reason, takeover.before.host
+        gone_by = now + lost_s(self._job.silence_s, self._job.grace_s)
+        for index in {COORDINATOR_INDEX, *takeover.hosts} - self._reports.keys():
+            self._unreachable.lost(index, gone_by=gone_by)
+        for report in self._reports.values():
+            self._kv_store.restore(report.kept)
+        reports = {worker: one for report in self._reports.values() for worker, one in report.workers.items()}
+        elastic = takeover.before.state["elastic"]
+        if elastic is not None:
+            self._begin_elastic(int(elastic["least"]), int(elastic["most"]), int(elastic["workers_each"]), elastic)
+        if self._controller is not None:
+            self._controller.resume(
+                reports, host=host, reason=reason, room=self.remote_hosts.room(self._controller.workers_each)
+            )
+        else:
+            for number, worker in enumerate(worker for worker in takeover.workers if worker not in reports):
+                self.exited(lost_worker(worker, host=host, pid=0, kind="HostLost", message=reason, echo=number > 0))
+        for report in self._reports.values():
+            for ended in report.exits:
+                self.exited(ended)
+            if report.finish is not None and self._controller is not None:
+                self._controller.stop(report.finish.exit_code, report.finish.reason)
+                self._end.note_finish(self._controller.finish)
+        self.leadership.publish()
 
     # Called by the hang monitor.
 
@@ -237,6 +338,7 @@ class Coordinator:
 
     def tick(self, now: float) -> None:
         """Make the decisions that are due; signals of the same loop turn have been handled before."""
+        self.leadership.tick()
         if self._restart.is_under_way:
             self._restart.tick(now)
             return
@@ -284,11 +386,13 @@ class Coordinator:
     def join(self, remote_host: RemoteHost) -> None:
         """Add a host that came while the run goes on."""
         self.remote_hosts.add(remote_host)
+        self.leadership.tell(remote_host)
         if self._restart.is_under_way:
             self._say(f"{remote_host.name} has come")
             remote_host.link.send({"op": "again"})
             return
         self._assign_neighbors()
+        self.leadership.publish_soon()
         gained = 0 if self._controller is None else self._controller.grow(remote_host.slots)
         self._say(f"{remote_host.name} has joined: {more_text(gained) if gained else 'its slots are spare'}")
 
@@ -312,6 +416,7 @@ class Coordinator:
         self._unreachable.lost(remote_host.index, gone_by=heard + lost_s(self._job.silence_s, self._job.grace_s))
         self._say(message)
         self._assign_neighbors()
+        self.leadership.publish()  # a host that is given up takes nothing over
         controller = self._controller
         if controller is not None and not self._end.is_ending:
             done = [ended for ended in exits if controller.is_over(ended.worker)]
@@ -356,7 +461,10 @@ class Coordinator:
         if not (is_over or self._cannot_fork or self._job.launcher == "inline"):
             self._restart.begin_after_server_loss(worker, self.remote_hosts.host_of(worker), cause)
 
-    def _begin_elastic(self, least: int, most: int, workers_each: int) -> None:
+    def _begin_elastic(
+        self, least: int, most: int, workers_each: int, elastic: Mapping[str, Any] | None = None
+    ) -> None:
+        """The plan is elastic; `elastic`: of a lost coordinator, which had told this of it."""
         limits = Limits(
             least=least,
             most=most,
@@ -368,6 +476,13 @@ class Coordinator:
         self._controller = ElasticController(
             limits, workers=self._job.workers or 1, worker_actions=self._worker_actions, emit=self._emit
         )
+        if elastic is not None:
+            self._controller.take_over(elastic)
+        else:
+            self.leadership.publish()
+        self._kv_store.on_change = self.leadership.kept
+        for remote_host in self.remote_hosts:
+            self.leadership.hand_store(remote_host)
         early = self._exits.pop_failures()
         if early:
             self._end.end_at = None
@@ -423,4 +538,4 @@ class Coordinator:
     def _assign_neighbors(self) -> None:
         """Tell each host which neighbor host receives copies of its snapshots."""
         if self.replication is not None:
-            self.remote_hosts.assign_neighbors(self.address, self.replication)
+            self.remote_hosts.assign_neighbors(self.address if self.slots else None, self.replication)

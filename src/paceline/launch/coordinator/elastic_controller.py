@@ -14,12 +14,14 @@ from typing import Any, Protocol
 
 from paceline import clock
 from paceline.elastic.membership import Decision, EndWorker, GiveUp, Limits, Membership, StartReplica
-from paceline.elastic.membership_messages import Finish, MembershipView
+from paceline.elastic.membership_messages import Finish, MembershipView, WorkerReport
 from paceline.events import Event, Regrouped, WorkerJoined, WorkerLeft, WorkerLost
 from paceline.host_memory import machine_load
 from paceline.launch.job.outcome import WorkerExit
 
 __all__ = ["ElasticController", "WorkerActions"]
+
+UNTOLD_STARTS = 1000  # more than a coordinator starts between two words to the register; incarnations are no counts
 
 
 class WorkerActions(Protocol):
@@ -37,6 +39,11 @@ class WorkerActions(Protocol):
 
     def host_of(self, worker: int) -> str:
         """The name of a worker's host."""
+        ...
+
+    def publish(self) -> bool:
+        """Tell the register what another coordinator needs to take over; False where that cannot be done now, and the
+        newest generation must not be announced."""
         ...
 
     def new_generation(self, members: Collection[int]) -> bool:
@@ -87,6 +94,33 @@ class ElasticController:
         self._left_at: dict[int, int] = {}  # worker -> the last step that it took part in, as it said when it left
         self._spread = (-1, False)  # the newest generation, and whether it spans several hosts
         self._members: set[int] = set(self._membership.view.members)  # of the last announced generation
+        self._unannounced: MembershipView | None = None  # the register does not have it yet
+
+    # A change of the coordinator.
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data from which another coordinator can take over."""
+        limits = self._membership.limits
+        plan = {"least": limits.least, "most": limits.most, "workers_each": limits.workers_each}
+        return {**plan, "num_started": self._num_started, "membership": self._membership.to_json()}
+
+    def take_over(self, data: Mapping[str, Any]) -> None:
+        """Go on where the lost coordinator was when it told `data`; call `resume` next. Raise LookupError, TypeError or
+        ValueError if that is something else."""
+        self._membership = Membership.taken_over(self._membership.limits, data["membership"], time.monotonic())
+        self._num_started = int(data["num_started"]) + UNTOLD_STARTS
+        self._members = set(self._membership.view.members)
+        self._spread = self._membership.generation, False
+
+    def resume(self, reports: Mapping[int, WorkerReport], *, host: str, reason: str, room: int) -> None:
+        """The hosts that are left have told of their workers; all others are lost with the coordinator's `host`."""
+        self._step = max((report.step for report in reports.values()), default=0)
+        self._coming = {worker for worker, report in reports.items() if report.is_new}
+        for number, worker in enumerate(sorted(self._members - reports.keys())):
+            self._note_lost(worker, reason, host, since_s=0.0, by_itself=number == 0)
+        self._do(self._membership.resume(reports, time.monotonic(), reason=reason, room=room))
+        if self._membership.generation == self._spread[0] and self._incident is not None:
+            self._incident = None  # nobody has to regroup
 
     @property
     def finish(self) -> Finish | None:
@@ -180,6 +214,8 @@ class ElasticController:
 
     def tick(self, now: float, *, unheard: Collection[int] = ()) -> None:
         """Let time pass. Nothing can be heard of the `unheard` workers, because their hosts are silent too."""
+        if self._unannounced is not None:
+            self._form(self._unannounced)
         self._do(self._membership.tick(now, unheard=unheard, load=machine_load()))
 
     # How decisions are carried out.
@@ -215,6 +251,9 @@ class ElasticController:
                     self._worker_actions.give_up(reason, causes=earlier or [decision.reason], lost=lost)
 
     def _form(self, form: MembershipView) -> None:
+        self._unannounced = None if self._worker_actions.publish() else form
+        if self._unannounced is not None:
+            return
         self._members = set(form.members)
         if self._incident is not None and not form.planned:
             self._incident.generation = form.generation

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from paceline.elastic.lease import UnreachableHosts
@@ -17,9 +17,15 @@ class ElasticWorkerActions:
     """Starts, kills and messages workers wherever they are, and notes which ends are expected."""
 
     def __init__(
-        self, exits: WorkerExits, remote_hosts: RemoteHosts, *, unreachable: UnreachableHosts, restart: JobRestart
+        self,
+        exits: WorkerExits,
+        remote_hosts: RemoteHosts,
+        *,
+        unreachable: UnreachableHosts,
+        restart: JobRestart,
+        publish: Callable[[], bool],
     ) -> None:
-        self._exits, self._remote_hosts = exits, remote_hosts
+        self._exits, self._remote_hosts, self.publish = exits, remote_hosts, publish
         self._unreachable, self._restart = unreachable, restart
 
     def send(self, worker: int, message: Mapping[str, Any]) -> None:

@@ -10,12 +10,15 @@ any other is refused with a reason.
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from paceline.errors import LaunchError
 from paceline.launch.coordinator.coordinator import Coordinator
 from paceline.launch.coordinator.join_request import JobTerms, mismatch
 from paceline.launch.coordinator.remote_hosts import COORDINATOR_INDEX, FAREWELL_S, PING_S, SILENCE_S, RemoteHost
+from paceline.launch.coordinator.takeover import HostReport, Takeover
 from paceline.launch.io.authentication import AuthenticatedListener
 from paceline.launch.io.event_loop import EventLoop, MessageStream
 from paceline.launch.job.placement import ranks_by_host, slots_per_host
@@ -23,6 +26,8 @@ from paceline.launch.job.restart_plan import RestartPlan
 from paceline.launch.snapshots.snapshot_replication import HostAddress, SnapshotReplication
 
 __all__ = ["HostAdmission"]
+
+RETURN_S = 5.0  # hosts whose coordinator was lost have noticed that by then, and found the one that takes over
 
 
 class HostAdmission:
@@ -37,9 +42,15 @@ class HostAdmission:
         *,
         replication: SnapshotReplication | None = None,
         restart_plan: RestartPlan | None = None,
+        takeover: Takeover | None = None,
     ) -> None:
-        """`restart_plan`: workers were lost and all restart, on hosts that return."""
+        """`restart_plan`: workers were lost and all restart, on hosts that return. `takeover`: the coordinator was
+        lost, and its other hosts return to this one, with their workers at work."""
         self._terms, self._loop, self._say, self._restart_plan = terms, loop, say, restart_plan
+        self._takeover = takeover
+        self._reports: dict[int, HostReport] = {}  # of hosts that have returned, by index
+        self._slots: dict[MessageStream, int | None] = {}  # of each host, as it was told; None: an even share
+        self._begin_at = time.monotonic() + RETURN_S
         self._replication = replication
         self._remote_hosts: list[RemoteHost] = []  # with which the job starts
         self._unnamed: set[MessageStream] = set()  # proved the token, but sent no hello yet
@@ -59,6 +70,9 @@ class HostAdmission:
 
     @property
     def complete(self) -> bool:
+        if self._takeover is not None:
+            are_late = self._coordinator is None and time.monotonic() >= self._begin_at
+            return self._coordinator is not None or are_late or self._reports.keys() >= self._takeover.hosts.keys()
         return len(self._remote_hosts) == self._num_remote_hosts
 
     @property
@@ -84,9 +98,14 @@ class HostAdmission:
 
     def welcome(self) -> Coordinator:
         """Assign the ranks, send every host its place, and return the coordinator."""
-        terms = self._terms
-        if self._restart_plan is None:
-            ranks = ranks_by_host(terms.job.workers or 0, terms.job.hosts)
+        terms, own = self._terms, None
+        if self._restart_plan is None and self._takeover is None:
+            slots = [terms.job.slots, *(self._slots.get(remote_host.link) for remote_host in self._remote_hosts)]
+            try:
+                ranks = ranks_by_host(terms.job.workers or 0, slots)
+            except ValueError as error:
+                raise LaunchError(f"The hosts do not fit the job: {error}.") from error
+            own = ranks[COORDINATOR_INDEX]
             for index, remote_host in enumerate(self._remote_hosts, start=1):
                 remote_host.index, remote_host.slots, remote_host.workers = index, len(ranks[index]), set(ranks[index])
         for remote_host in self._remote_hosts:
@@ -102,6 +121,10 @@ class HostAdmission:
             say=self._say,
             snapshot_addresses=self.snapshot_addresses,
             restart_plan=self._restart_plan,
+            takeover=self._takeover,
+            reports=self._reports,
+            head=terms.point,
+            ranks=own,
         )
         return self._coordinator
 
@@ -110,7 +133,9 @@ class HostAdmission:
         run = {"attempt": self._terms.attempt, "run_dir": self._terms.run_dir}
         snapshot_addresses = [[index, *at] for index, at in self.snapshot_addresses.items()]
         coordinator = f"{self._terms.host} ({self._address})"
-        remote_host.link.send({"op": "welcome", "head": coordinator, **place, **run, "doors": snapshot_addresses})
+        at = self._terms.point if self._takeover is None else self._takeover.record.address
+        about = {"head": coordinator, "at": at, "doors": snapshot_addresses}
+        remote_host.link.send({"op": "welcome", **about, **place, **run})
 
     @property
     def snapshot_addresses(self) -> dict[int, HostAddress]:
@@ -124,9 +149,9 @@ class HostAdmission:
             {} if self._replication is None else {COORDINATOR_INDEX: (self._address, self._replication.port)}
         )
 
-    def give_up(self, reason: str, *, signum: int | None = None) -> None:
+    def give_up(self, reason: str, *, signum: int | None = None, may_retry: bool = False) -> None:
         """Refuse the hosts that came, with the reason; a signal that came here ends them as well."""
-        said = {"op": "refused", "reason": f"the coordinator gave up: {reason}", "again": False, "signal": signum}
+        said = {"op": "refused", "reason": f"the coordinator gave up: {reason}", "again": may_retry, "signal": signum}
         for remote_host in self._remote_hosts:
             remote_host.link.send(said)
             remote_host.link.flush(FAREWELL_S)
@@ -164,6 +189,7 @@ class HostAdmission:
                 self._coordinator.remote_hosts.lose(remote_host, str(error))
             elif remote_host is not None:
                 self._remote_hosts.remove(remote_host)
+                self._reports.pop(remote_host.index, None)
                 self._say(f"{remote_host.name} has left: {error}")
 
         link = MessageStream(sock, self._loop, on_message=received, on_close=closed)
@@ -176,11 +202,14 @@ class HostAdmission:
         if different:
             self._turn_away(link, name, f"it was started for another job ({different})", may_retry=False)
             return None
+        if "report" in message:
+            return self._on_return(link, name, message)
         refusal = self._coordinator.refusal() if self._coordinator is not None else ("it is about to begin", True)
         if self.complete and refusal is not None:
             reason, may_retry = refusal
             self._turn_away(link, name, f"the run has all its hosts, and {reason}", may_retry=may_retry)
             return None
+        slots = self._slots[link] = None if message.get("slots") is None else int(message["slots"])
         remote_host = RemoteHost(
             link=link,
             host=str(message.get("host")),
@@ -188,7 +217,7 @@ class HostAdmission:
             index=len(self._remote_hosts) + 1
             if self._coordinator is None
             else self._coordinator.remote_hosts.next_index,
-            slots=slots_per_host(self._terms.asked),
+            slots=slots or slots_per_host(self._terms.asked),
             port=int(message.get("port") or 0),
         )
         if self._coordinator is None and self._restart_plan is not None:
@@ -202,6 +231,29 @@ class HostAdmission:
         else:
             self._welcome(remote_host)
             self._coordinator.join(remote_host)
+        return remote_host
+
+    def _on_return(self, link: MessageStream, name: str, message: Mapping[str, Any]) -> RemoteHost | None:
+        """A host whose coordinator was lost, and whose workers are at work, takes its place again."""
+        index, takeover = int(message["host_index"]), self._takeover
+        if takeover is None or self._coordinator is not None or index not in takeover.hosts or index in self._reports:
+            self._turn_away(link, name, "it has come too late: its workers have been given up", may_retry=False)
+            return None
+        report = self._reports[index] = HostReport.from_json(message["report"])
+        remote_host = RemoteHost(
+            link=link,
+            host=str(message.get("host")),
+            address=str(message.get("address")),
+            index=index,
+            slots=report.slots,
+            port=int(message.get("port") or 0),
+            workers={worker for worker, one in report.workers.items() if not one.has_ended},
+            ended=frozenset(worker for worker, one in report.workers.items() if one.has_ended)
+            | {ended.worker for ended in report.exits},
+            pids=dict(report.pids),
+            has_spoken=True,
+        )
+        self._remote_hosts.append(remote_host)
         return remote_host
 
     def _reclaims_place(self, remote_host: RemoteHost, host_index: Any, restart_plan: RestartPlan) -> bool:
@@ -218,4 +270,4 @@ class HostAdmission:
         link.close()
         if f"{name}{reason}" not in self._turned_away:
             self._turned_away.add(f"{name}{reason}")
-            self._say(f"refused {name}: {reason}")
+            self._say(f"{name} has to wait: {reason}" if may_retry else f"refused {name}: {reason}")

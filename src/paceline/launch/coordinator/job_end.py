@@ -1,4 +1,5 @@
-"""Ends a job on all hosts: its workers save and leave, are terminated after a failure or a signal, or are killed.
+"""What SIGTERM, Ctrl-C, preemption and a failure do under `paceline run`: the job ends on all hosts. Its workers save
+and leave, are terminated, or are killed.
 
 `JobEnd` keeps how the workers ended and the job's outcome. The coordinator decides when the job ends. Other hosts carry
 the end out for their own workers, and get a little more time to report it.

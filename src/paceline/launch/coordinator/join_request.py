@@ -41,6 +41,7 @@ class JoinRequest:
         self.member: HostAgent | None = None
         self.failed = ""
         self.final = False  # retrying is useless
+        self.was_refused = False  # a coordinator of the job is there
         self.signum: int | None = None  # the signal that stopped the coordinator
         self._call = AuthenticatedConnection(terms.token, loop, on_proved=self._proved, on_failed=self._fail)
         self._link: MessageStream | None = None
@@ -89,13 +90,18 @@ class JoinRequest:
         if self._replication is not None:
             self._replication.open(self._address)
             port = self._replication.port
-        identity = {"host": self._terms.host, "address": self._address, "port": port, "host_index": self._host_index}
-        self._link.send({"op": "hello", **identity, "job": self._terms.essentials})
+        self._port = port
+        self._link.send({**self._hello(self._address), "host_index": self._host_index})
+
+    def _hello(self, address: str) -> dict[str, Any]:
+        identity = {"host": self._terms.host, "address": address, "port": self._port}
+        return {"op": "hello", **identity, "slots": self._terms.job.slots, "job": self._terms.essentials}
 
     def _on_message(self, message: Mapping[str, Any]) -> None:
         if self.member is not None:
             self.member.on_message(message)
         elif message.get("op") == "refused":
+            self.was_refused = True
             if isinstance(message.get("signal"), int) and message["signal"] in STOP_SIGNALS:
                 self.signum = message["signal"]
             self._fail(str(message.get("reason")), final=not message.get("again"))
@@ -120,8 +126,12 @@ class JoinRequest:
                 run_dir=str(message["run_dir"]),
                 silence_s=self._terms.job.silence_s,
                 say=self._say,
+                token=self._terms.token,
+                loop=self._loop,
+                hello=self._hello,
                 snapshot_addresses={int(index): (str(host), int(port)) for index, host, port in message["doors"]},
             )
+            self.member.head = str(message["at"])
         except (KeyError, TypeError, ValueError) as error:
             self._fail(f"the coordinator's welcome is invalid ({type(error).__name__}: {error})", final=True)
 
@@ -138,7 +148,7 @@ class JoinRequest:
         self.close()
 
 
-PROTOCOL = 5  # version of the messages between hosts; raised when they change
+PROTOCOL = 7  # version of the messages between hosts; raised when they change
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

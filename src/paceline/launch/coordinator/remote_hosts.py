@@ -47,6 +47,7 @@ class RemoteHost:
     slots: int  # workers that it has room for
     port: int = 0  # where it accepts copies of other hosts' snapshots; 0: it does not
     workers: set[int] = dataclasses.field(default_factory=set[int])  # ranks that are or were on it
+    ended: frozenset[int] = frozenset()  # ranks whose ends it had seen when this coordinator took over
     pids: dict[int, int] = dataclasses.field(default_factory=dict)
     # The pid of the predecessor of each restarted worker.
     former: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -243,16 +244,17 @@ class RemoteHosts:
                 remote_host.link.send({"op": "kill"})
         return is_any_released
 
-    def assign_neighbors(self, address: str, own: SnapshotReplication) -> None:
+    def assign_neighbors(self, address: str | None, own: SnapshotReplication) -> None:
         """Tell each host its neighbor, the next host by index, which receives copies of its snapshots.
 
-        `address` is that of the coordinator's host.
+        `address` is that of the coordinator's host; None where the coordinator has no workers of its own: it has taken
+        over.
         """
-        at = {
-            remote_host.index: (remote_host.address, remote_host.port) for remote_host in self if remote_host.port
-        } | {COORDINATOR_INDEX: (address, own.port)}
+        at = {remote_host.index: (remote_host.address, remote_host.port) for remote_host in self if remote_host.port}
+        if address is not None:
+            at[COORDINATOR_INDEX] = (address, own.port)
         ring = sorted(at)
-        for index, to in zip(ring, [*ring[1:], ring[0]], strict=True):
+        for index, to in zip(ring, [*ring[1:], *ring[:1]], strict=True):
             goes_to = at[to] if to != index else None
             name = self._name if to == COORDINATOR_INDEX else self._remote_hosts[to].host
             if index == COORDINATOR_INDEX:
@@ -325,9 +327,9 @@ class RemoteHosts:
     def _is_on(self, remote_host: RemoteHost, worker: int) -> bool:
         """Return whether a worker that this host reports on runs there now; ValueError if it never did.
 
-        A late message about a worker may arrive after its successor started on another host.
+        A late message about a worker may arrive after its end, or after its successor started on another host.
         """
-        if worker not in remote_host.workers:
+        if worker not in remote_host.workers and worker not in remote_host.ended:
             raise ValueError(f"worker {worker} is not on host {remote_host.host}")
         return self._slots.host_of(worker) == remote_host.index
 

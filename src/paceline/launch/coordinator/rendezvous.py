@@ -1,6 +1,7 @@
 """How the hosts of a job find each other: the user starts the same command once on each host, in any order.
 
-`--head HOST:PORT` names the rendezvous address. The supervisor that can listen there becomes the coordinator
+`--head HOST:PORT` names the rendezvous address; with `--head auto` the first host writes it into the run's directory
+(`paceline.launch.coordinator.meeting_point`). The supervisor that can listen there becomes the coordinator
 (`paceline.launch.coordinator.host_admission`). Every other supervisor connects to it
 (`paceline.launch.coordinator.join_request`), proves the job's token and says what it was started for. Once all hosts
 are there, started for the same job, the coordinator assigns the worker ranks: first its own, then the others' in order
@@ -20,29 +21,36 @@ import errno
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from paceline import environment
 from paceline.errors import LaunchError
 from paceline.launch.coordinator.coordinator import Coordinator
+from paceline.launch.coordinator.head_register import HeadRecord, HeadRegister
 from paceline.launch.coordinator.host_admission import HostAdmission
 from paceline.launch.coordinator.host_agent import HostAgent
 from paceline.launch.coordinator.join_request import JobTerms, JoinRequest
+from paceline.launch.coordinator.meeting_point import MeetingPoint
+from paceline.launch.coordinator.new_head import NewHead
+from paceline.launch.coordinator.takeover import Takeover
 from paceline.launch.io.event_loop import EventLoop
 from paceline.launch.io.signals import Interrupted, StopSignals
 from paceline.launch.job.restart_plan import RestartPlan
 from paceline.launch.snapshots.snapshot_replication import SnapshotReplication
 from paceline.launch.snapshots.snapshot_store import SnapshotStore
 from paceline.plan.command_plan import CommandPlan
-from paceline.plan.job import Job, head_address
+from paceline.plan.job import AUTO, Job, head_address
 
 __all__ = ["MAX_RENDEZVOUS_S", "RetainedHostState", "join_hosts"]
 
 MAX_RENDEZVOUS_S = 300.0  # even if job.timeout_s is longer
 RESTART_RENDEZVOUS_S = 30.0  # for a restart: the hosts were there a moment ago
 RETRY_S = 0.5
+LOOK_S = 1.0  # between two looks at the register while hosts are waited for
 TELL_S = 5.0  # between two messages that say what is being waited for
 TURN_S = 0.1
 LOOPBACK = "127.0.0.1"
+NOWHERE = ("", 0)  # until the hosts have met
 
 
 def join_hosts(
@@ -58,8 +66,12 @@ def join_hosts(
     restart_plan: RestartPlan | None = None,
     retained: RetainedHostState | None = None,
     replication: SnapshotReplication | None = None,
+    takeover: Takeover | None = None,
 ) -> Coordinator | HostAgent:
     """Wait until all hosts are there, and return this host's role: coordinator or host agent.
+
+    `takeover`: the coordinator was lost, and this process takes over with the hosts that return to it, at
+    `retained.listener`.
 
     `asked` is the job as the user started it; a restart (`restart_plan`) may have fewer workers or hosts, and
     `retained` says which host this one was. `replication` is announced to the other hosts.
@@ -71,7 +83,7 @@ def join_hosts(
         raise LaunchError("The number of workers is not known: it has to be decided before a job is launched.")
     if job.hosts == 1 and job.head is not None and job.launcher == "inline":
         say(f"head={job.head!r} is not used: launcher='inline' runs on this host alone")
-    if job.hosts == 1 and (job.head is None or job.launcher == "inline"):
+    if takeover is None and job.hosts == 1 and (job.head is None or job.launcher == "inline"):
         return Coordinator(
             host=host,
             address=LOOPBACK,
@@ -89,7 +101,15 @@ def join_hosts(
             "same on every host."
         )
     token = environment.token(job)
-    at = head_address(job.head)
+    if retained is not None and retained.head is not None:
+        job = dataclasses.replace(job, head=retained.head)
+    meeting_point = None
+    if job.head == AUTO and takeover is not None:
+        job = dataclasses.replace(job, head=takeover.record.address)
+    elif job.head == AUTO:
+        meeting_point = MeetingPoint(Path(run_dir))
+        if retained is not None:
+            retained.meeting_point = meeting_point
     terms = JobTerms(
         job=job,
         asked=asked or job,
@@ -98,17 +118,28 @@ def join_hosts(
         run_dir=run_dir,
         host=host,
         token=token,
-        at=at,
+        at=NOWHERE if meeting_point is not None else head_address(str(job.head)),
     )
     timeout = _RendezvousTimeout(
         terms, loop, say, signals, limit_s=RESTART_RENDEZVOUS_S if restart_plan is not None else MAX_RENDEZVOUS_S
     )
-    rendezvous = _Rendezvous(terms, loop, say, timeout, replication=replication, restart_plan=restart_plan)
-    if restart_plan is None or retained is None:
-        return rendezvous.hold()
-    if retained.listener is None:
+    rendezvous = _Rendezvous(
+        terms,
+        loop,
+        say,
+        timeout,
+        replication=replication,
+        restart_plan=restart_plan,
+        takeover=takeover,
+        meeting_point=meeting_point,
+    )
+    if takeover is None and (restart_plan is None or retained is None):
+        return rendezvous.hold(None if retained is None else retained.give_listener())
+    if retained is None:
+        raise LaunchError("a coordinator that takes over needs the socket at which its hosts return")
+    listener = retained.give_listener()
+    if listener is None:
         return rendezvous.join(retained.host_index)
-    listener, retained.listener = retained.listener, None
     return rendezvous.gather(listener)
 
 
@@ -152,20 +183,50 @@ class _Rendezvous:
         *,
         replication: SnapshotReplication | None,
         restart_plan: RestartPlan | None,
+        takeover: Takeover | None = None,
+        meeting_point: MeetingPoint | None = None,
     ) -> None:
         self._terms, self._loop, self._say, self._patience = terms, loop, say, timeout
-        self._replication, self._restart_plan = replication, restart_plan
+        self._replication, self._restart_plan, self._takeover = replication, restart_plan, takeover
+        self._meeting_point = meeting_point
+        self._register = HeadRegister(Path(terms.run_dir))
         self._num_join_attempts = 0
+        self._was_refused = False
 
-    def hold(self) -> Coordinator | HostAgent:
-        """Try to become the coordinator, else to join it, until one succeeds or the time is over."""
+    def hold(self, listener: socket.socket | None = None) -> Coordinator | HostAgent:
+        """Try to become the coordinator, else to join it, until one succeeds or the time is over. `listener`: this host
+        is to be the coordinator, at this socket, unless another one leads the run already."""
         while True:
-            listener = _listen(self._terms)
+            led = self._register.read()
+            if led is not None and led.epoch > 0:  # perhaps it is still led by the host that took over
+                member = self._try_to_join(None, at=led.address)
+                if member is not None:
+                    return member
+                if self._was_refused:
+                    continue
+            listener = listener or self._listen()
             if listener is not None:
-                return self.gather(listener)
+                try:
+                    return self.gather(listener, led=led)
+                except _LedElsewhere:
+                    listener = None
+                    continue
             member = self._try_to_join(None)
             if member is not None:
                 return member
+
+    def _listen(self) -> socket.socket | None:
+        if self._meeting_point is None:
+            return _listen(self._terms)
+        listener = self._meeting_point.listen()
+        if listener is not None:
+            self._meet_at(self._meeting_point.address())
+        return listener
+
+    def _meet_at(self, address: str | None) -> None:
+        if address is not None:
+            job = dataclasses.replace(self._terms.job, head=address)
+            self._terms = dataclasses.replace(self._terms, job=job, at=head_address(address))
 
     def join(self, host_index: int) -> HostAgent:
         """Join the coordinator again after a loss."""
@@ -173,27 +234,56 @@ class _Rendezvous:
             pass
         return member
 
-    def gather(self, listener: socket.socket) -> Coordinator:
-        """Become the coordinator: admit the other hosts."""
+    def gather(self, listener: socket.socket, *, led: HeadRecord | None = None) -> Coordinator:
+        """Become the coordinator: admit the other hosts. With the register as it was, `led`: raise _LedElsewhere once
+        another host has taken over there, from a coordinator that this host was before it was started again."""
         admission = HostAdmission(
-            listener, self._terms, self._loop, self._say, replication=self._replication, restart_plan=self._restart_plan
+            listener,
+            self._terms,
+            self._loop,
+            self._say,
+            replication=self._replication,
+            restart_plan=self._restart_plan,
+            takeover=self._takeover,
         )
         try:
+            look_at = time.monotonic() + LOOK_S
             while not admission.complete:
                 self._patience.turn(admission.progress)
-                admission.tick(time.monotonic())
+                now = time.monotonic()
+                admission.tick(now)
+                if now >= look_at and self._restart_plan is None and self._takeover is None:
+                    look_at = now + LOOK_S
+                    self._check_not_led(led)
             return admission.welcome()
+        except _LedElsewhere as other:
+            admission.give_up(str(other), may_retry=True)
+            raise
         except BaseException as error:  # also Interrupted and KeyboardInterrupt: the sockets must be closed
             signum = error.signum if isinstance(error, Interrupted) else None
             admission.give_up(str(error) or type(error).__name__, signum=signum)
             raise
 
-    def _try_to_join(self, host_index: int | None) -> HostAgent | None:
-        """Try once to join the coordinator; return None, after a pause, if that failed and may be retried."""
+    def _check_not_led(self, before: HeadRecord | None) -> None:
+        led = self._register.read()
+        if led is not None and led.epoch > 0 and (before is None or (led.run, led.epoch) != (before.run, before.epoch)):
+            raise _LedElsewhere(f"the run goes on, led by host {led.host} ({led.address})")
+
+    def _try_to_join(self, host_index: int | None, *, at: str | None = None) -> HostAgent | None:
+        """Try once to join the coordinator; return None, after a pause, if that failed and may be retried. `at`: at
+        this address, where there may be none any more; `_was_refused` then says whether there is one.
+        """
+        if at is None and host_index is None and self._meeting_point is not None:
+            address = self._meeting_point.address()
+            if address is None:
+                self._pause(f"waiting for the first host to come to {self._terms.run_dir}")
+                return None
+            self._meet_at(address)
+        self._was_refused = False
         self._num_join_attempts += 1
-        point = self._terms.point
+        point = at or self._terms.point
         join_request = JoinRequest(
-            self._terms,
+            self._terms if at is None else dataclasses.replace(self._terms, at=head_address(at)),
             self._loop,
             self._say,
             number=self._num_join_attempts,
@@ -213,15 +303,25 @@ class _Rendezvous:
             raise
         finally:
             join_request.close()
+        self._was_refused = join_request.was_refused
+        if at is not None and not join_request.was_refused:
+            return None
         if join_request.signum is not None:
             self._say(join_request.failed)
             raise Interrupted(join_request.signum)
         if join_request.final:
             raise LaunchError(f"This host cannot join the job at {point}: {join_request.failed}")
+        self._pause(f"connecting to the coordinator at {point}; last try: {join_request.failed}")
+        return None
+
+    def _pause(self, progress: str) -> None:
         again_at = time.monotonic() + RETRY_S
         while time.monotonic() < again_at:
-            self._patience.turn(f"connecting to the coordinator at {point}; last try: {join_request.failed}")
-        return None
+            self._patience.turn(progress)
+
+
+class _LedElsewhere(Exception):
+    """Another host leads the run already."""
 
 
 def _listen(terms: JobTerms) -> socket.socket | None:
@@ -262,10 +362,22 @@ class RetainedHostState:
     memory_checkpoints: SnapshotStore = dataclasses.field(default_factory=SnapshotStore)  # the workers' states
     listener: socket.socket | None = None  # the coordinator's: returning hosts wait there
     host_index: int = 0  # this host's
+    head: str | None = None  # HOST:PORT of the coordinator, if another one has taken over from that of the job's `head`
+    record: HeadRecord | None = None  # what this coordinator has written to the run's register
+    meeting_point: MeetingPoint | None = None  # with `head="auto"`
+    new_head: NewHead = dataclasses.field(default_factory=NewHead)  # the process that takes over here, if it must
 
     def close(self) -> None:
-        """Release the snapshots' memory and the listening socket."""
+        """Wait for the process that has taken over, and release the snapshots' memory and the listening socket."""
+        self.new_head.close()
         self.memory_checkpoints.close()
-        if self.listener is not None:
-            self.listener.close()
-            self.listener = None
+        if self.meeting_point is not None:
+            self.meeting_point.close()
+        listener = self.give_listener()
+        if listener is not None:
+            listener.close()
+
+    def give_listener(self) -> socket.socket | None:
+        """Return the listening socket, which is the caller's from then on."""
+        listener, self.listener = self.listener, None
+        return listener

@@ -103,7 +103,7 @@ class JobRestart:
                 state="failed",
                 exit_code=TOO_FEW,  # as after a lost worker: the program broke nothing
                 failures=(failure,),
-                reason=message,
+                reason="",  # the failure says it all
                 recoverable_loss=recoverable_loss,
             )
         )
@@ -160,6 +160,6 @@ class JobRestart:
             if self._admission is not None:
                 self._admission.tick(now)
             return
-        if not outcome.may_restart and outcome.exit_code == TOO_FEW:
+        if not outcome.may_restart and outcome.exit_code == TOO_FEW and outcome.reason:
             self._say(f"{outcome.reason}: {next_time(Path(self._run_dir))}")
         self._job_end.finish(outcome)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from paceline import clock
+from paceline.end_mark import mark_end
 from paceline.launch.fork import process_lifetime
 from paceline.launch.fork.worker_locks import lock_worker_log
 from paceline.plan.job import Assignment, assignment_from_json
@@ -122,6 +123,7 @@ def _write_error(request: Mapping[str, Any], error: BaseException) -> None:
 
 def _exit_process(status: int) -> NoReturn:  # pyrefly: ignore[bad-return]  # the same
     """End as Python does (join threads, exit functions, flush), but run no C++ destructors, which may hang."""
+    mark_end()
     try:
         if status == 0:
             threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing does in the processes that it forks

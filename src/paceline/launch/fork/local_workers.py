@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from paceline import clock
 from paceline.comm.flight_recorder import STACK_SIGNAL
 from paceline.errors import LaunchError
+from paceline.host_memory import lacks_memory
 from paceline.launch.fork.warm_parent_client import WarmParent
 from paceline.launch.io.event_loop import EventLoop, MessageStream
 from paceline.launch.job.outcome import STUCK, WorkerExit, lost_worker, read_error
@@ -31,6 +32,7 @@ from paceline.private_files import make_run_directory
 __all__ = ["LocalWorkers", "LocalWorkersListener"]
 
 MAX_PARENT_RESTARTS = 3  # of a warm parent that was lost, in one attempt
+MEMORY_REMEDY = "There was not enough memory: free some, or raise the limit (ulimit -v, the container's)"
 KILL_TIMEOUT_S = 2.0  # a worker that has not ended this long after SIGKILL counts as stuck
 
 
@@ -221,12 +223,23 @@ class LocalWorkers:
                 )
         if self._kill_at is not None and now >= self._kill_at:
             self.kill()
-        if self._give_up_at is not None and now >= self._give_up_at:
+        if self._parent is not None and not self._parent_loss:
+            self._parent.tick(now, owes=self._awaits_parent, say=self._say)
+        is_unheard = self._parent is not None and self._parent.is_silent  # they may have ended, or not got the signal
+        if self._give_up_at is not None and now >= self._give_up_at and not is_unheard:
             self._give_up_at = None
             for worker in [*self.alive.keys() - self._inline_workers]:
                 self._report_lost(
                     worker, STUCK, f"worker {worker} did not end within {KILL_TIMEOUT_S:.0f} s of SIGKILL"
                 )
+
+    @property
+    def _awaits_parent(self) -> bool:
+        """Whether the warm parent has something to report: a fork, or an end that shows here already, or is due."""
+        if not self._is_parent_ready or self._killed_pids or any(self._killed_before_start.values()):
+            return True
+        forked = self.alive.keys() - self._inline_workers - self._unstarted.keys() if self._has_forked else set[int]()
+        return any(self._is_ending or one not in self._pids or one not in self._channels for one in forked)
 
     def close(self, *, keeps_parent: bool = False) -> None:
         """End all processes in bounded time. With `keeps_parent` the warm parent stays for the next start."""
@@ -308,8 +321,10 @@ class LocalWorkers:
                 if not self._is_ending and not self._awaits_snapshots:
                     self._fork_all()
             case "failed":
-                what = f"{message['kind']} while importing the workers' modules: {message['message']}"
-                raise LaunchError(f"{what}\n\n{message['traceback'].rstrip()}")
+                error = ": ".join(filter(None, (message["kind"], message["message"])))
+                what, lacks = f"An import of the workers' modules failed: {error}", lacks_memory(error)
+                what += f". {MEMORY_REMEDY}" * lacks
+                raise LaunchError(f"{what}\n\n{message['traceback'].rstrip()}", is_accident=lacks)
             case "started" if self._killed_before_start.get(message["worker"], 0) > 0:
                 self._killed_before_start[message["worker"]] -= 1
                 self._killed_pids.add(message["pid"])
@@ -328,7 +343,11 @@ class LocalWorkers:
                 pass  # it was reported as stuck, and has ended after all
             case "exited":
                 self._report_exit(
-                    message["worker"], message["exit_code"], message["signal"], message["peak_memory_bytes"]
+                    message["worker"],
+                    message["exit_code"],
+                    message["signal"],
+                    message["peak_memory_bytes"],
+                    is_early=message["is_early"],
                 )
             case op:
                 raise LaunchError(
@@ -353,9 +372,11 @@ class LocalWorkers:
             else:
                 self._report_exit(worker, None, signum, 0)  # it was not forked, and will not be
 
-    def _report_exit(self, worker: int, exit_code: int | None, signum: int | None, peak_memory_bytes: int) -> None:
+    def _report_exit(
+        self, worker: int, exit_code: int | None, signum: int | None, peak_memory_bytes: int, *, is_early: bool = False
+    ) -> None:
         directory = Path(self.alive[worker].worker_dir)
-        error = read_error(directory) if exit_code != 0 else None
+        error = read_error(directory) if exit_code != 0 or is_early else None
         with contextlib.suppress(OSError):  # left behind by a killed worker; if this fails, a small hidden file stays
             (directory / ERROR_SPARE).unlink(missing_ok=True)
         self._report(
@@ -368,6 +389,7 @@ class LocalWorkers:
                 peak_memory_bytes=peak_memory_bytes,
                 error=error,
                 sent_by_us=self._is_ending,
+                is_early=is_early,
             )
         )
 
@@ -399,8 +421,10 @@ class LocalWorkers:
         is_back = self._restart_parent(parent, how, with_it=had_forked) if had_forked or was_killed else False
         if not had_forked:
             if not is_back:
-                text = f"The process that imports the workers' modules {how}.{output}"
-                raise LaunchError(text, is_accident=was_killed)
+                lacks = lacks_memory(output)
+                remedy = f" {MEMORY_REMEDY}." if lacks else ""
+                text = f"The process that imports the workers' modules {how}.{remedy}{output}"
+                raise LaunchError(text, is_accident=was_killed or lacks)
             return
         # With it, all that it had forked has ended.
         self._killed_pids.clear()

@@ -8,7 +8,9 @@ does what the supervisor requests over one inherited socket:
                                                            and as many more as "num_files" says
     <- {"op": "started", "worker": k, "pid": p}            or {"op": "not_started", ...}
     -> {"op": "signal", "worker": k, "signal": 15}         to the worker's process group ("alone": only to the worker)
-    <- {"op": "exited", "worker": k, "exit_code": 0, "signal": null, "peak_memory_bytes": n}
+    <- {"op": "exited", "worker": k, "exit_code": 0, "signal": null, "peak_memory_bytes": n, "is_early": false}
+                                                           ("is_early": it has not said that its function returned)
+    -> {"op": "ping"}                                      <- {"op": "pong"}: this process is at work
     -> {"op": "orphans", "grace_s": 30}                    if the supervisor is lost, workers have this long to save
     -> {"op": "end"}                                       the supervisor is done: end all workers at once
 
@@ -41,6 +43,7 @@ from typing import Any
 from paceline import environment
 from paceline.comm.messages.json_channel import LineBuffer, encode
 from paceline.comm.messages.socket_directory import remove_socket_directories
+from paceline.end_mark import EndMark
 from paceline.launch.fork import process_lifetime
 from paceline.launch.fork.forked_worker import run_forked_worker
 
@@ -78,6 +81,7 @@ def main(start: Mapping[str, Any]) -> None:
             "message": str(error),
             "traceback": traceback.format_exc(),
         }
+    environment.end_preloading()
     sys.stdout.flush()
     sys.stderr.flush()
     server = _ForkServer(sock, supervisor)
@@ -139,6 +143,7 @@ class _ForkServer:
     def __init__(self, sock: socket.socket, supervisor: int) -> None:
         self._sock, self._supervisor = sock, supervisor
         self._workers: dict[int, int] = {}  # rank by pid, until reaped
+        self._marks: dict[int, EndMark] = {}  # by pid
         self._lines, self._fds = LineBuffer(), deque[int]()
         self._orphans_grace_s = 0.0
         self._selector = selectors.DefaultSelector()
@@ -202,6 +207,8 @@ class _ForkServer:
                 self._fork(request, [self._fds.popleft() for _ in range(1 + request.get("num_files", 0))])
             elif request["op"] == "signal":
                 self._signal(request["worker"], request["signal"], alone=request.get("alone", False))
+            elif request["op"] == "ping":
+                self.send({"op": "pong"})
             elif request["op"] == "orphans":
                 self._orphans_grace_s = float(request["grace_s"])
             elif request["op"] == "end":
@@ -220,19 +227,20 @@ class _ForkServer:
         worker: int = request["worker"]
         # A signal that arrives before the child has set its own handlers must wait, even one that is ignored here.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*HANDLED_SIGNALS, *IGNORED_SIGNALS))
-        warm_pid = os.getpid()
+        warm_pid, pid, mark = os.getpid(), -1, None
         try:
+            mark = EndMark()
             pid = os.fork()
         except OSError as error:
             self.send({"op": "not_started", "worker": worker, "reason": error.strerror})
-            pid = -1
-        if pid == 0:
+        if pid == 0 and mark is not None:
+            mark.hold()
             self._close_parent_fds()
             run_forked_worker(request, channel_fd=fds[0], snapshot_fds=fds[1:], warm_pid=warm_pid, mask=mask)
         for fd in fds:
             os.close(fd)
-        if pid > 0:
-            self._workers[pid] = worker
+        if pid > 0 and mark is not None:
+            self._workers[pid], self._marks[pid] = worker, mark
             self.send({"op": "started", "worker": worker, "pid": pid})
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
@@ -267,6 +275,7 @@ class _ForkServer:
         return False
 
     def _report(self, worker: int, pid: int, code: int, max_rss: int) -> None:
+        mark = self._marks.pop(pid)
         self.send(
             {
                 "op": "exited",
@@ -275,8 +284,10 @@ class _ForkServer:
                 "exit_code": code if code >= 0 else None,
                 "signal": -code if code < 0 else None,
                 "peak_memory_bytes": max_rss * (1024 if sys.platform == "linux" else 1),
+                "is_early": code >= 0 and not mark.is_set,
             }
         )
+        mark.close()
 
 
 def _kill_group(pid: int, signum: int) -> None:

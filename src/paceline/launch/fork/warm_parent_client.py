@@ -18,9 +18,10 @@ from typing import IO, Any
 
 from paceline.comm.messages.socket_directory import remove_socket_directories
 from paceline.environment import FAMILY as FAMILY_VARIABLE
-from paceline.environment import child_environment
+from paceline.environment import PRELOADS, child_environment
 from paceline.errors import LaunchError
 from paceline.launch.fork import process_lifetime
+from paceline.launch.fork.parent_watch import ParentWatch
 from paceline.launch.io.event_loop import EventLoop, MessageStream
 from paceline.plan.job import Assignment, assignment_to_json
 
@@ -61,6 +62,7 @@ class WarmParent:
         self._ready: dict[str, Any] | None = None  # its "ready" message
         self._has_forked = False  # a worker was requested
         self._closed = False
+        self._watch = ParentWatch(process.pid, self._ping)
 
     @classmethod
     def start(cls, *, modules: Sequence[str] = MODULES, entry: str = ENTRY) -> WarmParent:
@@ -77,7 +79,7 @@ class WarmParent:
         try:
             process = subprocess.Popen(
                 [sys.executable, *flags, "-P", "-c", BOOTSTRAP_CODE, json.dumps(start)],
-                env=child_environment(**{FAMILY_VARIABLE: family}),
+                env=child_environment(**{FAMILY_VARIABLE: family, PRELOADS: "1"}),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -116,6 +118,7 @@ class WarmParent:
         )
         self._link = self._ready = None
         self._has_forked = False
+        self._watch = ParentWatch(self.pid, self._ping)
 
     @property
     def pid(self) -> int:
@@ -134,6 +137,9 @@ class WarmParent:
             on_lost(how)
 
         def received(message: dict[str, Any]) -> None:
+            if message["op"] == "pong":
+                self._watch.answered()
+                return
             if message["op"] == "ready":
                 self._ready = message
             on_message(message)
@@ -146,6 +152,7 @@ class WarmParent:
         """Stop receiving, until the next `attach`; all its workers must have ended."""
         self._attached().release()
         self._link = None
+        self._watch = ParentWatch(self.pid, self._ping)  # an answer may be under way
 
     def fork(self, assignment: Assignment, channel: socket.socket, *, memory_checkpoint: Sequence[int] = ()) -> None:
         """Request a worker. `channel` is the worker's end of its socket to the supervisor, and is closed here.
@@ -173,6 +180,18 @@ class WarmParent:
     def signal(self, worker: int, signum: int, *, alone: bool = False) -> None:
         """Send a signal to a worker's process group, or with `alone` only to the worker; ignored if it has ended."""
         self._attached().send({"op": "signal", "worker": worker, "signal": signum, "alone": alone})
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it was asked and has not answered: what it knows of its workers is not known here."""
+        return self._watch.is_silent
+
+    def tick(self, now: float, *, owes: bool, say: Callable[[str], None]) -> None:
+        """Look after it while it `owes` a report: continue it if it is stopped, and kill it if it does not answer."""
+        self._watch.tick(now, owes=owes, is_ready=self._ready is not None, say=say)
+
+    def _ping(self) -> None:
+        self._attached().send({"op": "ping"})
 
     def let_orphans_finish(self, grace_s: float) -> None:
         """From now on, if this process is lost, the workers have `grace_s` seconds to save and leave."""

@@ -46,9 +46,15 @@ def running_workers(run_dir: Path, *, on_this_host: bool = False) -> list[int]:
 
 
 def wait_until_workers_ended(
-    run_dir: Path, *, limit_s: float, say: Callable[[str], None], on_this_host: bool = False
+    run_dir: Path,
+    *,
+    limit_s: float,
+    say: Callable[[str], None],
+    on_this_host: bool = False,
+    unless: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Return when no worker of an earlier start is running in this directory; `say` informs the user of the wait.
+    """Return when no worker of an earlier start is running in this directory, or `unless()` they need not end; `say`
+    informs the user of the wait.
 
     With `on_this_host` workers of other hosts are ignored: they may belong to the run that is starting. Raise
     LaunchError after `limit_s` seconds.
@@ -56,11 +62,11 @@ def wait_until_workers_ended(
     if not (found := running_workers(run_dir, on_this_host=on_this_host)):
         return
     # Only the head keeps a record. Where there is none, this host is a member of a run whose head is another one.
-    has_record = (run_dir / "run.json").exists()
+    has_record = os.path.exists(run_dir / "run.json")
     first = "the supervisor of the previous start is lost" if has_record else "another start is at work here"
     say(f"{first}: waiting for {_workers_text(found)} to save and leave")
     deadline = time.monotonic() + limit_s
-    while found := running_workers(run_dir, on_this_host=on_this_host):
+    while (found := running_workers(run_dir, on_this_host=on_this_host)) and not unless():
         if time.monotonic() > deadline:
             raise LaunchError(
                 f"{first[0].upper()}{first[1:]}, and {_workers_text(found)} did not leave {run_dir} within "
@@ -76,7 +82,7 @@ def _locked_ranks(run_dir: Path, span: tuple[int, int]) -> Iterator[int]:
     newest = max(attempts, key=lambda path: int(path.name.removeprefix("attempt_")))
     for log in newest.glob(f"worker_*/{LOG}"):
         try:
-            fd = os.open(log, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(log, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:  # another user's file, or being removed
             continue
         try:

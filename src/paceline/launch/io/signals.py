@@ -1,4 +1,5 @@
-"""Records Ctrl-C, SIGTERM and SIGHUP while a supervisor runs, so that it can end the job in good order.
+"""Records Ctrl-C, SIGTERM and SIGHUP while a supervisor runs, so that it can end the job in good order. What they then
+do is in `paceline.launch.coordinator.job_end` (`on_signal`).
 
 A batch system's advance warning (`environment.notice_signals`, for example SIGUSR1 in a Slurm job) counts once as the
 SIGTERM that it announces. That SIGTERM then counts as the second one.

@@ -16,6 +16,7 @@ from paceline import clock
 from paceline.elastic.membership_messages import PREEMPTED, TOO_FEW, Finish
 from paceline.launch.job.restart_plan import RemainingHost, RestartPlan
 from paceline.plain_data import finite, read_object, whole
+from paceline.regular_files import read_regular
 
 __all__ = [
     "STUCK",
@@ -53,15 +54,16 @@ class WorkerExit:
     peak_memory_bytes: int
     error: Mapping[str, Any] | None  # the content of error.json
     sent_by_us: bool  # its supervisor had told it to end
+    is_early: bool = False  # its process ended before its function had returned, whatever its exit code says
 
     @property
     def has_left(self) -> bool:
         """Whether it saved and left, as all workers were told to."""
-        return self.exit_code in (PREEMPTED, TOO_FEW) and self.error is None
+        return self.exit_code in (PREEMPTED, TOO_FEW) and self.error is None and not self.is_early
 
     @property
     def failed(self) -> bool:
-        return self.exit_code != 0 and not self.has_left
+        return self.is_early or (self.exit_code != 0 and not self.has_left)
 
     @property
     def is_loss(self) -> bool:
@@ -118,6 +120,7 @@ class JobOutcome:
     exits: tuple[WorkerExit, ...] = ()  # of all workers, by worker
     recoverable_loss: RecoverableLoss | None = None  # workers were lost, none failed by itself, and all may restart
     restart_plan: RestartPlan | None = None  # how all restart, if they do
+    is_superseded: bool = False  # another coordinator has taken over: the run's record is not this host's any more
 
     @property
     def may_restart(self) -> bool:
@@ -259,8 +262,7 @@ def lost_worker(
 def read_error(worker_dir: Path) -> dict[str, Any] | None:
     """Return the content of error.json with long texts shortened; None if it is missing or incomplete."""
     try:
-        with open(worker_dir / "error.json", "rb") as file:
-            error = read_object(file.read(ERROR_BYTES))
+        error = read_object(read_regular(worker_dir / "error.json", ERROR_BYTES))
         error["time"] = finite(error["time"]) if error.get("time") is not None else None
         error["step"] = whole(error["step"]) if error.get("step") is not None else None
     except (OSError, ValueError):
@@ -296,6 +298,11 @@ class WorkerExits:
     def forget(self, worker: int) -> None:
         """Do not wait for this worker's exit any more."""
         self._expected.discard(worker)
+
+    @property
+    def expected(self) -> frozenset[int]:
+        """The workers that belong to the job, ended or not."""
+        return frozenset(self._expected)
 
     def is_expected(self, worker: int) -> bool:
         """Return whether this worker belongs to the job, ended or not."""

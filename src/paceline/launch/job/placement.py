@@ -17,14 +17,26 @@ from paceline.schedule import micro_batches
 __all__ = ["HostSlots", "assign", "assignment_template", "ranks_by_host", "slots_per_host", "worker_dir"]
 
 
-def ranks_by_host(workers: int, hosts: int) -> tuple[range, ...]:
-    """Return the ranks of each host: contiguous and as even as possible; the first hosts may have one more.
+def ranks_by_host(workers: int, slots: Sequence[int | None]) -> tuple[range, ...]:
+    """Return the ranks of each host, contiguous: as many as its slots; those without a number get an even share of the
+    others, the first of them one more.
 
-    Raise ValueError if a host would have no worker.
+    Raise ValueError if a host would have no worker, or the numbers do not make up the workers.
     """
-    if not 1 <= hosts <= workers:
-        raise ValueError(f"{workers} workers cannot be placed on {hosts} hosts: each host needs at least one")
-    return micro_batches.split_evenly(workers, hosts)
+    left, even = workers - sum(each or 0 for each in slots), slots.count(None)
+    if not slots or left < even or (left and not even):
+        raise ValueError(
+            f"{workers} workers cannot be placed on {len(slots)} hosts: each host needs at least one"
+            if even or not slots
+            else f"the {len(slots)} hosts have {workers - left} slots for {workers} workers: the numbers must be equal"
+        )
+    shares = iter(micro_batches.split_evenly(left, even) if even else ())
+    found, first = list[range](), 0
+    for each in slots:
+        count = each if each is not None else len(next(shares))
+        found.append(range(first, first + count))
+        first += count
+    return tuple(found)
 
 
 def assignment_template(

@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json as json_text
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -181,7 +182,7 @@ def _how_far_behind(stream: str, lag: StalenessSeen) -> str:
 
 def _missing_ledgers(run_dir: Path, attempts: list[AttemptLedger]) -> list[str]:
     """Say when the newest attempt had more workers than there are ledgers of it here, and all are needed."""
-    if not attempts or not (run_dir / "run.json").exists():
+    if not attempts or not os.path.exists(run_dir / "run.json"):
         return []
     record, newest = RunRecord.load(run_dir), attempts[-1]
     here = len(newest.workers) + len(newest.silent)

@@ -9,16 +9,17 @@ its streams say what was used before.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from paceline.logs.ledger_runs import Run, join_runs, runs_in
-from paceline.logs.log_reader import lines_of
+from paceline.logs.log_reader import Unreadable, lines_of
 from paceline.logs.sealed_log import sealed_path
 from paceline.monitor.audit.epoch_columns import EpochColumns, StreamHeader, block_of
 from paceline.monitor.audit.settled_steps import settled_step
-from paceline.monitor.audit.step_alignment import aligned
+from paceline.monitor.audit.step_alignment import ToldRuns, aligned
 from paceline.monitor.records.attempt_history import ResumePoint, lineage, parse_ledger_line, resume_point_of
 from paceline.monitor.records.run_files import local_path, worker_number
 from paceline.plain_data import MOST_WHOLE, shown, text_of, whole
@@ -69,7 +70,8 @@ class AttemptLedger:
     silent: tuple[int, ...]  # with a directory but without a ledger that can be read
     begun: ResumePoint
     until_step: float = 0  # later steps are void; until it is found in the line, all are
-    told: dict[str, list[Told]] = dataclasses.field(default_factory=dict[str, "list[Told]"])  # by stream
+    told: dict[tuple[str, bool], ToldRuns] = dataclasses.field(default_factory=dict[tuple[str, bool], ToldRuns])
+    """By stream, and whether each line has the whole step's positions."""
     partial: dict[str, list[PartialSteps]] = dataclasses.field(default_factory=dict[str, "list[PartialSteps]"])
     has_steps: bool = False  # that are valid, and of which each worker notes its own part
     has_wholes: bool = False  # an elastic run: every member that committed a step noted all of its positions
@@ -105,18 +107,24 @@ class RunLedgers:
             for step in (one.to_step, one.from_step)
         }
         for attempt in self.attempts:
-            for stream in sorted(attempt.told):
-                self._join(attempt, stream, cuts)
+            for stream in sorted({name for name, _ in attempt.told}):
+                self._join_parts(attempt, stream, cuts)
+                self._join_wholes(attempt, stream, cuts)
 
     def _find_attempts(self, run_dir: Path) -> list[AttemptLedger]:
         found: list[AttemptLedger] = []
         for directory in run_dir.glob("attempt_*"):
             number = directory.name.removeprefix("attempt_")
-            if not number.isdecimal() or len(number) > 9 or not directory.is_dir():
+            if not number.isdecimal() or len(number) > 9 or not os.path.isdir(directory):
                 continue
-            places = {worker_number(place.name): place / "ledger.jsonl" for place in directory.iterdir()}
+            try:
+                places = {worker_number(name): directory / name / "ledger.jsonl" for name in os.listdir(directory)}
+            except OSError as error:
+                self.problems.append(f"{local_path(directory)}: {Unreadable.because(error)}")
+                continue
             paths = {worker: path for worker, path in places.items() if worker is not None}
             starts = {worker: start for worker, path in paths.items() if (start := resume_point_of(path)) is not None}
+            self.problems += _unreadable(path for worker, path in paths.items() if worker not in starts)
             if not starts:  # it ended before any worker could take a step
                 continue
             if len(set(starts.values())) > 1:
@@ -228,14 +236,14 @@ class RunLedgers:
         if (name, run.epoch) not in self.epochs:
             self.epochs[name, run.epoch] = EpochColumns(begins_at=self._starts.get((name, run.epoch), 0))
         self.epochs[name, run.epoch].note(stream, run)
-        attempt.told.setdefault(name, []).append((worker, run))
+        attempt.told.setdefault((name, run.shape.whole is not None), ToldRuns()).add(worker, run)
 
-    def _join(self, attempt: AttemptLedger, stream: str, cuts: set[int]) -> None:
-        """Judge what the workers of an attempt say of the same steps, and add it to the epochs."""
-        told = attempt.told.pop(stream)
-        parts = [one for one in told if one[1].shape.whole is None]
-        attempt.has_steps = attempt.has_steps or bool(parts)
-        for group in aligned(parts, cuts=cuts):
+    def _join_parts(self, attempt: AttemptLedger, stream: str, cuts: set[int]) -> None:
+        """Judge what the workers of an attempt say of the same steps, each of its own part, and add it to the
+        epochs."""
+        told = attempt.told.pop((stream, False), ToldRuns())
+        attempt.has_steps = attempt.has_steps or bool(len(told))
+        for group in aligned(told, cuts=cuts):
             having = tuple(sorted({worker for worker, _ in group}))
             if len(having) < len(attempt.workers):
                 attempt.partial.setdefault(stream, []).append(PartialSteps(run=group[0][1], having=having))
@@ -248,19 +256,23 @@ class RunLedgers:
                 columns.note_outcome(run)
                 if block is None:
                     columns.add_ranges(run, worker, run.shape.ranges)
-        wholes = [one for one in told if one[1].shape.whole is not None]
-        attempt.has_wholes = attempt.has_wholes or bool(wholes)
-        for group in aligned(wholes, cuts=cuts):
+
+    def _join_wholes(self, attempt: AttemptLedger, stream: str, cuts: set[int]) -> None:
+        """The same of steps whose positions each worker has noted as a whole."""
+        told = attempt.told.pop((stream, True), ToldRuns())
+        attempt.has_wholes = attempt.has_wholes or bool(len(told))
+        for group in aligned(told, cuts=cuts):
             self._compare(attempt, group)
             worker, run = group[0]
             columns = self.epochs[stream, run.epoch]
             columns.note_outcome(run)
-            whole = run._replace(shape=run.shape._replace(ranges=(run.shape.whole or (0, 0),)))
-            block = block_of([(worker, whole)])
-            if block is not None:
-                columns.add_block(block)
-            else:
-                columns.add_ranges(whole, worker, whole.shape.ranges)
+            ranges = (run.shape.whole or (0, 0),)
+            if run.num > 1:
+                block = block_of([(worker, run._replace(shape=run.shape._replace(ranges=ranges)))])
+                if block is not None:
+                    columns.add_block(block)
+                    continue
+            columns.add_ranges(run, worker, ranges)
 
     def _compare(self, attempt: AttemptLedger, group: list[Told]) -> None:
         """Compare what members of an elastic run say of whole steps: all alike, and of their own parts no more."""
@@ -316,8 +328,11 @@ class RunLedgers:
         one that is being written `is_growing`."""
         damaged: str | None = None
         name, sealed = local_path(path), sealed_path(path)
-        sealed_too = f" (with those of {sealed.name})" if sealed.exists() else ""
+        sealed_too = f" (with those of {sealed.name})" if os.path.exists(sealed) else ""
         for number, text in enumerate(lines_of(path), start=1):
+            if isinstance(text, Unreadable):
+                self.problems.append(f"{name}: {text}")
+                continue
             line = parse_ledger_line(text)
             where = f"{name}, line {number}{sealed_too}"
             if damaged and line is not None and "joins" in line:
@@ -333,6 +348,12 @@ class RunLedgers:
             self.notes.append(
                 f"{damaged}, the last, was cut off and is ignored: its step was not committed by this worker"
             )
+
+
+def _unreadable(ledgers: Iterable[Path]) -> list[str]:
+    """One sentence for each ledger that cannot be read at all."""
+    firsts = ((path, next(iter(lines_of(path)), "")) for path in ledgers)
+    return [f"{local_path(path)}: {first}" for path, first in sorted(firsts) if isinstance(first, Unreadable)]
 
 
 def _joins(path: Path) -> bool:

@@ -11,7 +11,7 @@ from paceline.events import (
 from paceline.monitor.console.event_lines import EXIT_CAUSES, wire_cost_text
 from paceline.monitor.console.progress import number_text, rate_text
 from paceline.monitor.records.run_files import local_path
-from paceline.units import bytes_text, duration_text, workers_text
+from paceline.units import bytes_text, duration_text, shell_text, workers_text
 
 __all__ = ["MOST_LEFT", "closing_table", "ending_text"]
 
@@ -146,7 +146,7 @@ def _incidents_text(facts: Mapping[str, Any]) -> str:
         steps = facts["steps_lost"] + facts.get("steps_unsaved", 0)
         parts.append(f"{_counted(lost, 'worker')} lost, {facts['workers_joined']} taken in again")
         parts[-1] += f", {_counted(steps, 'step')} lost"
-    return f"{'; '.join(parts)} (more: paceline report {local_path(facts['run_dir'])})"
+    return f"{'; '.join(parts)} (more: paceline report {shell_text(local_path(facts['run_dir']))})"
 
 
 def _counted(count: int, what: str) -> str:

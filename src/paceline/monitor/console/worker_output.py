@@ -53,9 +53,13 @@ class WorkerOutput:
         for worker in sorted(set(workers) - self._texts.keys()):
             place = self._directory / f"worker_{worker}"
             if self._everyone or worker == 0:
-                self._stdout[worker] = GrowingFile(place / "stdout.log")
-            self._stderr[worker], self._texts[worker] = GrowingFile(place / "stderr.log"), _StderrSplitter()
+                self._stdout[worker] = GrowingFile(place / "stdout.log", say=self._warn)
+            self._stderr[worker] = GrowingFile(place / "stderr.log", say=self._warn)
+            self._texts[worker] = _StderrSplitter()
         self._once.expect(workers)
+
+    def _warn(self, text: str) -> None:
+        self._show(printable(f"warning: {text}"))
 
     def poll(self, now: float) -> None:
         """Show what is new; `now` is monotonic, in seconds."""

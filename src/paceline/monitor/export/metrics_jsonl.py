@@ -10,6 +10,7 @@ again when the file has doubled. A run that goes back into such a hundred drops 
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from paceline.logs.sealed_log import LineLog, Sealing
 from paceline.monitor.records.attempt_history import AttemptSteps, lineage, resume_points, steps_between
 from paceline.monitor.records.steps import Step, real
 from paceline.plain_data import read_object, whole
+from paceline.regular_files import open_regular
 
 __all__ = ["MetricsFile", "metrics_line"]
 
@@ -161,7 +163,10 @@ def drop_others(path: Path, counts: Callable[[int, int | None], bool]) -> StepRa
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(path, encoding="utf-8", errors="replace") as old, open(temporary, "w", encoding="utf-8") as new:
+        with (
+            io.TextIOWrapper(open_regular(path), encoding="utf-8", errors="replace") as old,
+            open(temporary, "w", encoding="utf-8") as new,
+        ):
             num_dropped, kept = 0, list[tuple[int, int]]()
             for line in iter(lambda: old.readline(LONGEST_LINE), ""):
                 steps, attempt = _place(line) if line.endswith("\n") else ([], None)

@@ -25,6 +25,7 @@ from paceline import clock
 from paceline.errors import writing
 from paceline.events import Evaluated, Record, Reported, WorkerStarted
 from paceline.monitor.records.steps import IdleShares, Step, parts_of
+from paceline.units import name_text
 
 if TYPE_CHECKING:
     from tensorboard.summary.writer.record_writer import RecordWriter
@@ -97,7 +98,7 @@ class TensorBoardFile:
             for when, step, scalars in self._waiting:
                 event = self._event(wall_time=when, step=step)
                 for tag, value in scalars.items():
-                    event.summary.value.add(tag=tag, simple_value=value)
+                    event.summary.value.add(tag=name_text(tag), simple_value=value)
                 writer.write(event.SerializeToString())
             self._waiting.clear()
             writer.flush()

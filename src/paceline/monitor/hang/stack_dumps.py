@@ -14,6 +14,7 @@ from pathlib import Path
 
 from paceline.comm.call_site import is_user_code, place_text
 from paceline.comm.flight_recorder import STACKS_NAME
+from paceline.regular_files import open_regular
 
 __all__ = ["StackFile", "StackFrame", "newest_dump", "place_of", "stack_text"]
 
@@ -51,9 +52,12 @@ class StackFile:
         self._size = size
         if not is_whole:
             return None
-        with open(self.path, "rb") as file:
-            file.seek(max(self._from, size - DUMP_BYTES))
-            return newest_dump(file.read().decode("utf-8", errors="replace"))
+        try:
+            with open_regular(self.path) as file:
+                file.seek(max(self._from, size - DUMP_BYTES))
+                return newest_dump(file.read().decode("utf-8", errors="replace"))
+        except OSError:  # it was replaced meanwhile
+            return None
 
     def _num_bytes(self) -> int:
         try:

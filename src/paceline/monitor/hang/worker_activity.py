@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.comm.flight_recorder import FILE_NAME, RecordedCollective, RecordedGroup, WorkTotals, read_flight_record
-from paceline.monitor.records.processes import process_state, run_delay_s
+from paceline.processes import process_state, run_delay_s
 
 __all__ = ["RecordedCollective", "RecordedGroup", "WorkTotals", "WorkerActivity", "read_activity"]
 

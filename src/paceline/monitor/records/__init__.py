@@ -1,3 +1,3 @@
-"""Reads what a run leaves in its directory: run.json, events, merged steps, attempts, failures, processes; imports
-only the ground modules.
+"""Reads what a run leaves in its directory: run.json, events, merged steps, attempts, failures; imports only the
+ground modules.
 """

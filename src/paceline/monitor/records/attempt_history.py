@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.events import Record, StepDone
-from paceline.logs.log_reader import last_lines, lines_of
+from paceline.logs.log_reader import Unreadable, last_lines, lines_of
+from paceline.monitor.records.damaged_lines import DamagedLines
 from paceline.monitor.records.event_reader import attempt_dir, decode_event
 from paceline.monitor.records.run_files import worker_number
 from paceline.monitor.records.steps import Step, StepMerger
@@ -91,23 +92,28 @@ def passes_through(attempt: int, place: ResumePoint | None, begun: Mapping[int, 
     return (first.from_step, first.of_attempt, first.source) == (place.from_step, None, place.source)
 
 
-def resume_points(run_dir: Path, *, until_attempt: int) -> dict[int, ResumePoint]:
-    """What the attempts up to this one went on from, as far as their ledgers record it; reads a few lines of each."""
+def resume_points(
+    run_dir: Path, *, until_attempt: int, unreadable: DamagedLines | None = None
+) -> dict[int, ResumePoint]:
+    """What the attempts up to this one went on from, as far as their ledgers record it; reads a few lines of each.
+    `unreadable` gets the files that cannot be read."""
     found: dict[int, ResumePoint] = {}
     for number in range(1, until_attempt + 1):
         paths = sorted((run_dir / f"attempt_{number}").glob("worker_*/ledger.jsonl"))
-        points = (resume_point_of(path) for path in paths if worker_number(path.parent.name) is not None)
+        points = (resume_point_of(path, unreadable) for path in paths if worker_number(path.parent.name) is not None)
         begun = next((one for one in points if one is not None), None)
         if begun is not None:
             found[number] = begun
     return found
 
 
-def resume_point_of(path: Path) -> ResumePoint | None:
+def resume_point_of(path: Path, unreadable: DamagedLines | None = None) -> ResumePoint | None:
     """What an attempt went on from, by the first line of a ledger or its repetition after a restore; None where that
     is missing or cut off."""
     begun: ResumePoint | None = None
     for text in lines_of(path):
+        if unreadable is not None and isinstance(text, Unreadable):
+            unreadable.note(path, text)
         line = parse_ledger_line(text)
         point = _resume_point(line) if line is not None else None
         if point is None:
@@ -154,14 +160,19 @@ def steps_between(run_dir: Path, line: Sequence[AttemptSteps], *, after: int, un
     return [rows[step] for step in sorted(rows)]
 
 
-def repeated_steps_text(run_dir: Path, *, before_attempt: int, resumed_from: int) -> str | None:
+def repeated_steps_text(
+    run_dir: Path, *, before_attempt: int, resumed_from: int, unreadable: DamagedLines | None = None
+) -> str | None:
     """Say which steps an attempt takes again because they were not saved; None where there are none.
 
-    They are those of the newest earlier attempt that took any step from the same state on. Reads the ends of its files.
+    They are those of the newest earlier attempt that took any step from the same state on. Reads the ends of its files;
+    `unreadable` gets those that cannot be read.
     """
-    begun = resume_points(run_dir, until_attempt=before_attempt)
+    unreadable = unreadable or DamagedLines()
+    begun = resume_points(run_dir, until_attempt=before_attempt, unreadable=unreadable)
     for attempt in range(before_attempt - 1, 0, -1):
-        last_step = max(map(_last_step, attempt_dir(run_dir, attempt).glob("worker_*/events.jsonl")), default=0)
+        paths = attempt_dir(run_dir, attempt).glob("worker_*/events.jsonl")
+        last_step = max((_last_step(path, unreadable) for path in paths), default=0)
         if last_step and passes_through(attempt, begun.get(before_attempt), begun):
             break
     else:
@@ -177,9 +188,11 @@ def repeated_steps_text(run_dir: Path, *, before_attempt: int, resumed_from: int
     )
 
 
-def _last_step(path: Path) -> int:
+def _last_step(path: Path, unreadable: DamagedLines) -> int:
     """The last step that a worker committed; 0: none."""
     for line in last_lines(path):
+        if isinstance(line, Unreadable):
+            unreadable.note(path, line)
         record = decode_event(line) if line.startswith(STEP_DONE) else None
         if record is not None and isinstance(record.event, StepDone):
             return record.event.step

@@ -1,4 +1,6 @@
-"""Lines of a run's files that cannot be read: they are passed over, and each file is named with the first of them."""
+"""Lines of a run's files, and whole files, that cannot be read: they are passed over, and each file is named with the
+first of them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+from paceline.logs.log_reader import Unreadable
 from paceline.monitor.records.run_files import local_path
 
 __all__ = ["DamagedLines"]
@@ -30,6 +33,9 @@ class DamagedLines:
             if failed is not None:
                 self.note(path, failed)
                 failed = None
+            if isinstance(line, Unreadable):
+                self.note(path, line)
+                continue
             found = parse(line)
             if found is not None:
                 yield found
@@ -38,12 +44,18 @@ class DamagedLines:
 
     def note(self, path: Path, line: str) -> None:
         first, num = self._found.get(path, (line, 0))
-        self._found[path] = first[:WIDTH], num + 1
+        self._found[path] = first if isinstance(first, Unreadable) else first[:WIDTH], num + 1
 
     def texts(self) -> list[str]:
         """One sentence for each file."""
         return [
-            f"{local_path(path)} has {'a line' if num == 1 else f'{num} lines'} that cannot be read and "
-            f"{'was' if num == 1 else 'were'} left out, {'it' if num == 1 else 'the first'} begins with {first!r}"
+            f"{local_path(path)}: {first}" if isinstance(first, Unreadable) else _text(path, first, num)
             for path, (first, num) in sorted(self._found.items())
         ]
+
+
+def _text(path: Path, first: str, num: int) -> str:
+    return (
+        f"{local_path(path)} has {'a line' if num == 1 else f'{num} lines'} that cannot be read and "
+        f"{'was' if num == 1 else 'were'} left out, {'it' if num == 1 else 'the first'} begins with {first!r}"
+    )

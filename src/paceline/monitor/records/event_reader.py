@@ -22,20 +22,24 @@ class EventTail:
 
     def __init__(self, run_dir: Path, attempt: int) -> None:
         self.directory = attempt_dir(run_dir, attempt)
-        self._files: dict[int | None, GrowingLog] = {None: GrowingLog(self.directory / "events.jsonl")}
+        self._unreadable: list[str] = []  # sentences on files that are to be told
+        self._files: dict[int | None, GrowingLog] = {None: self._follow(self.directory / "events.jsonl")}
         self._num_lines: dict[int | None, int] = {}
         self._damaged: set[int | None] = set()
 
     def poll(self, limit_bytes: int | None = 1 << 20) -> list[Record]:
         """Return the events written since the last call (about `limit_bytes` a file; None: all), by their times.
 
-        A damaged line comes back as a warning, once for each file; the lines after it are read as usual.
+        A damaged line comes back as a warning, once for each file; the lines after it are read as usual. So does a file
+        that cannot be read.
         """
         self._find_workers()
         records: list[Record] = []
         for worker, file in self._files.items():
             for line in file.poll(limit_bytes):
                 records += self._read(worker, line)
+        records += [Record(clock.now(), None, Warned(text=text)) for text in self._unreadable]
+        self._unreadable.clear()
         records.sort(key=operator.attrgetter("time"))
         return records
 
@@ -46,12 +50,15 @@ class EventTail:
     def _find_workers(self) -> None:
         try:
             names = os.listdir(self.directory)
-        except FileNotFoundError:
+        except OSError:  # not there yet, or out of reach
             return
         for name in names:
             worker = worker_number(name)
             if worker is not None and worker not in self._files:
-                self._files[worker] = GrowingLog(self.directory / name / "events.jsonl")
+                self._files[worker] = self._follow(self.directory / name / "events.jsonl")
+
+    def _follow(self, path: Path) -> GrowingLog:
+        return GrowingLog(path, say=self._unreadable.append)
 
     def _read(self, worker: int | None, line: str) -> list[Record]:
         self._num_lines[worker] = number = self._num_lines.get(worker, 0) + 1

@@ -13,17 +13,20 @@ from typing import Any
 
 from paceline.monitor.records.run_files import local_path
 from paceline.plain_data import read_object
+from paceline.regular_files import read_regular
 from paceline.units import bytes_text, workers_text
 
 __all__ = ["Failure", "explain", "headline", "is_consequence", "is_echo", "root_cause"]
 
 PACKAGE = f"{Path(__file__).resolve().parents[2]}{os.sep}"  # where our own frames lie
 OURS = re.compile(r"[\\/](site|dist)-packages[\\/]paceline[\\/]")  # the same on a host with another layout
-STARTERS = ("<frozen runpy>", "<frozen importlib", "<string>")  # what runs a script, above its own frames
+STARTERS = ("<frozen runpy>", "<frozen importlib")  # what runs a script, above its own frames
+COMMAND = "<string>"  # of `python -c`: the user's, or what has started a worker
 CHAIN = re.compile(  # between the tracebacks of an error and of what it came from
     r"(\n\n(?:During handling of the above exception, another exception occurred"
     r"|The above exception was the direct cause of the following exception):\n\n)"
 )
+MARGIN = re.compile(r"^ +[|+] ")  # of an exception in a group
 FRAME = re.compile(r'^  File "([^"]+)", line (\d+)')
 TORCH = re.compile(r"[\\/](site|dist)-packages[\\/]torch[\\/]")
 LOADER = re.compile(  # what torch makes of an error in a loader process
@@ -31,6 +34,7 @@ LOADER = re.compile(  # what torch makes of an error in a loader process
 )
 OF_ONE_WORKER = re.compile(r"worker_\d+[\\/]\w+\.\w+|\(in loader process \d+\)$")
 MOST_BYTES = 8 << 20  # of an error.json that is read
+EARLY = "os._exit() or a C library ended it"
 MESSAGE_WIDTH = 200  # of an error's message in a headline; the traceback below has all of it
 
 
@@ -50,6 +54,7 @@ class Failure:
     memory_limit_bytes: int | None = None
     oom_likely: bool = False
     sent_by_us: bool = False  # the signal: the supervisor ended this worker because of another one
+    is_early: bool = False  # its process ended before its function had returned
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure:
@@ -118,7 +123,22 @@ def _traceback_parts(error: Mapping[str, Any]) -> list[str]:
 def own_frames(traceback: str) -> str:
     """Return a traceback with the user's frames: those of Paceline and torch above the first one are left out, and
     runs of them below it become one line. A traceback without a frame of the user's stays as it is."""
-    return "".join(part if CHAIN.match(part) else _own_frames(part) for part in CHAIN.split(traceback.rstrip("\n")))
+    blocks = itertools.groupby(traceback.rstrip("\n").split("\n"), key=_margin_width)
+    return "\n".join(_within_margin(list(lines), width) for width, lines in blocks)
+
+
+def _margin_width(line: str) -> int:
+    """How many characters at a line's begin are the margin of an exception in a group; 0: none is in a group."""
+    margin = MARGIN.match(line)
+    return margin.end() if margin else 0
+
+
+def _within_margin(lines: list[str], width: int) -> str:
+    text = "\n".join(line[width:] for line in lines)
+    shown = "".join(part if CHAIN.match(part) else _own_frames(part) for part in CHAIN.split(text))
+    first, *others = shown.split("\n")
+    side = lines[0][:width].replace("+", "|")
+    return "\n".join([lines[0][:width] + first, *((side + line).rstrip() for line in others)])
 
 
 def _own_frames(traceback: str) -> str:
@@ -126,15 +146,17 @@ def _own_frames(traceback: str) -> str:
     starts = [number for number, line in enumerate(lines) if FRAME.match(line)]
     # An error's message may hold another traceback, as that of a `WorkerError` does.
     end = next((n for n in range(starts[0], len(lines)) if not lines[n].startswith(" ")), len(lines)) if starts else 0
-    starts = [start for start in starts if start < end]
-    if all(_owner(lines[start]) for start in starts):
+    owners = {start: _owner(lines[start]) for start in starts if start < end}
+    if all(owners.values()):
+        # Without a file of the user's, the program was given on the command line.
+        owners = {start: "" if _is_of_command(lines[start]) else owner for start, owner in owners.items()}
+    if all(owners.values()):
         return traceback
     shown: list[str] = []
     folded: list[str] = []  # whose frames they were
-    for start, stop in itertools.pairwise([*starts, end]):
-        owner = _owner(lines[start])
-        if owner:
-            folded.append(owner)
+    for start, stop in itertools.pairwise([*owners, end]):
+        if owners[start]:
+            folded.append(owners[start])
             continue
         if shown:
             shown += _fold(folded)
@@ -178,7 +200,8 @@ def _what(failure: Failure) -> str:
         return f"{kind}: {short}" if short else kind
     if failure.signal is None:
         text = f"ended with exit code {failure.exit_code} {_after(failure)}"
-        return f"{text}, without an error of its own; see its stderr.log"
+        why = f"before its function had returned: {EARLY}" if failure.is_early else "without an error of its own"
+        return f"{text}, {why}; see its stderr.log"
     text = f"was killed by signal {failure.signal} ({_signal_name(failure.signal)}) {_after(failure)}"
     if failure.peak_memory_bytes:
         text += f"; peak memory {bytes_text(failure.peak_memory_bytes)}"
@@ -200,8 +223,8 @@ def _when(failure: Failure) -> float:
 
 
 def _step(failure: Failure) -> int:
-    step = (failure.error or {}).get("step")
-    return failure.step if step is None else int(step)
+    """The error may come from where steps are not known, and the record may be behind the error."""
+    return max(failure.step, int((failure.error or {}).get("step") or 0))
 
 
 def _after(failure: Failure) -> str:
@@ -229,9 +252,14 @@ def _owner(frame: str) -> str:
     """Return the owner of a frame: "paceline", "torch", or "" for the user's code and other libraries."""
     match = FRAME.match(frame)
     path = match.group(1) if match else ""
-    if path.startswith((PACKAGE, *STARTERS)) or path.endswith("runpy.py") or OURS.search(path):
+    if path == COMMAND or path.startswith((PACKAGE, *STARTERS)) or path.endswith("runpy.py") or OURS.search(path):
         return "paceline"
     return "torch" if TORCH.search(path) else ""
+
+
+def _is_of_command(frame: str) -> bool:
+    match = FRAME.match(frame)
+    return match is not None and match.group(1) == COMMAND
 
 
 def _signal_name(number: int) -> str:
@@ -244,7 +272,6 @@ def _signal_name(number: int) -> str:
 def is_echo(path: Path) -> bool:
     """Return whether an error only reports that a peer was lost."""
     try:
-        with open(path, "rb") as file:
-            return bool(read_object(file.read(MOST_BYTES)).get("echo"))
+        return bool(read_object(read_regular(path, MOST_BYTES)).get("echo"))
     except (OSError, ValueError):  # being written at this moment, or cut off: an error all the same
         return False

@@ -7,6 +7,7 @@ many lines are sealed; those of its own lines that were read before are left out
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from paceline.logs.log_reader import sealed_lines
@@ -20,9 +21,10 @@ __all__ = ["GrowingLog"]
 class GrowingLog:
     """A log that others write; it may not exist yet. A poll costs O(new bytes)."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = GrowingFile(path)
+    def __init__(self, path: Path, *, say: Callable[[str], None] | None = None) -> None:
+        """`say` gets a sentence where the log cannot be read."""
+        self.path, self._say = path, say
+        self._file = GrowingFile(path, say=say)
         self._mark: SealedMark | None = None  # of the file that is open; None: its first line was not read yet
         self._num_read = 0  # lines as they were written, sealed ones too
         self._num_known = 0  # of the file that is open: lines at its beginning that were read before
@@ -34,7 +36,7 @@ class GrowingLog:
         if self._was_replaced() and (limit_bytes is None or not lines):
             lines += self._take(self._file.poll(None))  # what was written before it was replaced
             self._file.close()
-            self._file = GrowingFile(self.path)
+            self._file = GrowingFile(self.path, say=self._say)
             before, self._mark = self._mark, None
             lines += self._take(self._file.poll(limit_bytes), after=before)
         return lines
@@ -46,7 +48,7 @@ class GrowingLog:
         open_file = self._file.inode()
         try:
             return open_file is not None and open_file != os.stat(self.path).st_ino
-        except FileNotFoundError:
+        except OSError:  # removed, or out of reach
             return False
 
     def _take(self, lines: list[str], *, after: SealedMark | None = None) -> list[str]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
 from paceline.errors import DISK_FULL
-from paceline.logs.log_reader import LONGEST_LINE
+from paceline.logs.log_reader import LONGEST_LINE, Unreadable
+from paceline.regular_files import open_regular
 
 __all__ = ["GrowingFile", "local_path", "replace_text", "worker_number"]
 
@@ -17,25 +19,33 @@ MOST_DIGITS = 6  # of a worker's number
 
 
 class GrowingFile:
-    """Follows a file that others append to, line by line; the file may not exist yet. A poll costs O(new bytes)."""
+    """Follows a file that others append to, line by line; the file may not exist yet. A poll costs O(new bytes).
 
-    def __init__(self, path: Path) -> None:
+    Where it cannot be read, `say` gets one sentence, once; it has no new lines then.
+    """
+
+    def __init__(self, path: Path, *, say: Callable[[str], None] | None = None) -> None:
         self.path = path
+        self._say = say
         self._file: BinaryIO | None = None
         self._partial = b""
 
     def poll(self, limit_bytes: int | None = 1 << 20) -> list[str]:
         """Return the lines completed since the last call; reads about `limit_bytes` (None: to the end of the file)."""
-        if self._file is None:
-            try:
-                self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115  # closed by close()
-            except FileNotFoundError:
-                return []
         pieces: list[bytes] = []
-        num_bytes = 0
-        while (limit_bytes is None or num_bytes < limit_bytes) and (piece := self._file.read(CHUNK_BYTES)):
-            pieces.append(piece)
-            num_bytes += len(piece)
+        try:
+            if self._file is None:
+                self._file = open_regular(self.path, buffering=0)
+            num_bytes = 0
+            while (limit_bytes is None or num_bytes < limit_bytes) and (piece := self._file.read(CHUNK_BYTES)):
+                pieces.append(piece)
+                num_bytes += len(piece)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            if self._say is not None:
+                self._say(f"{local_path(self.path)}: {Unreadable.because(error)}")
+                self._say = None
         if not pieces:
             return []
         *lines, self._partial = (self._partial + b"".join(pieces)).split(b"\n")

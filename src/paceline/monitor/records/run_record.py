@@ -16,10 +16,12 @@ from typing import Any
 
 from paceline import clock, run_lock
 from paceline.events import MOST_WORKERS
-from paceline.monitor.records.processes import is_same_process, process_started_s, process_state, this_host
 from paceline.monitor.records.run_files import replace_text
 from paceline.plain_data import LATEST, fitted, read_object
 from paceline.private_files import make_run_directory
+from paceline.processes import is_same_process, process_started_s, process_state, this_host
+from paceline.regular_files import read_regular
+from paceline.units import shell_text
 
 __all__ = ["RUNNING", "AttemptRecord", "RunRecord"]
 
@@ -65,9 +67,9 @@ class RunRecord:
         except (FileNotFoundError, NotADirectoryError):
             what = (
                 "has no run.json"
-                if run_dir.is_dir()
+                if os.path.isdir(run_dir)
                 else "is not a directory"
-                if run_dir.exists()
+                if os.path.exists(run_dir)
                 else "does not exist"
             )
             raise ValueError(
@@ -75,6 +77,11 @@ class RunRecord:
                 "(runs/... unless --run-dir said otherwise)."
                 + (" The record of a run on several hosts is on the host of --head." if _has_attempts(run_dir) else "")
             ) from None
+        except PermissionError as error:
+            raise ValueError(
+                f"{error.filename or run_dir} cannot be read (Permission denied): a run's directory is its user's. "
+                "Look at it as that user, or have them open it (chmod -R go+rX)."
+            ) from error
         except (ValueError, OSError) as error:
             raise ValueError(
                 f"{run_dir / 'run.json'} cannot be read ({error}): it is damaged or of another version."
@@ -118,6 +125,18 @@ class RunRecord:
         ).save()
 
     @classmethod
+    def take_over(cls, run_dir: Path | str) -> RunRecord:
+        """Note that the calling process keeps the record of the attempt under way, whose supervisor was lost, and
+        return the record. Raises ValueError if there is none."""
+        run_lock.hold(Path(run_dir))  # a lost supervisor that stands still may have it; the register keeps it out
+        return dataclasses.replace(
+            cls.load(run_dir),
+            host=this_host(),
+            pid=os.getpid(),
+            pid_started_s=process_started_s(os.getpid()) or 0.0,
+        ).save()
+
+    @classmethod
     def next_attempt(cls, run_dir: Path | str) -> int:
         """Return the number of the attempt that `begin_attempt` would begin; raises ValueError as it does.
 
@@ -137,17 +156,23 @@ class RunRecord:
         finally:
             run_lock.release(self.run_dir)
 
+    def now(self) -> RunRecord:
+        """Return the record as the file has it now; this one where it was removed or damaged meanwhile."""
+        try:
+            return RunRecord.load(self.run_dir)
+        except ValueError:
+            return self
+
     def changed(self, **fields: Any) -> RunRecord:
         """Write the record with other values in some fields; the other fields are taken as the file has them now.
 
-        A later start's record stays as it is. One that was removed or damaged meanwhile is written anew.
+        The record of a later start, or of a host that has taken over, stays as it is. One that was removed or damaged
+        meanwhile is written anew.
         """
-        try:
-            now = RunRecord.load(self.run_dir)
-        except ValueError:
-            make_run_directory(self.run_dir)
-            now = self
-        return now if now.attempt > self.attempt else dataclasses.replace(now, **fields).save()
+        now = self.now()
+        make_run_directory(self.run_dir)
+        is_others = now.attempt > self.attempt or (now.host, now.pid) != (self.host, self.pid)
+        return now if is_others else dataclasses.replace(now, **fields).save()
 
     def save(self) -> RunRecord:
         """Write `run.json` and return the record."""
@@ -159,7 +184,7 @@ class RunRecord:
     @classmethod
     def _idle(cls, run_dir: Path) -> RunRecord | None:
         """Return the existing record, None if there is none; raise ValueError if another process works on the run."""
-        if not (run_dir / "run.json").exists():
+        if not os.path.exists(run_dir / "run.json"):
             return None
         before = cls.load(run_dir)
         if before.is_alive() and before.pid != os.getpid():
@@ -185,8 +210,7 @@ class RunRecord:
 
 
 def _fields_of(path: Path) -> RunRecord:
-    with open(path, "rb") as file:
-        fields = read_object(file.read(MOST_BYTES))
+    fields = read_object(read_regular(path, MOST_BYTES))
     if "attempts" not in fields:
         raise ValueError("it names no attempts")
     record = fitted(RunRecord, {**fields, "run_dir": ""})
@@ -213,7 +237,8 @@ def _in_use(run_dir: Path, found: RunRecord | None = None) -> str:
     still = (
         " (it is stopped: kill -CONT or kill -KILL it)" if process_state(found.pid) == "stopped" and not where else ""
     )
+    stop = f"paceline stop {shell_text(str(run_dir))}{', on that host' if where else ''}"
     return (
         f"{str(run_dir)!r} is in use: process {found.pid}{where} runs attempt {found.attempt} there{still}. "
-        f"Stop it first (paceline stop {run_dir}{', on that host' if where else ''}), or use another --run-dir."
+        f"Stop it first ({stop}), or use another --run-dir."
     )

@@ -93,6 +93,7 @@ class StepMerger:
         self._newest = 0  # step of which any worker has reported
         self._newest_before = 0  # the same when `rows` was last called
         self._alone: list[Record] = []  # reports on steps that only one worker takes part in
+        self._has_alone = False  # there were such reports
         self._last_time: float | None = None
         self._ahead: float = AHEAD
         self.last_steps: dict[int, int] = {}  # worker -> last step it has spoken of
@@ -121,9 +122,19 @@ class StepMerger:
             self._ahead = math.inf
         if event.alone:
             self._alone.append(record)
+            self._has_alone = True
         elif event.step > self._given:
             self._open.setdefault(event.step, {}).setdefault(record.worker, record)
             self._newest = max(self._newest, event.step)
+
+    def committed_by(self, worker: int) -> int:
+        """Return the last step that a worker has committed: workers that take steps together commit them together, and
+        one of them may have ended before it had written its last one.
+        """
+        furthest = max(self.last_steps.values(), default=0)
+        own = self.last_steps.get(worker, furthest)
+        are_together = not self._has_alone and math.isfinite(self._ahead)
+        return furthest if are_together and own == furthest - 1 else own
 
     def pass_over(self, first_step: int, last_step: int) -> list[Step]:
         """These steps come as sums, and are given out no more; returns the rows before them."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -67,10 +68,10 @@ def read_attempts(
     logs: list[AttemptLog] = []
     for attempt in record.attempts:
         directory = attempt_dir(record.run_dir, attempt.attempt)
-        if not directory.is_dir():
+        if not os.path.isdir(directory):
             continue
         places = [attempt_dir(run_dir, attempt.attempt) for run_dir in (*others, record.run_dir)]
-        found_in = [path for place in places if place.is_dir() for path in place.iterdir()]
+        found_in = [path for place in places for path in place.glob("*")]
         paths = {worker: path / "events.jsonl" for path in found_in if (worker := _worker(path)) is not None}
         records = sorted(
             (found for path in (directory / "events.jsonl", *paths.values()) for found in _rare(path, damaged)),

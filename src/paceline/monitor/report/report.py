@@ -8,6 +8,7 @@ because pipeline stages and uneven parts differ.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -75,9 +76,9 @@ def read_report(run_dir: Path | str, *others: Path | str) -> RunReport:
     """
     places = [Path(run_dir), *map(Path, others)]
     for place in places:
-        if not place.is_dir():
+        if not os.path.isdir(place):
             raise ValueError(f"{str(place)!r} is not a directory: name the directories of one run's hosts.")
-    heads = [place for place in places if (place / "run.json").exists()]
+    heads = [place for place in places if os.path.exists(place / "run.json")]
     if len(heads) > 1:
         raise ValueError(
             f"{local_path(heads[0])} and {local_path(heads[1])} are two runs, as each has a run.json. Name one run, "

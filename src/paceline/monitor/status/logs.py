@@ -53,16 +53,20 @@ def _files(record: RunRecord, worker: int | None, stream: str | None) -> dict[st
     if stream is not None and stream not in STREAMS:
         raise ValueError(f"there is no stream {stream!r}: name 'stdout' or 'stderr', or none for both")
     directory = attempt_dir(record.run_dir, record.attempt)
-    names = [place.name for place in directory.iterdir()] if directory.is_dir() else []
+    names = [path.name for path in directory.glob("*")]
     known = {number for name in names if (number := worker_number(name)) is not None} | set(range(record.workers))
     if worker is not None and worker not in known:
         raise ValueError(f"attempt {record.attempt} of {record.run_dir} has no worker {worker}; it has {sorted(known)}")
     chosen = sorted(known) if worker is None else [worker]
     return {
-        f"[{number}{SHORT[name]}] ": GrowingFile(directory / f"worker_{number}" / f"{name}.log")
+        f"[{number}{SHORT[name]}] ": GrowingFile(directory / f"worker_{number}" / f"{name}.log", say=_warn)
         for number in chosen
         for name in (STREAMS if stream is None else (stream,))
     }
+
+
+def _warn(text: str) -> None:
+    print(f"paceline: {printable(text)}", file=sys.stderr)
 
 
 def _print(files: dict[str, GrowingFile], *, is_over: bool = False) -> None:

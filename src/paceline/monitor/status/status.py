@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json as json_text
+import os
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -28,10 +29,10 @@ from paceline.monitor.console.event_lines import event_line
 from paceline.monitor.records.damaged_lines import DamagedLines
 from paceline.monitor.records.event_reader import attempt_dir, decode_event
 from paceline.monitor.records.failure import is_echo
-from paceline.monitor.records.processes import process_state, this_host
 from paceline.monitor.records.run_files import local_path, worker_number
 from paceline.monitor.records.run_record import RUNNING, RunRecord
 from paceline.monitor.status.progress import Progress, RunTrouble
+from paceline.processes import process_state, this_host
 from paceline.units import duration_text, printable
 
 __all__ = ["RunStatus", "WorkerStatus", "main_status", "status"]
@@ -300,7 +301,7 @@ def _worker(
         state = "left"
     elif worker in failed:
         state = "stopped" if failed[worker].follows else "failed"
-    elif (directory / "error.json").exists():
+    elif os.path.exists(directory / "error.json"):
         state = "stopped" if is_echo(directory / "error.json") else "failed"
     elif state in ("starting", "running") and record.state_now() != RUNNING:
         state = "gone"
@@ -333,7 +334,7 @@ def _started(record: RunRecord, replaced: Collection[int]) -> dict[int, Record]:
     """
     found: dict[int, Record] = {}
     directory = attempt_dir(record.run_dir, record.attempt)
-    for place in sorted(directory.glob("worker_*")) if directory.is_dir() else []:
+    for place in sorted(directory.glob("worker_*")):
         worker = worker_number(place.name)
         if worker is None:
             continue

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from paceline import clock
-from paceline.monitor.records.processes import is_same_process
 from paceline.monitor.records.run_files import local_path
 from paceline.monitor.records.run_record import RunRecord
 from paceline.monitor.status.status import status
 from paceline.plain_data import finite, read_object, whole
+from paceline.processes import is_same_process
+from paceline.regular_files import read_regular
 
 __all__ = ["main_stop"]
 
@@ -107,7 +108,7 @@ def _how_it_ended(record: RunRecord, began: float) -> Iterator[str]:
 def _summary(path: Path) -> dict[str, int]:
     """The numbers of a summary that are needed here; empty where it does not say them."""
     try:
-        said = read_object(path.read_bytes())
+        said = read_object(read_regular(path))
         return {name: whole(said[name]) for name in ("attempt", "step", "steps", "steps_unsaved", "checkpoints_saved")}
     except (OSError, ValueError, KeyError):  # the disk is full, or it was ended before it could say anything
         return {}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from paceline.errors import Reason
 from paceline.parallel.torch_functions import tensors_in
@@ -37,7 +38,10 @@ def kept_views(model: nn.Module, layout: str) -> Iterator[Reason]:
 def _kept(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
     """Buffers, and tensors in plain attributes of modules, with their names."""
     for name, module in model.named_modules():
-        attributes: dict[str, Any] = {key: one for key, one in vars(module).items() if key not in OWN}
+        hooks = vars(module)["_forward_pre_hooks"].values()
+        of_hooks = {hook.name for hook in hooks if isinstance(hook, SpectralNorm)}  # made anew before each forward
+        passed_over = {*OWN, *of_hooks}
+        attributes: dict[str, Any] = {key: one for key, one in vars(module).items() if key not in passed_over}
         for key, value in {**attributes, **vars(module)["_buffers"]}.items():
             for tensor in tensors_in(value):
                 if not isinstance(tensor, nn.Parameter):

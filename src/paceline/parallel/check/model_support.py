@@ -39,7 +39,7 @@ def require_fit(model: nn.Module, plan: Plan, *, allows_meta: bool = False) -> N
     `allows_meta`: tensors on the meta device are accepted.
     """
     sparse = unfit_tables(model, plan) if isinstance(plan.sync, ParameterServer) else _sparse(model, plan)
-    _refuse(model, [*_lazy(model), *sparse, *(() if allows_meta else _on_meta(model))])
+    _refuse(model, [*_lazy(model), *sparse, *_synchronized(model), *(() if allows_meta else _on_meta(model))])
 
 
 def require_open(model: nn.Module, plan: Plan) -> None:
@@ -86,6 +86,17 @@ def _sparse(model: nn.Module, plan: Plan) -> Iterator[Reason]:
             what=f"{name} = {module} makes sparse gradients, which only wire=Sparse() and servers take.",
             remedy="Use wire=Sparse(), or sparse=False (and an optimizer for dense gradients, in both cases); or "
             "sync=ParameterServer(), with an optimizer for sparse ones.",
+        )
+
+
+def _synchronized(model: nn.Module) -> Iterator[Reason]:
+    for name, _ in _outermost(model, lambda one: isinstance(one, nn.SyncBatchNorm)):
+        yield Reason(
+            module=name,
+            what=f"{name} is a SyncBatchNorm, which sums statistics over processes by torch.distributed in each "
+            "forward, while workers run micro-batches of their own.",
+            remedy="Use BatchNorm: each micro-batch has its own statistics, the same under every plan, so a larger "
+            "Batch(micro=...) has better ones. Or GroupNorm or LayerNorm, which need no batch.",
         )
 
 

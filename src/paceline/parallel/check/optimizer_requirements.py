@@ -43,6 +43,7 @@ from paceline.parallel.check.optimizer_trial import (
 
 __all__ = [
     "ParameterNeeds",
+    "draws_random_numbers",
     "needs_all_parameters",
     "needs_of",
     "needs_whole_parameters",
@@ -124,6 +125,11 @@ def needs_whole_parameters(optimizer: Optimizer, parameters: Collection[Tensor] 
         if any(not _is_same_in_halves(optimizer, group, dim, along) for along in range(min(dim, 2))):
             return True
     return False
+
+
+def draws_random_numbers(optimizer: Optimizer) -> bool:
+    """Return whether a step draws random numbers, one parameter after the other; the optimizer stays as it is."""
+    return any(_watch(optimizer, *one).draws for one in _kinds(optimizer, None))
 
 
 def needs_all_parameters(optimizer: Optimizer) -> bool:

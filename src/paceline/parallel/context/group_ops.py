@@ -42,6 +42,7 @@ class ContextGroupOps(TensorGroupOps):
     """
 
     group: ContextCollectives
+    is_of_tokens = True
 
     def __init__(
         self, group: ContextCollectives, *, rules: Callable[[Callable[..., Any]], Rule], kind: AttentionKind

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from paceline.comm.sharded_tensors import is_sharded, part_like
 from paceline.errors import PlanError
+from paceline.parallel.torch_functions import sets_masked
 
 __all__ = ["explained", "install"]
 
@@ -29,6 +30,7 @@ RANDOM = (
     *("rrelu_with_noise", "rrelu_with_noise_", "rrelu_with_noise_functional", "_standard_gamma", "_sample_dirichlet"),
 )
 WRITES = ("copy_", "add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_", "masked_fill_")
+SETS = ("__setitem__",)
 WHOLE = (
     "A penalty on weights belongs in worker.stepper(..., penalty=fn): fn(name, parameter) gets each parameter whole. "
     "worker.clip_gradients(max_norm) returns the norm of all "
@@ -44,7 +46,7 @@ def install() -> None:
 
     if "item" in vars(DTensor):
         return
-    for names, guard in ((READS, _read), (COPIES, _copied), (WRITES, _written)):
+    for names, guard in ((READS, _read), (COPIES, _copied), (WRITES, _written), (SETS, _set)):
         for name in names:
             setattr(DTensor, name, _method(guard, name, getattr(DTensor, name)))
     # Functions of torch meet no method of DTensors. Its dispatcher has a table of operations with a handler of their
@@ -151,6 +153,12 @@ def _written(name: str, own: Any, self: Any, args: Any, kwargs: Any) -> Any:
     getattr(self._local_tensor, name)(*here, **{key: _local(one) for key, one in kwargs.items()})
     torch.autograd.graph.increment_version(self)
     return self
+
+
+def _set(name: str, own: Any, self: Any, args: Any, kwargs: Any) -> Any:
+    if kwargs or not sets_masked(self, *args):
+        return own(self, *args, **kwargs)
+    return self.masked_fill_(*args)
 
 
 def _local(one: Any) -> Any:

@@ -208,6 +208,9 @@ def _partition_at(model: nn.Module, tape: Tape, units: Sequence[ModelUnit], plac
     every = tuple(range(len(bounds) - 1))
     buffer_names = {id(buffer): name for name, buffer in model.named_buffers()}
     buffers = dict.fromkeys(buffer_names.values(), every)  # root-level code runs on all stages
+    for name, found in tape.buffers.items():  # but what takes a unit's values runs on its stage alone
+        if len(at := {stage_of[index] for index in found}) == 1:
+            buffers[name] = (*at, *(stage for stage in every if stage not in at))
     parameter_names = {id(parameter): name for name, parameter in model.named_parameters()}
     for unit in units:
         buffers |= {buffer_names[id(buffer)]: (homes[unit.name],) for buffer in unit.module.buffers()}

@@ -23,6 +23,7 @@ from paceline.errors import PlanError
 from paceline.parallel.meta.meta_device import DEVICE_QUERIES, unseen
 from paceline.parallel.meta.tensor_tree import TensorSpec, held, map_leaves, map_tensors, tensors_in
 from paceline.parallel.model_units import ModelUnit, UnitRandomness, replaced_forward
+from paceline.parallel.pipeline.custom_functions import watched_functions
 from paceline.parallel.pipeline.forward_hooks import call_hooks, silenced_hooks
 from paceline.parallel.pipeline.stage_partition import ValueRoute
 from paceline.parallel.pipeline.tape import NewValue, PassedArgument, Tape, TapeCall
@@ -41,12 +42,13 @@ class StageOutput:
 
 
 class StageReplayer:
-    """Runs stages of the forwards of a model with these units, which is on `device`."""
+    """Runs stages of the forwards of `model` with these units, which is on `device`."""
 
-    def __init__(self, units: Sequence[ModelUnit], *, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[ModelUnit], *, device: torch.device) -> None:
         self.units, self.device = units, device
         modules = (module for unit in units for module in unit.module.modules())
         self._buffers = [module.__dict__["_buffers"] for module in modules]
+        self._parameters = [module.__dict__["_parameters"] for module in model.modules()]
 
     def replay(
         self,
@@ -66,15 +68,17 @@ class StageReplayer:
         """
         draws = None if seed is None else UnitRandomness(*seed, between=tape.draws_between)
         mode = _Replay(self, tape, route, stage, received, draws)
-        with replaced_forward(self.units, mode.wrap), mode.checkpoints.watched(), mode:
+        with replaced_forward(self.units, mode.wrap), mode.checkpoints.watched(), watched_functions(mode), mode:
             result = forward(micro)
         mode.expect_end()
         last = stage == len(route.crossing)
         return StageOutput(map_tensors(result, mode.real) if last else None, mode.kept)
 
-    def buffer_ids(self) -> set[int]:
-        """Return the ids of the units' current buffers, which may be replaced between forwards."""
-        return {id(buffer) for own in self._buffers for buffer in own.values()}
+    def tensor_ids(self) -> set[int]:
+        """Return the ids of the model's parameters and of the units' current buffers, which may be replaced between
+        forwards. Another model that the forward calls, a teacher for example, runs on every stage."""
+        buffers = {id(buffer) for own in self._buffers for buffer in own.values()}
+        return buffers | {id(parameter) for own in self._parameters for parameter in own.values()}
 
 
 class _ValueNumbers:
@@ -110,7 +114,7 @@ class _Replay(TorchFunctionMode):
         self._reals = {number: self._seen(number, tensor) for number, tensor in received.items()}
         self._placeholders = {} if tape.placeholders is None else tape.placeholders
         self._numbers = _ValueNumbers()
-        self._unit_buffers: set[int] | None = None  # ids; computed at first use
+        self._own: set[int] | None = None  # ids; computed at first use
         hooked_modules = {call.name for call in tape.calls if call.hook_outputs}
         self._hooked_modules = {
             place for place, unit in enumerate(replayer.units) if hooked_modules and unit.name in hooked_modules
@@ -144,11 +148,11 @@ class _Replay(TorchFunctionMode):
         return self._made(call, only, func(*real[0], **real[1]))
 
     def _is_owned(self, tensor: Tensor) -> bool:
-        if self._numbers.get(tensor) is not None or isinstance(tensor, nn.Parameter):
+        if self._numbers.get(tensor) is not None:
             return True
-        if self._unit_buffers is None:
-            self._unit_buffers = self._replayer.buffer_ids()
-        return id(tensor) in self._unit_buffers
+        if self._own is None:
+            self._own = self._replayer.tensor_ids()
+        return id(tensor) in self._own
 
     # -------------------------------------------------------------------------------------------------- calls of units
 
@@ -346,6 +350,7 @@ def _marks_in(output: Any) -> list[NewValue | PassedArgument]:
 def _other_way(came: str, expected: str) -> str:
     return (
         f"the model's forward differs from that for the first inputs of these shapes:  {came} came where {expected} "
-        "was expected. With stages it may depend on shapes and types of the inputs, not on their contents. Move what "
-        "depends on contents into a unit."
+        "was expected. With stages it may depend on shapes and types of the inputs, not on their contents, nor on what "
+        "the script changes between steps (an attribute of the model, torch.compile). Move what depends on them into a "
+        "unit, or use Layout(shard=n), which splits any model."
     )

@@ -111,7 +111,7 @@ class StageWorker:
                 "Partition it into as many."
             )
         self.worker_index, self.link, self.device = worker_index, link, device
-        self.replayer = StageReplayer(units, device=device)
+        self.replayer = StageReplayer(model, units, device=device)
         self._model, self._cut, self.pipeline = model, partition, pipeline
         self._known: dict[Any, tuple[Tape, ValueRoute]] = {}  # in the order of their last use
         self.around: Callable[[Action], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()

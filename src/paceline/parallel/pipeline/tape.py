@@ -101,8 +101,9 @@ class RandomDraw:
 class Tape:
     """The forward for one kind of input; `units` are the names of the called units in the order of their first calls.
 
-    `parameters`: for each parameter's name the units in whose calls it takes part. `unused`: units that are never
-    called, with the index of the unit beside which they are kept. `results`: numbers of what the forward returns.
+    `parameters`: for each parameter's name the units in whose calls it takes part; `buffers`: the same of buffers that
+    are not of units. `unused`: units that are never called, with the index of the unit beside which they are kept.
+    `results`: numbers of what the forward returns.
     `queries`: functions that only read shapes and the like. `placeholders`: those that replays have made, by number,
     for reuse; None where the forward changes values in place, so that each replay needs its own. `draws` are torch's,
     as far as names tell. `draws_between` says whether root-level code draws at all, from Python's generator too, or
@@ -114,6 +115,7 @@ class Tape:
     values: tuple[TapeValue, ...]
     results: tuple[int, ...]
     parameters: dict[str, frozenset[int]]
+    buffers: dict[str, frozenset[int]]
     unused: dict[str, int]
     joints: tuple[SameStage, ...]
     draws: tuple[RandomDraw, ...]

@@ -53,7 +53,11 @@ class TapeBuilder:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._uses: dict[str, set[int]] = {name: set() for name in self._names.values()}
         self._buffers = {id(buffer): place for place, unit in enumerate(units) for buffer in unit.module.buffers()}
-        self._root_buffers = {id(buffer) for module in root for buffer in module.buffers(recurse=False)}
+        names = {id(buffer): name for name, buffer in model.named_buffers()}
+        self._root_buffers = {
+            id(buffer): names[id(buffer)] for module in root for buffer in module.buffers(recurse=False)
+        }
+        self._buffer_uses: dict[str, set[int]] = {}  # of root-level modules' buffers
 
     # ------------------------------------------------------------------------------------------- identity of tensors
 
@@ -188,9 +192,18 @@ class TapeBuilder:
                 self._used_inner(self._inner[tensor], owner, subject, in_unit)
             elif id(tensor) in self._names:
                 self.uses(tensor, owner)
+            elif (buffer := self._root_buffers.get(id(tensor))) is not None:
+                self._buffer_uses.setdefault(buffer, set()).add(owner)
             elif (place := self._buffers.get(id(tensor))) is not None:
                 self.join(self.index_of(place), owner, f"{subject} uses a buffer of {self.units[place].name}")
         return needs
+
+    def updates(self, tensors: Iterable[Tensor], owner: int, subject: str) -> None:
+        """Record that buffers of root-level modules are updated by an operation that belongs to a unit, in a way that
+        does not show: all who do that must be on one stage."""
+        for name in filter(None, (self._root_buffers.get(id(tensor)) for tensor in tensors)):
+            for user in self._buffer_uses.get(name, ()):
+                self.join(user, owner, f"{subject} updates the buffer {name}, and so does an operation elsewhere")
 
     def uses(self, parameter: Tensor, index: int) -> None:
         """Record that a parameter takes part in what the unit does; PlanError where it is no parameter of the model."""
@@ -284,6 +297,7 @@ class TapeBuilder:
             ),
             results=tuple(numbers),
             parameters={name: frozenset(users) for name, users in self._uses.items()},
+            buffers={name: frozenset(users) for name, users in self._buffer_uses.items()},
             unused=self._unused(),
             joints=tuple(self._joints),
             draws=tuple(self.draws),

@@ -32,6 +32,7 @@ from paceline.parallel.meta.meta_device import (
 )
 from paceline.parallel.meta.tensor_tree import TensorSpec, held, map_tensors, tensors_in
 from paceline.parallel.model_units import ModelUnit, replaced_forward
+from paceline.parallel.pipeline.custom_functions import CustomFunction, watched_functions
 from paceline.parallel.pipeline.forward_hooks import HookCall, call_hooks, has_hooks, silenced_hooks
 from paceline.parallel.pipeline.operation_trial import RecordingRefused, first_line, try_operation
 from paceline.parallel.pipeline.random_draws import GeneratorState, draws, may_draw
@@ -100,6 +101,7 @@ def _recorded(
                     replaced_forward(units, recorder.wrap),
                     recorder.watching_modules(),
                     recorder.checkpoints.watched(),
+                    watched_functions(recorder, passes_by=recorder.is_inside),
                 ):
                     with recorder:
                         result = forward(micro)
@@ -161,7 +163,11 @@ class _TapeRecorder(TorchFunctionMode):
         self._is_open = False
         # on the real device nothing is recorded; split tensors, a subclass, must still show their shape
         self._ignores_calls = False
-        self.checkpoints = UserCheckpoints(lambda: self._inside is not None)
+        self.checkpoints = UserCheckpoints(self.is_inside)
+
+    def is_inside(self) -> bool:
+        """Whether a unit is running."""
+        return self._inside is not None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -200,6 +206,8 @@ class _TapeRecorder(TorchFunctionMode):
             self._notes.queries.add(func)
             return out
         says = f"the result of {name}() at {where()}"
+        if name == "batch_norm":  # it updates running statistics, and their version counters do not show it
+            self._notes.updates(given, owner, f"{name}() at {where()}")
         needs = self._notes.used(given, owner, f"{name}() at {where()}", in_unit=False)
         self._notes.call(
             name=name,
@@ -246,6 +254,8 @@ class _TapeRecorder(TorchFunctionMode):
         return self._notes.newest() or type(self._model).__name__
 
     def _note_draw(self, func: Callable[..., Any], args: Any, kwargs: Any, owner: int) -> None:
+        if isinstance(func, CustomFunction):
+            func.tell(lambda inner, args, kwargs: self._note_draw(inner, args, kwargs, owner))
         name = getattr(func, "__name__", "")
         self._notes.may_draw |= may_draw(name)  # probabilities and training mode may change later
         if draws(name, args, kwargs):

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.parallel.tensor.shape_rules import SHAPES, at, carried, dims_of, full_shape
+from paceline.parallel.tensor.split_gradients import hooked
 from paceline.parallel.tensor.split_shapes import CannotSplit
 from paceline.parallel.tensor.split_tensor import Rule, SplitTensor, is_in_place, name_of, split_tensors_in
 
@@ -101,6 +102,12 @@ def _one(func: Func, args: Args, kwargs: Kwargs) -> Any:
         raise CannotSplit("only the tensor that provides the type is split")
     out = func(*args, **kwargs)
     return carried(out, split, trailing=split.split_dim - split.ndim) if isinstance(out, Tensor) else out
+
+
+def _register_hook(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """A hook on the gradient: the user's sees that it is a part."""
+    split, hook = args[0], kwargs.get("hook", args[-1])
+    return func(split, hooked(split, hook))
 
 
 def _along(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -325,7 +332,7 @@ ALONG = _names(
 )
 LIKE = _names("zeros_like ones_like full_like empty_like")
 ITSELF = _names(
-    "is_floating_point is_complex is_contiguous element_size get_device is_pinned retain_grad register_hook dim "
+    "is_floating_point is_complex is_contiguous element_size get_device is_pinned retain_grad dim "
     "ndimension is_inference hash has_names is_signed is_set_to is_shared storage_offset get:grad set:grad"
 )
 NEW = _names("new_zeros new_ones new_full new_empty new_tensor")
@@ -340,6 +347,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("layer_norm", "rms_norm"), _norm),
     **dict.fromkeys(LIKE, _like),
     **dict.fromkeys(ITSELF, _about_itself),
+    "register_hook": _register_hook,
     **dict.fromkeys(NEW, _whole_size),
     "whole": _whole,
     **dict.fromkeys(("repr", "format", "str"), _text),

@@ -179,6 +179,7 @@ class TensorGroupOps:
     """One worker's view of the group, and the collectives between plain and split tensors."""
 
     combined: CombinedOps | None = None  # set where the model is both tensor and context parallel
+    is_of_tokens = False  # whether tensors are split along tokens
 
     def __init__(
         self, group: TensorCollectives, *, rules: Callable[[Callable[..., Any]], Rule], sequence: bool = False
@@ -205,12 +206,13 @@ class TensorGroupOps:
 
     def enter(self, tensor: Tensor) -> Tensor:
         """Return a layer's input for split work; consecutive layers that read the same tensor share one collective."""
-        if self._entered is not None:
+        keeps = not tensor.is_inference()  # which may be changed without a trace
+        if self._entered is not None and keeps:
             known, version, had_grad, crossed = self._entered
             if known() is tensor and version == tensor._version and had_grad == torch.is_grad_enabled():
                 return crossed
         crossed = self.gather_for_group(tensor) if isinstance(tensor, SplitTensor) else self.copy_to_group(tensor)
-        self._entered = (weakref.ref(tensor), tensor._version, torch.is_grad_enabled(), crossed)
+        self._entered = (weakref.ref(tensor), tensor._version, torch.is_grad_enabled(), crossed) if keeps else None
         return crossed
 
     def leave(self, partial: Tensor, *, site: str) -> Tensor:

@@ -144,7 +144,8 @@ def _run(block: nn.Module, call: SampleInput, ops: TensorGroupOps | None) -> _Bl
                 generator = torch.Generator().manual_seed(int(index))
                 loss = loss + (one * torch.randn(one.shape, generator=generator, dtype=torch.float64)).sum()
         loss.backward()
-    parameters = {name: one.grad for name, one in block.named_parameters() if one.grad is not None}
+    gradients = ((name, one.grad) for name, one in block.named_parameters() if one.grad is not None)
+    parameters = {name: one.to_dense() if one.is_sparse else one for name, one in gradients}
     return _BlockResult(
         outputs={name: one.detach() for name, one in outputs.items()},
         inputs={name: one.grad for name, one in inputs.items() if one.grad is not None},

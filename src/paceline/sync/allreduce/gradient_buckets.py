@@ -216,7 +216,12 @@ class GradientBuckets(ABC):
         for number, bucket in enumerate(self._buckets):
             for parameter in bucket.parameters:
                 arrived = functools.partial(self._gradient_arrived, number, place)
+                is_frozen = not parameter.requires_grad  # it was trained once, and may be thawed again
+                if is_frozen:
+                    parameter.requires_grad_(True)  # torch takes no hook else
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(arrived))
+                if is_frozen:
+                    parameter.requires_grad_(False)
                 place += 1
 
     def _combination_of(self, buckets: Sequence[AnyBucket]) -> AdasumWeights:

@@ -20,7 +20,7 @@ average of the weights). They wait until all workers know whether they were used
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -355,9 +355,10 @@ class GradientReducer(GradientBuckets):
         """Return whether any gradient has arrived here."""
         return bool(self._arrived)
 
-    def are_left(self) -> bool:
-        """Return whether any parameter has a gradient that is not zero on this worker. It waits for a device."""
-        found = (p.grad for _, p in self._all if p.grad is not None and not p.grad.is_meta)
+    def are_left(self, parameters: Iterable[Tensor]) -> bool:
+        """Return whether any of these that is summed here has a gradient that is not zero. It waits for a device."""
+        own = (p for p in parameters if id(p) in self._parameter_ids)
+        found = (p.grad for p in own if p.grad is not None and not p.grad.is_meta)
         return any(bool(local_part(one).count_nonzero()) for one in found)
 
     def _was_used(self, parameter: Parameter) -> bool:

@@ -50,7 +50,8 @@ class SealedGradients:
                 f"the gradient of {name} was changed between the pass over the batch and optim.step() "
                 "(clip_grad_norm_?), but each worker has only a part of it, and of its norm: call "
                 "worker.clip_gradients(max_norm) in its place, worker.clip_gradients(max_value=...) to clip by value, "
-                "or scale the loss"
+                "or scale the loss. What concerns one parameter (centering its gradient, a mask) can be a hook: "
+                "parameter.register_hook(fn) gets its gradient whole, once a step"
             )
 
     def seal_again(self) -> None:

@@ -31,10 +31,11 @@ from paceline.comm.flight_recorder import HELD, FlightRecorder, spans
 from paceline.comm.group import WorkerGroup
 from paceline.comm.messages.tensor_messages import ServerLost, ServerTimeout, TensorClient, TensorMessage
 from paceline.errors import SyncError
+from paceline.processes import process_state
 from paceline.schedule.parameter_placement import in_turn
 from paceline.sync.parameter_server.served_parameters import ServerParameters, write_option
 from paceline.sync.parameter_server.server import PassKey, Server, ServerFactory
-from paceline.sync.parameter_server.server_process import end_server, fork_server, is_stopped, reaped
+from paceline.sync.parameter_server.server_process import end_server, fork_server, reaped
 
 __all__ = ["HeldRequest", "ServerClient", "ServerRequest", "starting_turn"]
 
@@ -254,7 +255,8 @@ class ServerClient:
             self._started = [pid for pid in self._started if os.waitpid(pid, os.WNOHANG)[0] == 0]
             if self._started:
                 time.sleep(POLL_S)  # the end of a child in another session shows only in waitpid
-        for pid in filter(is_stopped, self._started):  # the end of the others does not wake it
+        stopped = [pid for pid in self._started if process_state(pid) == "stopped"]
+        for pid in stopped:  # the end of the others does not wake it
             end_server(pid)
             reaped(pid, within_s=END_S)
 
@@ -311,7 +313,7 @@ class ServerClient:
         return waits
 
     def _is_stopped(self, about: Mapping[str, Any]) -> bool:
-        return about["host"] == self._host and is_stopped(about["pid"])
+        return about["host"] == self._host and process_state(about["pid"]) == "stopped"
 
     def _read_address(self, key: str, name: str) -> dict[str, Any]:
         return json.loads(self._read_key(key, f"where {name} is"))

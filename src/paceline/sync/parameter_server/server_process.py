@@ -25,7 +25,7 @@ from paceline.comm.messages.tensor_messages import Secret, TensorServer
 from paceline.sync.parameter_server.served_parameters import ServerParameters
 from paceline.sync.parameter_server.server import ServerFactory
 
-__all__ = ["end_server", "fork_server", "is_stopped", "reaped"]
+__all__ = ["end_server", "fork_server", "reaped"]
 
 NAME = "paceline-server"  # of the process, on systems with process names
 POLL_S = 0.005
@@ -70,14 +70,6 @@ def fork_server(
     if not endpoint:
         raise RuntimeError(f"the parameter server (pid {pid}) could not begin: this worker's stderr.log says why")
     return pid, endpoint
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process of this host is stopped, by SIGSTOP or a debugger. False if that cannot be known."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
-    except OSError:  # it has ended, or this is not Linux
-        return False
 
 
 def end_server(pid: int) -> None:

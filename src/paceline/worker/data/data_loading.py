@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
+import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -17,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from paceline.comm.messages.socket_directory import loader_directory
 from paceline.schedule.micro_batches import MicroBatch
 from paceline.schedule.sample_order import WeightedDraws, sample_indices
 from paceline.worker.data import random_state
@@ -227,7 +230,7 @@ def open_loader(
         num_workers=loaders,
         prefetch_factor=prefetch if loaders else None,
         pin_memory=pin,
-        worker_init_fn=_begin_loader if loaders else None,
+        worker_init_fn=functools.partial(_begin_loader, str(loader_directory())) if loaders else None,
         generator=torch.Generator(),  # its own: the user's random state is not touched
         timeout=timeout_s if loaders else 0,
     )
@@ -238,8 +241,11 @@ def _as_is(data: Any) -> Any:
     return data
 
 
-def _begin_loader(_: int) -> None:
-    """Set up a loader process: it exits with its worker, ignores the terminal's Ctrl-C, and uses one thread."""
+def _begin_loader(directory: str, _: int) -> None:
+    """Set up a loader process: it exits with its worker, ignores the terminal's Ctrl-C, and uses one thread. The
+    sockets through which it passes on memory lie in `directory`."""
+    # Where multiprocessing looks for its directory before it makes one; there is no public way.
+    multiprocessing.current_process()._config["tempdir"] = directory  # pyright: ignore[reportAttributeAccessIssue]
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)

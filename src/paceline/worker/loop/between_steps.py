@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from paceline.comm.group import total
 from paceline.events import Note
 from paceline.worker.data.batch_stream import BatchStream
 from paceline.worker.data.load_balancing import LoadBalancer
@@ -74,6 +75,7 @@ class BetweenSteps:
     def before_step(self) -> None:
         """What is due where all have equal weights."""
         self.save_timer.begin()
+        self._shards.close()  # the script may have run forwards between the steps
         self._consensus.between_steps()
         self._rebalance()
         is_kept = self._numerical_guard.keep(self.log.step, self.cursors)
@@ -131,6 +133,22 @@ class BetweenSteps:
         for stream in self.streams.values():
             stream.members_changed()
         self.balance.forget()
+
+    def end_of_data(self) -> None:
+        """A loop has had all its batches. What comes after it may fail, an evaluation for example: save before, where
+        that takes little of the time. The first worker's clock decides. An operation of all workers."""
+        if not self._files.saves_at_end or self.saved_at_step >= self.log.step:
+            return
+        is_worth = self._group.index == 0 and self.save_timer.is_worth
+
+        def agree() -> bool:
+            is_wanted = total(self._group, [float(is_worth)], what="whether the end of a loop is saved")[0] > 0
+            if is_wanted:
+                self._saver.wait()
+            return is_wanted
+
+        if self._consensus.run(agree):
+            self.save()
 
     def stop(self, *, is_saved: bool | None = None, awaits_save: bool = True) -> None:
         """End a loop at max_steps, and save the state of now, which a later start goes on from. Code after the loop

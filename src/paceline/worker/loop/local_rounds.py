@@ -88,6 +88,7 @@ class LocalRounds(StepMode):
             batch = next(steps, None)
             if batch is None:
                 self._end_last_round(stream)
+                between.end_of_data()
                 return
             if self._files.is_last_step(log.step):
                 self._end_last_round()

@@ -1,4 +1,5 @@
-"""When the next checkpoint by time is due: every few minutes, and seldom enough that saves take 1 % of the time."""
+"""When a checkpoint by time is due: every few minutes, and at the end of a loop; so seldom that saves take 1 % of the
+time."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import time
 __all__ = ["SaveTimer"]
 
 LARGEST_SHARE = 0.01  # of a run's time, in which its steps wait for saves
+LEAST_S = 10.0  # what was trained in less than this is not worth a save of its own
 
 
 class SaveTimer:
@@ -25,7 +27,7 @@ class SaveTimer:
     def __init__(self, every_s: float) -> None:
         """`every_s`: least seconds between two saves; 0: a save is never due."""
         self._every_s = every_s
-        self._began = self._next = 0.0
+        self._began = self._next = self._cost_s = 0.0
 
     def begin(self) -> None:
         """Steps begin: count from now. Later calls do nothing."""
@@ -35,8 +37,15 @@ class SaveTimer:
 
     def saved(self, cost_s: float) -> None:
         """A checkpoint, of whatever kind, was saved now; the steps waited for `cost_s` seconds."""
-        self._began = time.monotonic()
+        self._began, self._cost_s = time.monotonic(), cost_s
         self._next = self._began + max(self._every_s, cost_s / LARGEST_SHARE)
+
+    @property
+    def is_worth(self) -> bool:
+        """Whether a save pays at a place that comes seldom, as the end of a loop does: there is no need to wait until
+        it is due, if it takes little of the time since the last one."""
+        since_s = time.monotonic() - self._began if self._began else 0.0
+        return since_s >= max(LEAST_S, self._cost_s / LARGEST_SHARE)
 
     @property
     def is_due(self) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paceline.events import Reported, StepDone, Warned
 from paceline.sync.allreduce.buckets import SentBytes
+from paceline.units import name_text
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.data.stream_position import StreamPosition
 from paceline.worker.parts import WorkerParts
@@ -219,7 +220,7 @@ class StepLog:
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Note values of the latest batch; between batches they are reported at once."""
-        values = {name: _number(name, value) for name, value in metrics.items()}
+        values = {name_text(name): _number(name_text(name), value) for name, value in metrics.items()}
         if self.latest is not None:
             self.latest.metrics.update(values)
         else:
@@ -326,5 +327,6 @@ def _number(name: str, value: Any) -> Tensor | float:
         return value.detach().reshape(()).clone()
     try:
         return float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"worker.report({name}={value!r}): report numbers, or tensors of one element") from None
+    except (TypeError, ValueError, OverflowError):
+        shown = name_text(repr(value))
+        raise TypeError(f"worker.report({name}={shown}): report numbers, or tensors of one element") from None

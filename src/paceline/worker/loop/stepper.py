@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,14 @@ if TYPE_CHECKING:
     from paceline.worker.step.pipeline_stages import PipelinePass
 
 __all__ = ["Stepper", "make_stepper", "pair_loss"]
+
+T = TypeVar("T")
+
+WRAPPED = (
+    "an optimizer (torch.optim.Optimizer) that was prepared, or a list of them, comes second. An object around an "
+    "optimizer that sets its rate works in a plain loop: for x, y in batch: worker.backward(loss), and then its "
+    "step(). With a stepper a scheduler does the same (torch.optim.lr_scheduler.LambdaLR)"
+)
 
 
 class Stepper:
@@ -115,8 +123,8 @@ def make_stepper(
     device: torch.device,
 ) -> Stepper:
     """Check what `worker.stepper` was given, and make the stepper. ValueError where something was not prepared."""
-    models = [model] if isinstance(model, nn.Module) else list(model)
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    models = _listed(model, nn.Module, "a model (torch.nn.Module), or a list of them, comes first.")
+    optimizers = _listed(optimizer, Optimizer, WRAPPED)
     for one in models:
         if one not in prepared_models:
             raise ValueError(
@@ -168,6 +176,15 @@ def make_stepper(
         pipelined=prepared_models.pipelined(models, loss_of),
         penalty=None if penalty is None else prepared_models.penalty(models, penalty),
     )
+
+
+def _listed(given: Any, kind: type[T], remedy: str) -> list[T]:
+    """One thing of a kind, or several; raises TypeError for others."""
+    found: list[Any] = list(given) if isinstance(given, Iterable) and not isinstance(given, kind) else [given]
+    wrong = [one for one in found if not isinstance(one, kind)]
+    if wrong or not found:
+        raise TypeError(f"worker.stepper() got a {type(wrong[0] if wrong else given).__name__}: {remedy}")
+    return found
 
 
 def _bound(forward: Callable[[Any, Any], Any], model: Any) -> Callable[[Any], Any]:

@@ -32,6 +32,7 @@ class Synchronous(StepMode):
             self._recorder.begin("waiting for data", log.step + 1)
             batch = next(steps, None)
             if batch is None:
+                between.end_of_data()
                 return
             if self._files.is_last_step(log.step):
                 between.stop()

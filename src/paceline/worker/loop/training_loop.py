@@ -22,12 +22,14 @@ from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.data.stream_position import StreamPosition
 from paceline.worker.loop.between_steps import BetweenSteps
 from paceline.worker.loop.optimizer_closure import closure_in, global_closure, replaced_closure
+from paceline.worker.loop.optimizer_hooks import keep_last
 from paceline.worker.loop.step_log import StepLog
 from paceline.worker.loop.step_mode import StepMode, StepTaker
 from paceline.worker.parts import WorkerParts
 from paceline.worker.state.codec_state import GatheredCodecState
 from paceline.worker.step.grad_scaler import scaled_losses
 from paceline.worker.step.step_outcome import StepInvalidated, StepOutcome
+from paceline.worker.step.unit_draws import UnitDraws
 
 if TYPE_CHECKING:
     from paceline.worker.step.pipeline_stages import PipelinePass
@@ -52,9 +54,12 @@ class TrainingLoop:
         self._group, self._consensus, self._recorder = place.group, place.consensus, place.recorder
         self._consensus.before_each_operation(self.mode.before_operation)
         self.executor.observer = self._files.module_capture
+        if self._files.capture is not None and self._files.capture.wants_draws_by_unit:
+            self.executor.unit_draws = UnitDraws(parts.models.layout.units.items)
         self._axes = place.axes
         self._last_pass: GradientReducer | None = None  # the gradients of the last pass
-        self._unapplied: StepBatch | None = None  # of a plain loop: no prepared optimizer has stepped on its gradients
+        self._plain_batch: StepBatch | None = None  # the last one of a plain loop whose gradients are to be applied
+        self._unapplied: set[Optimizer] = set()  # those that have not stepped in it
         self._unsettled: list[GradientReducer] = []  # those of passes whose step is to be taken
 
     @property
@@ -162,14 +167,27 @@ class TrainingLoop:
             )
         self.mode.check_plain_loop()
         gradients = self._models.reducers.sum_over(models)
-        if self._unapplied is not None and self._unapplied is not batch and gradients.are_left():
-            raise RuntimeError(
-                f"the gradients of batch {self._unapplied.serial} are still there, and no prepared optimizer has "
-                "stepped on them. Gradients are not accumulated over batches: use a larger Batch(size=...). To leave "
-                "out a step, call optim.zero_grad()"
-            )
-        self._unapplied = None
+        self._require_applied(batch, gradients)
         return self._scaled_pass(batch, gradients, names_unused=len(models) == 1)
+
+    def _require_applied(self, batch: StepBatch, gradients: GradientReducer) -> None:
+        """A pass of a plain loop removes the gradients of the last one. Raises RuntimeError where they are of another
+        batch in which their optimizer has not stepped: in one process the new ones would be added."""
+        last = self._plain_batch
+        if last is None or last is batch:
+            return
+        self._plain_batch = None
+        optimizers = self._prepared.registry.optimizers
+        stepped = [one for one in optimizers.values() if one not in self._unapplied] if self._unapplied else []
+        applied = {id(parameter) for one in stepped for parameter in _parameters(one)}
+        for name, optimizer in optimizers.items():
+            left = (one for one in _parameters(optimizer) if id(one) not in applied)
+            if optimizer in self._unapplied and gradients.are_left(left):
+                raise RuntimeError(
+                    f"the gradients of batch {last.serial} are still there, and {name!r} has not stepped on them. "
+                    "Gradients are not accumulated over batches: use a larger Batch(size=...). To leave out a step, "
+                    "call zero_grad() of that optimizer"
+                )
 
     def _scaled_pass(self, batch: StepBatch, gradients: GradientReducer, *, names_unused: bool) -> Iterator[Any]:
         """Make a pass of a plain loop, of losses that a GradScaler may have scaled."""
@@ -177,7 +195,9 @@ class TrainingLoop:
             batch, gradients, lambda: self.executor.run(batch, gradients), names_unused=names_unused
         )
         outcome = self.executor.outcome
-        self._unapplied = batch if outcome is not None and outcome.is_taken and not outcome.is_empty else None
+        is_first = self._plain_batch is None  # of the batch: who has stepped in it once has taken it
+        if is_first and outcome is not None and outcome.is_taken and not outcome.is_empty:
+            self._plain_batch, self._unapplied = batch, set(self._prepared.registry.optimizers.values())
         if outcome is not None and not (outcome.is_taken or outcome.is_idle) and scaled_losses.has_scaler:
             gradients.poison()  # the scaler then skips the step, and lowers its scale, on all workers
 
@@ -311,7 +331,8 @@ class TrainingLoop:
         self._models.check(optimizer)
         if self._has_servers:
             return  # it steps there
-        optimizer.register_step_pre_hook(self._before_optimizer)
+        before = optimizer.register_step_pre_hook(self._before_optimizer)
+        keep_last(optimizer, before)
         optimizer.register_step_post_hook(self._after_optimizer)
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -322,12 +343,14 @@ class TrainingLoop:
                 "Put it after the loop: for x, y in batch: worker.backward(...)   then   optim.step()"
             )
         self._models.check(optimizer)
-        self._unapplied = None
+        self._prepared.check_choices(optimizer)
+        self._unapplied.discard(optimizer)
+        self.executor.agreement.stepped(optimizer)
         step = self.step_log.latest
         closure = closure_in(args, kwargs)
         if step is not None and closure is not None:
             self.mode.before_optimizer(is_stepping=self._is_stepping)
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            parameters = _parameters(optimizer)
             evaluate = global_closure(
                 closure,
                 batch=step.batch,
@@ -362,7 +385,7 @@ class TrainingLoop:
             self._last_pass.check_unchanged()
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._unapplied = None  # nor those of its closure
+        self._unapplied.discard(optimizer)  # nor are those of its closure
         if self.step_log.latest is not None and not self._is_stepping:
             self.commit(self.step_log.latest.batch)
 
@@ -384,3 +407,7 @@ class TrainingLoop:
     def begin_at(self, step: int) -> None:
         """The run goes on from a checkpoint."""
         self.between.begin_at(step)
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -26,6 +26,7 @@ PEER_LOST = re.compile(
 TORCH_ERROR = re.compile(r"gloo|NCCL|nccl|ProcessGroup|c10d|TCPStore")  # in a plain RuntimeError of torch.distributed
 LONG, TALL = 4000, 60  # characters and lines of one message that are kept; stderr.log has all of it
 SPARE_BYTES = 8192  # of a file that is overwritten when the disk is full
+SPARE_LONG = (3000, 1000, 300, 100)  # characters that are tried there; one may take six bytes
 
 
 def write_error(error: BaseException, assignment: Assignment, *, step: int) -> None:
@@ -36,7 +37,7 @@ def write_error(error: BaseException, assignment: Assignment, *, step: int) -> N
     fields = {
         "kind": type(error).__name__,
         "message": _short(_message(error)),
-        "traceback": "".join(map(_short, traceback.format_exception(error))),
+        "traceback": "".join(map(_short, traceback.format_exception(error, chain=not _is_lost_loader(error)))),
         "worker": assignment.rank,
         "host": assignment.host,
         "pid": os.getpid(),
@@ -72,17 +73,28 @@ def release_error_space(worker_dir: Path) -> None:
 
 
 def _write_over_spare(path: Path, fields: dict[str, Any], problem: OSError) -> None:
-    """Write the error without its traceback into blocks that the spare file has already."""
-    short = {**fields, "message": str(fields["message"])[: SPARE_BYTES // 8], "traceback": ""}
+    """Write the error into blocks that the spare file has already: of a long one, the beginning and the end."""
+    for long in SPARE_LONG:
+        texts = {name: _short(fields[name], long) for name in ("message", "traceback")}
+        if _fits_spare(path, json.dumps({**fields, **texts}).encode()):
+            return
+    with contextlib.suppress(OSError):  # the error itself goes on to stderr.log, where that can be written
+        print(f"paceline: {path} could not be written: {problem}", file=sys.stderr)
+
+
+def _fits_spare(path: Path, text: bytes) -> bool:
+    """Make the spare file `path`, with this text; False where it is too long, or a limit of files' sizes is passed."""
     spare = path.parent / ERROR_SPARE
+    if len(text) > SPARE_BYTES:
+        return False
     try:
         with open(spare, "r+b") as file:
-            file.write(json.dumps(short).encode()[:SPARE_BYTES])
+            file.write(text)
             file.truncate()
         spare.rename(path)
-    except OSError:  # the error itself goes on to stderr.log, where that can be written
-        with contextlib.suppress(OSError):
-            print(f"paceline: {path} could not be written: {problem}", file=sys.stderr)
+    except OSError:
+        return False
+    return True
 
 
 def is_peer_failure(error: BaseException) -> bool:
@@ -94,6 +106,12 @@ def is_peer_failure(error: BaseException) -> bool:
     return is_ours and PEER_LOST.search(message) is not None
 
 
+def _is_lost_loader(error: BaseException) -> bool:
+    """Whether torch tells that a loader process has ended. Its signal handler does, wherever this process is; what it
+    was handling, the broken pipe of that loader at most, explains nothing."""
+    return type(error) is RuntimeError and _message(error).startswith("DataLoader worker (pid")
+
+
 def _message(error: BaseException) -> str:
     """`str(error)`, also where the user's own `__str__` fails."""
     try:
@@ -102,13 +120,13 @@ def _message(error: BaseException) -> str:
         return f"(its __str__ failed: {type(failure).__name__})"
 
 
-def _short(text: str) -> str:
+def _short(text: str, long: int = LONG) -> str:
     """The text; a long one without its middle."""
     lines = text.splitlines(keepends=True)
     if len(lines) > TALL:
         half = TALL // 2
         text = f"{''.join(lines[:half])}... ({len(lines) - 2 * half:,} lines left out)\n{''.join(lines[-half:])}"
-    if len(text) > LONG:
-        half = LONG // 2
+    if len(text) > long:
+        half = long // 2
         text = f"{text[:half]} ... ({len(text) - 2 * half:,} characters left out) ... {text[-half:]}"
     return text

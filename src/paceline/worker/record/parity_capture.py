@@ -21,9 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["BARE_LOOP", "GatherWhole", "ParityCapture", "portable"]
+__all__ = ["BARE_LOOP", "DRAWS_BY_UNIT", "GatherWhole", "ParityCapture", "portable"]
 
-BARE_LOOP = "bare_loop"  # a file that the command puts there where the run is to take its steps by a plain torch loop
+# Files that the command puts there:
+BARE_LOOP = "bare_loop"  # the run is to take its steps by a plain torch loop
+DRAWS_BY_UNIT = "draws_by_unit"  # each unit of a model is to draw the random numbers that it draws under stages
 
 GatherWhole = Callable[
     [str, Tensor | None], Tensor | None
@@ -45,6 +47,11 @@ class ParityCapture:
     def wants_bare_loop(self) -> bool:
         """Whether the run is to take its steps by a plain torch loop, with none of Paceline's step code."""
         return (self._directory / BARE_LOOP).exists()
+
+    @property
+    def wants_draws_by_unit(self) -> bool:
+        """Whether each unit of a model is to draw the random numbers that it draws under pipeline stages."""
+        return (self._directory / DRAWS_BY_UNIT).exists()
 
     def loss(self, step: int, loss: float) -> None:
         """Note the loss of a committed step."""

@@ -27,6 +27,7 @@ from paceline.comm.messages.json_channel import ChannelClosed
 from paceline.comm.sharded_tensors import TensorSlice, boxes, local_part
 from paceline.errors import CheckpointError
 from paceline.events import Event
+from paceline.regular_files import read_regular
 from paceline.run_lock import newer_start
 from paceline.worker.topology.parallel_groups import ParallelGroups, StateOwner
 
@@ -185,7 +186,7 @@ class WriterMessages:
         if self._has_store:
             return found
         with contextlib.suppress(FileNotFoundError):
-            return self._file(name).read_text(encoding="utf-8")
+            return read_regular(self._file(name)).decode()
         return None
 
     def forget(self, name: str) -> None:

@@ -58,6 +58,7 @@ class ModelLayout:
         self._experts: dict[nn.Module, Sequence[RoutedExperts]] = {}
         self._expert_owners: dict[nn.Module, Mapping[str, int]] = {}  # of parameters of experts in lists
         self._stages: dict[nn.Module, PipelineModel] = {}
+        self.units: dict[nn.Module, tuple[str, ...]] = {}  # names of the modules that the user made units, by model
         # ids of parameters:
         self.split_ids: set[int] = set()  # those that are split
         self.partial_ids: set[int] = set()  # whole ones of whose gradients each worker has a part
@@ -71,7 +72,8 @@ class ModelLayout:
         Raises PlanError with every problem that the model has with the plan, before anything is split.
         """
         try:
-            hints = dataclasses.replace(hints, units=names_matching(model, hints.units))
+            self.units[model] = names_matching(model, hints.units)
+            hints = dataclasses.replace(hints, units=self.units[model])
             require_fit(model, self._plan)
             require_open(model, self._plan)
         except PlanError:
@@ -181,7 +183,9 @@ class ModelLayout:
     ) -> TensorGroupOps:
         """Split the layers of a whole model over the tensor parallel group; returns the group as layers know it."""
         from paceline.parallel.tensor.apply import apply_plan, watch_places
+        from paceline.parallel.tensor.split_gradients import watch_backward_hooks
 
+        watch_backward_hooks()
         first = self._axes.preparation_group.broadcast_object(plan.layers)
         if first != plan.layers:
             raise SyncError(
@@ -209,7 +213,9 @@ class ModelLayout:
     ) -> None:
         """Have a model work on this worker's part of each sequence."""
         from paceline.parallel.context.apply import apply_plan
+        from paceline.parallel.tensor.split_gradients import watch_backward_hooks
 
+        watch_backward_hooks()
         apply_plan(model, plan, context_parallel_group, tensor_parallel_group=tensor_ops)
         self._note(str(plan).partition("\n")[0])
 
@@ -398,7 +404,7 @@ class ModelLayout:
                 )
             )
         if any(model in self._stages for model in models):
-            from paceline.worker.step.pipeline_stages import TiedStageGradients
+            from paceline.worker.step.tied_gradients import TiedStageGradients
 
             found.append(TiedStageGradients([self._stages[model] for model in models if model in self._stages]))
         return found

@@ -10,13 +10,17 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.state_tree import freeze
 from paceline.errors import PlanError
-from paceline.parallel.check.optimizer_requirements import needs_all_parameters, needs_whole_parameters
+from paceline.parallel.check.optimizer_requirements import (
+    draws_random_numbers,
+    needs_all_parameters,
+    needs_whole_parameters,
+)
 from paceline.parallel.check.optimizer_state import kept_state
 from paceline.parallel.check.sharded_steps import why_not_sharded
 from paceline.plan import ParameterServer, Plan
 from paceline.worker.state.state_registry import StateRegistry
 
-__all__ = ["require_own_parameters", "require_possible_steps", "require_storable_state"]
+__all__ = ["choices_of", "require_own_parameters", "require_possible_steps", "require_storable_state"]
 
 # Known to treat each number by itself, with any options: a trial takes longer than a start may. Tests try them.
 BY_NUMBER = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop)
@@ -47,12 +51,19 @@ def require_possible_steps(optimizer: Optimizer, registry: StateRegistry, plan: 
     held = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
     split = {name: p for name, p in held.items() if name in registry.slices}
     layout, name = plan.layout, type(optimizer).__name__
-    why = _why_not_all(list(held), next(iter(split), None), registry, plan)
+    apart = _why_apart(list(held), next(iter(split), None), registry, plan)
+    why = apart or _why_one_by_one(plan)
     if why is not None and needs_all_parameters(optimizer):
         raise PlanError(
             f"{name}, as it was made here, looks at all its parameters together (their norm, or how far all have "
             f"come), but {why}: each part would take other steps. Use replicas or shard without that, or an "
             "optimizer that looks at one parameter at a time, such as AdamW."
+        )
+    if apart is not None and not split and draws_random_numbers(optimizer):
+        raise PlanError(
+            f"{name} draws random numbers in its step, one parameter after the other, but {apart}, and so each would "
+            "draw others than one process does. Use replicas without that, or add the noise to gradients in a hook "
+            "(parameter.register_hook), drawn from a generator of each parameter's own."
         )
     if split and needs_whole_parameters(optimizer, list(split.values())):
         axes = " and ".join(axis for axis in ("tensor", "experts") if getattr(layout, axis) > 1)
@@ -71,6 +82,14 @@ def require_possible_steps(optimizer: Optimizer, registry: StateRegistry, plan: 
             f"{name} was tried on sharded parameters, but {why}. Under {layout!r} use an optimizer that treats each "
             "number by itself, such as AdamW, or replicas, stages or tensor in place of shard."
         )
+
+
+def choices_of(optimizer: Optimizer) -> tuple[object, ...]:
+    """What of an optimizer's options decides which steps it takes: switches and names, by group."""
+    return tuple(
+        (len(group["params"]), *((key, one) for key, one in group.items() if isinstance(one, (bool, str, type(None)))))
+        for group in optimizer.param_groups
+    )
 
 
 def require_storable_state(optimizer: Optimizer, registry: StateRegistry, plan: Plan) -> str | None:
@@ -118,9 +137,9 @@ def _has_odd_groups(optimizer: Optimizer) -> bool:
     return not all(isinstance(value, plain) for value in options)
 
 
-def _why_not_all(held: Sequence[str], split: str | None, registry: StateRegistry, plan: Plan) -> str | None:
-    """Why no optimizer's step has all its parameters, which are `held`; None: each step has. `split`: one of which
-    this worker has only a part."""
+def _why_apart(held: Sequence[str], split: str | None, registry: StateRegistry, plan: Plan) -> str | None:
+    """Why the parameters that an optimizer has, `held`, are at several places; None: they are together. `split`: one of
+    which this worker has only a part."""
     sync, layout = plan.sync, plan.layout
     if split is not None:
         return f"under {layout!r} each worker has only a part of {split}"
@@ -131,6 +150,11 @@ def _why_not_all(held: Sequence[str], split: str | None, registry: StateRegistry
         return f"under Layout(stages={layout.stages}) each stage has only its own"
     if isinstance(sync, ParameterServer) and sync.servers > 1:
         return f"with ParameterServer(servers={sync.servers}) each server has only its own"
-    if plan.compute.offload != "none":
-        return f"with Compute(offload={plan.compute.offload!r}) one parameter's state is here at a time"
     return None
+
+
+def _why_one_by_one(plan: Plan) -> str | None:
+    """Why a step sees one parameter after the other; None: it sees all at once."""
+    if plan.compute.offload == "none":
+        return None
+    return f"with Compute(offload={plan.compute.offload!r}) one parameter's state is here at a time"

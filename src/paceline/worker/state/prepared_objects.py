@@ -18,6 +18,7 @@ from paceline.parallel.offload.optimizer_state import OffloadedState
 from paceline.plan import ParameterServer, Plan
 from paceline.sync.local.weight_averaging import WeightAveraging
 from paceline.worker.state.optimizer_check import (
+    choices_of,
     require_own_parameters,
     require_possible_steps,
     require_storable_state,
@@ -47,6 +48,7 @@ class PreparedObjects:
     ) -> None:
         self.registry = registry
         self._plan, self._resumed, self._buffers, self._emit = plan, resumed, buffers, emit
+        self._choices: dict[Optimizer, tuple[object, ...]] = {}  # options of optimizers when they were tried
         self._outer: list[str] = []  # names of the optimizers between replicas
 
     def model(
@@ -93,6 +95,7 @@ class PreparedObjects:
         """Register an optimizer, and fill it."""
         require_own_parameters(optimizer, self.registry)
         require_possible_steps(optimizer, self.registry, self._plan)
+        self._choices[optimizer] = choices_of(optimizer)
         if (text := require_storable_state(optimizer, self.registry, self._plan)) is not None:
             self._emit(Warned(text=text))
         full_name = self.registry.name_for("optimizer", name)
@@ -100,6 +103,14 @@ class PreparedObjects:
         if self._plan.compute.offload != "none":
             self._offload(full_name, optimizer)
         self._resumed.fill_optimizer(full_name)
+
+    def check_choices(self, optimizer: Optimizer) -> None:
+        """Try an optimizer again where the script has since switched an option, or added a group; raises PlanError
+        as `prepare` does. Rates and counts may change in every step, and are not looked at."""
+        choices = choices_of(optimizer)
+        if self._choices.setdefault(optimizer, choices) != choices:
+            require_possible_steps(optimizer, self.registry, self._plan)
+            self._choices[optimizer] = choices
 
     def _offload(self, name: str, optimizer: Optimizer) -> None:
         """Keep an optimizer's state where the plan says. Raises PlanError where there is no room."""

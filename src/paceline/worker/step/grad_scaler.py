@@ -18,6 +18,12 @@ from torch import Tensor
 
 __all__ = ["ScaledLosses", "scaled_losses"]
 
+FSDP = "torch.distributed.fsdp.sharded_grad_scaler"
+SHARDED = (
+    "ShardedGradScaler asks torch's default process group whether gradients are finite, and workers here have none. "
+    "Use torch.amp.GradScaler: all workers skip the same steps with it, under every layout"
+)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Scaled:
@@ -42,18 +48,35 @@ class ScaledLosses:
         if self._is_installed:
             return
         self._is_installed = True
-        scale: Any = torch.amp.GradScaler.scale
+        self._tell_of(torch.amp.GradScaler)
+        former = torch.amp.GradScaler.__init_subclass__
+
+        def of_subclass(cls: type, **fields: Any) -> None:
+            former(**fields)
+            self._tell_of(cls)
+
+        setattr(torch.amp.GradScaler, "__init_subclass__", classmethod(of_subclass))  # noqa: B010  # as below
+
+    def _tell_of(self, kind: type) -> None:
+        """Have a class of scalers tell, and all that are derived from it."""
+        for derived in kind.__subclasses__():
+            self._tell_of(derived)
+        scale: Any = vars(kind).get("scale")
+        if scale is None:
+            return  # that of the class it is derived from
 
         @functools.wraps(scale)
         def noted(scaler: Any, outputs: Any) -> Any:
             scaled = scale(scaler, outputs)
             if self._is_open and scaler.is_enabled():
+                if type(scaler).__module__ == FSDP:
+                    raise RuntimeError(SHARDED)
                 self.has_scaler = True
                 if isinstance(outputs, Tensor):
                     self._found.append(_Scaled(outputs.detach().clone(), scaled, scaler))
             return scaled
 
-        setattr(torch.amp.GradScaler, "scale", noted)  # noqa: B010  # the stub has it as a method
+        setattr(kind, "scale", noted)  # noqa: B010  # the stub has it as a method
 
     def open(self) -> None:
         """A micro-batch begins, or a pass."""

@@ -55,10 +55,12 @@ from paceline.worker.step.losses import (
 )
 from paceline.worker.step.micro_batch_observer import MicroBatchObserver, observed
 from paceline.worker.step.model_buffers import UNKNOWN, BufferAverager
+from paceline.worker.step.optimizer_agreement import OptimizerAgreement
 from paceline.worker.step.parameter_hooks import ParameterHooks
 from paceline.worker.step.state_trial import StateTrials
 from paceline.worker.step.step_outcome import StepInvalidated, StepOutcome, StepVote, SummedMetadata
 from paceline.worker.step.trial_runs import TrialRuns
+from paceline.worker.step.unit_draws import UnitDraws
 from paceline.worker.topology.parallel_groups import ParallelGroups
 
 if TYPE_CHECKING:
@@ -92,7 +94,9 @@ class StepExecutor:
         self.buffers = BufferAverager()
         self.shards = ShardedModels()
         self.hooks = ParameterHooks(refusal=_why_no_hooks(plan))
+        self.agreement = OptimizerAgreement()
         self.observer: MicroBatchObserver | None = None
+        self.unit_draws: UnitDraws | None = None
         self.writes = ForwardWrites(is_alone=lambda: group.size == 1 or isinstance(plan.sync, ParameterServer))
         self.outcome: StepOutcome | None = None  # of the last pass; None during one, or when it was left early
         self._plan, self._group, self._consensus, self._device = plan, group, consensus, device
@@ -145,7 +149,7 @@ class StepExecutor:
                     data = to_device(batch.read(read), self._device, input_dtype(self._precision))
                     batch.is_void = is_void
                     self._open_micro(batch, micro, gradients, is_last=number == batch.num_runs - 1)
-                    with computing(self._precision, self._device):
+                    with computing(self._precision, self._device), self._draws(batch, micro):
                         yield data
                     if is_void:
                         self.buffers.undo()
@@ -185,9 +189,7 @@ class StepExecutor:
                     parts=[micro for _, micro, _ in runs],
                     void=[is_void for _, _, is_void in runs],
                     num_step=batch.num_here,
-                    seeds=[
-                        (self._plan.batch.seed, 0, batch.step, batch.num_passes, micro.index) for _, micro, _ in runs
-                    ],
+                    seeds=[self._seed(batch, micro) for _, micro, _ in runs],
                     buffers=self.buffers,
                     around=lambda number: observed(
                         self.observer, (batch.num_passes, runs[number][1].index), is_void=runs[number][2]
@@ -270,6 +272,8 @@ class StepExecutor:
         self._is_backward_done = True
         if self.observer is not None:
             self.observer.close()
+        if self.unit_draws is not None:
+            self.unit_draws.begin_backward()
         if self._gradients is not None:
             self._gradients.check()
         if batch.is_void:
@@ -287,6 +291,15 @@ class StepExecutor:
         with torch.autocast(self._device.type, enabled=False), backward_calls.own():
             (value if factor == 1.0 else value * factor).backward()
 
+    def _seed(self, batch: StepBatch, micro: MicroBatch) -> tuple[int, ...]:
+        """What a micro-batch's random numbers come from, wherever it runs."""
+        return self._plan.batch.seed, 0, batch.step, batch.num_passes, micro.index
+
+    def _draws(self, batch: StepBatch, micro: MicroBatch) -> contextlib.AbstractContextManager[None]:
+        if self.unit_draws is None:
+            return contextlib.nullcontext()
+        return self.unit_draws.of_micro(*self._seed(batch, micro))
+
     def _waited_s(self) -> float:
         """Seconds of all passes that this worker waited for others of its replica."""
         return self.shards.traffic.waited_s + self._stages_waited_s + self._axes.waited_s
@@ -296,7 +309,7 @@ class StepExecutor:
         self.buffers.rewind()
         self.runs.open_micro()
         scaled_losses.open()
-        random_state.seed_all(self._plan.batch.seed, 0, batch.step, batch.num_passes, micro.index)
+        random_state.seed_all(*self._seed(batch, micro))
         self.shards.before_run(is_last=is_last, is_void=batch.is_void)
         if self.observer is not None:
             self.observer.open((batch.num_passes, micro.index), is_void=batch.is_void)
@@ -335,6 +348,7 @@ class StepExecutor:
             raise StepInvalidated("a member was lost before all had the sum: the pass is done again")
         if summed.wants_change:
             self._consensus.change_is_due()
+        self.agreement.settled()
         broken = self._find_nonfinite(gradients, mean_loss, finite=finite)
         self.losses.settled(series, mean_loss, spike)
         settle()
@@ -377,9 +391,12 @@ class StepExecutor:
         wish = float(self._consensus.wants_change)
         trail = self.shards.traffic.trail % TRAILS * self._axes.sign
         mark = self.state.mark()
-        numbers = [serial, serial**2, trail, wish, loss, loss_rest, weight, weight_rest, mark, *self.hooks.marks()]
+        of_optimizers = self.agreement.marks(salt=batch.serial)
+        numbers = [serial, serial**2, trail, wish, loss, loss_rest, weight, weight_rest, *of_optimizers]
+        numbers += [mark, *self.hooks.marks()]
         gradients.flush([*numbers, *self.buffers.marks()], weight=own_weight)
         serials, squares, trails, wishes, loss, loss_rest, weight, weight_rest, *rest = gradients.collect()
+        of_optimizers, rest = rest[: len(of_optimizers)], rest[len(of_optimizers) :]
         of_state, marks, mark_squares, *of_buffers = rest
         if self._group.size * squares != serials**2:
             raise SyncError(
@@ -394,6 +411,7 @@ class StepExecutor:
                 "blocks, in the same order. Run all and multiply by 0 what is not wanted, or use Layout(replicas=n)"
             )
         self.hooks.compare(marks, mark_squares, size=self._group.size)
+        self.agreement.compare(of_optimizers, self._group, step=batch.step)
         return SummedMetadata(
             loss_sum=loss + loss_rest,
             weight_sum=weight * WEIGHT_UNIT + weight_rest,

@@ -1,8 +1,9 @@
-"""Pipeline parallel models: this worker's stages of a model, tied parameters, and a step's way through the stages.
+"""Pipeline parallel models: this worker's stages of a model, and a step's way through the stages.
 
 All workers of a replica's stages are given the same micro-batches, and run the model's own forward and the loss on
 each, in which other stages' units are skipped (see `parallel.pipeline`). The worker of the last stage has the losses.
-Parameters that two stages share have a *home*, the first of the two: it sums their gradients, and its state is saved.
+Parameters that two stages share have a *home*, the first of the two: it sums their gradients (`tied_gradients.py`), and
+its state is saved.
 
 A `PipelinePass` runs a step's micro-batches for one loss or one evaluation. Around each part of a forward on this
 worker its buffers are rewound before, and captured afterwards.
@@ -21,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from paceline.comm.group import WorkerGroup
-from paceline.comm.sharded_tensors import local_part
 from paceline.errors import PlanError
 from paceline.parallel.class_name import class_name
 from paceline.parallel.fully_sharded.sharded_model import ShardedModels
@@ -43,7 +43,7 @@ from paceline.worker.step.losses import single, split_loss
 from paceline.worker.step.model_buffers import BufferAverager
 from paceline.worker.step.recorded_state import left_as_it_was
 
-__all__ = ["MicroBatchLoss", "PipelineModel", "PipelinePass", "TiedStageGradients"]
+__all__ = ["MicroBatchLoss", "PipelineModel", "PipelinePass"]
 
 
 class PipelineModel:
@@ -77,6 +77,11 @@ class PipelineModel:
         self._worker_of = shape.worker_of
         stage_of = {unit.name: partition.stage_of(unit.name) for unit in units}
         self._stage_of_module = {inner: stage_of[unit.name] for unit in units for inner in unit.module.modules()}
+        names = {id(buffer): name for name, buffer in model.named_buffers()}
+        for module in set(model.modules()) - self._stage_of_module.keys():  # of no unit: where its buffers are updated
+            homes = {partition.buffers[names[id(buffer)]][0] for buffer in module.buffers(recurse=False)}
+            if (home := max(homes, default=0)) in self.own_stages:
+                self._stage_of_module[module] = home
         self.headline = self._headline()
         keep_stages(model, partition, self.own_stages)
         refuse_copies(model, f"Layout(stages={partition.num_stages})", "stages of the others")
@@ -163,7 +168,9 @@ class PipelineModel:
                 f"{class_name(self.model)} was called outside of step(batch) and worker.evaluate(...), but under "
                 f"Layout(stages={self._layout.stages}) this worker has only a part of it. Train by step = "
                 "worker.stepper(model, optim, loss), measure by worker.evaluate(model, dataset, measures). For "
-                "model.generate(...) give whole weights to a model of your own: weights = worker.state_dict(model)"
+                "model.generate(...) give whole weights to a model of your own: weights = worker.state_dict(model). A "
+                "model that is only asked within another one's step (a teacher) need not be prepared: it runs whole on "
+                "every stage"
             )
 
     def _headline(self) -> str:
@@ -176,65 +183,6 @@ class PipelineModel:
             what = ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]} ({len(names)} units)"
             texts.append(f"{what}: {bytes_text(num_bytes)}")
         return f"{class_name(self.model)} is partitioned into {len(texts)} stages: " + "; ".join(texts)
-
-
-class TiedStageGradients:
-    """Sums the gradients of parameters that several stages share; each stage has a part of the sum."""
-
-    def __init__(self, models: Sequence[PipelineModel]) -> None:
-        self.group = models[0].group
-        self._shared = [(model.link, *one) for model in models for one in model.shared()]
-        self._is_home = {id(p): holders[0] == self.group.index for _, _, p, holders in self._shared}
-
-    def counts(self, parameter: Parameter) -> bool:
-        """Whether no other stage has the gradient, or this worker is its home."""
-        return self._is_home.get(id(parameter), True)
-
-    def adds_up(self, parameter: Parameter) -> bool:
-        """Whether several stages share it."""
-        return id(parameter) in self._is_home
-
-    def holders(self, parameter: Parameter) -> tuple[int, ...]:
-        """The stages' workers that share it, the home first."""
-        return next((holders for _, _, shared, holders in self._shared if shared is parameter), ())
-
-    def complete(self, parameters: Sequence[Parameter]) -> None:
-        """Sum the gradients that stages share: the others send to the home, which sends the sum back."""
-        shared = [parameter for parameter in parameters if self.adds_up(parameter)]
-        for parameter in shared:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        self.add_up([(one, local_part(one.grad)) for one in shared if one.grad is not None])
-
-    def add_up(self, parts: Sequence[tuple[Parameter, Tensor]]) -> None:
-        """Sum these tensors over the stages that share each parameter, in place."""
-        part_of = {id(parameter): part for parameter, part in parts}
-        for link, name, parameter, holders in self._shared:  # in the same order on all workers
-            if id(parameter) in part_of:
-                part = part_of[id(parameter)]
-                part.copy_(self._summed(link, name, part.contiguous(), holders))
-
-    def _summed(self, link: StageTransport, name: str, part: Tensor, holders: tuple[int, ...]) -> Tensor:
-        (home, *others), index, what = holders, self.group.index, f"the gradient of {name}"
-        if index == home:
-            total = part.clone()
-            for other in others:
-                received = torch.empty_like(total)
-                link.receive(received, source=other, what=what, way=_link_direction(other, home)).wait()
-                total += received
-            for sent in [link.send(total, to=other, what=what, way=_link_direction(home, other)) for other in others]:
-                sent.wait()
-            return total
-        sent = link.send(part, to=home, what=what, way=_link_direction(index, home))
-        received = torch.empty_like(part)
-        link.receive(received, source=home, what=what, way=_link_direction(home, index)).wait()
-        sent.wait()
-        return received
-
-
-def _link_direction(by: int, to: int) -> str:
-    """The name that the pipeline gives this direction; a worker's first stage has the worker's number."""
-    return f"stage {by} to {to}"
 
 
 REPORT_AT_STEP = 5  # steps; the first one, which records forwards, is not measured

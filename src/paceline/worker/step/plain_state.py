@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import collections
 import contextlib
+import dataclasses
 import pickle
 import random
 import zlib
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from paceline.worker.step.state_holders import CODE, MISSING, Holder, Place, fields_of, is_machinery
 
-__all__ = ["BYTES", "DEPTH", "ITEMS", "OBJECTS", "Scan", "changed_places", "is_generator", "numbers_of"]
+__all__ = ["BYTES", "DEPTH", "ITEMS", "OBJECTS", "Grown", "Scan", "changed_places", "is_generator", "numbers_of"]
 
 DEPTH, ITEMS, BYTES = 4, 512, 1 << 20  # of containers within each other, of one of them, of an array
 OBJECTS = 20_000  # that are looked into; of others only their identity counts
@@ -84,16 +85,41 @@ class Scan:
         return id(value), len(fields), tuple((self._of(key, 1), self._of(one, depth - 1)) for key, one in pairs)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Grown:
+    """A list, a deque or a dict that was appended to since it had `size` items, and not changed otherwise."""
+
+    value: Any
+    size: int
+
+    def shortened(self) -> Any:
+        """Take away what was appended, in place, and return it."""
+        while len(self.value) > self.size:
+            _ = self.value.popitem() if isinstance(self.value, dict) else self.value.pop()
+        return self.value
+
+
 def changed_places(before: Scan, after: Scan) -> dict[Place, Any]:
-    """Where something else is held now, or something has come or gone, and what was held before."""
+    """Where something else is held now, or something has come or gone, and what was held before: a `Grown` where items
+    were appended in place."""
     found: dict[Place, Any] = {}
     for holder, then, now, values in zip(before.holders, before.seen, after.seen, before.values, strict=True):
         if then != now:
             for name in dict.fromkeys([*then, *now]):
                 if then.get(name, MISSING) != now.get(name, MISSING):
                     place = Place(f"{holder.label}{name}", holder.fields, name, holder.identity(name))
-                    found[place] = values.get(name, MISSING)
+                    value = values.get(name, MISSING)
+                    found[place] = _grown(value, then.get(name), now.get(name)) if value is place.get() else value
     return found
+
+
+def _grown(value: Any, then: Any, now: Any) -> Any:
+    """`then` and `now`: what a scan has made of it: a kind or an identity, a number of items, and the items."""
+    if not isinstance(value, (list, collections.deque, dict)) or not isinstance(then, tuple):
+        return value
+    kind, size, items = then
+    is_same = isinstance(now, tuple) and now[0] == kind and size < min(now[1], ITEMS) and now[2][:size] == items
+    return Grown(value, size) if is_same else value
 
 
 def numbers_of(value: Tensor) -> int:

@@ -29,7 +29,7 @@ from paceline.comm.group import Disrupted, WorkerGroup
 from paceline.errors import PlanError, Reason
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.step.kept_state import Keeper, Restore
-from paceline.worker.step.plain_state import Scan, changed_places, is_generator
+from paceline.worker.step.plain_state import Grown, Scan, changed_places, is_generator
 from paceline.worker.step.state_holders import Place, functions_of_modules, holders_of_functions, holders_of_modules
 from paceline.worker.step.trial_runs import Run, TrialForwards, TrialRuns
 
@@ -188,7 +188,10 @@ class _Trial:
         if is_split and len(before) < len(held):
             before = {}  # what was changed in place is not as it was then, and a forward that raises must not be tried
         self._states: dict[int, dict[str, Restore]] = {
-            BEFORE: {name: functools.partial(_same, value) for name, value in before.items()}
+            BEFORE: {
+                name: value.shortened if isinstance(value, Grown) else functools.partial(_same, value)
+                for name, value in before.items()
+            }
         }
         for way, moved in COUNTS.items():
             values = {name: one.get() for name, one in places.items() if is_count(one.get())}

@@ -144,11 +144,12 @@ class TrackedBuffer:
 
     def may_have_changed(self) -> bool:
         """Whether it may hold another value than at the step's beginning."""
-        if self.is_cache:
+        current = self.current()
+        if self.is_cache or (current is None and self.saved is None):  # a norm that tracks no statistics has None
             return False
         if self.is_changed_by_value or (self._is_statistic and self.module.training):
             return True
-        return self._is_other(self.current())
+        return self._is_other(current)
 
     def rewind(self) -> None:
         if not self.may_have_changed():

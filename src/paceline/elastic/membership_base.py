@@ -21,10 +21,10 @@ from paceline.elastic.membership_messages import (
 )
 from paceline.elastic.replica_table import ReplicaRecord, ReplicaState, ReplicaTable
 
-__all__ = ["MembershipChanges"]
+__all__ = ["MembershipBase"]
 
 
-class MembershipChanges:
+class MembershipBase:
     """The state of the membership, and the steps of a change. Methods return the decisions to carry out, in order."""
 
     def __init__(self, limits: Limits, *, replicas: int, now: float) -> None:

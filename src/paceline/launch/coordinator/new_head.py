@@ -1,0 +1,70 @@
+"""Starts the process that takes over as the coordinator, on a host whose workers go on beside it.
+
+It is a process of its own (`paceline.runs.new_head`), without workers: for it this host is one of the others. It ends
+with this supervisor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+from paceline import config
+from paceline.launch.coordinator.head_register import HeadRecord
+from paceline.plan.job import Assignment, Job, assignment_to_json
+
+__all__ = ["NewHead"]
+
+MODULE = "paceline.runs.new_head"
+END_S = 30.0  # after this host's own end: it still writes the run's record
+
+
+class NewHead:
+    """The coordinator's process on this host, if there is one."""
+
+    def __init__(self) -> None:
+        self.hush: Callable[[], None] = lambda: None  # called when it begins: it shows the whole run on this console
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def is_at_work(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self, before: HeadRecord, *, template: Assignment, asked: Job, say: Callable[[str], None]) -> None:
+        """Take over from the coordinator of this record; does nothing while a process does that already.
+
+        `template`: the assignment of this host's workers; `asked`: the job as the user started it.
+        """
+        if self.is_at_work:
+            return
+        say(f"this host takes over from the coordinator on host {before.host}")
+        self.hush()
+        words = {
+            "assignment": assignment_to_json(template),
+            "asked": config.to_table(asked),
+            "before": before.to_json(),
+            "parent": os.getpid(),
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", MODULE], stdin=subprocess.PIPE, start_new_session=True
+        )
+        with contextlib.suppress(OSError):  # it ended at once: the next turn tries again
+            if self._process.stdin is not None:
+                self._process.stdin.write(json.dumps(words).encode())
+                self._process.stdin.close()
+
+    def close(self) -> None:
+        """Wait for the process's end, for a limited time; the run has ended on this host."""
+        process = self._process
+        if process is None:
+            return
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
