@@ -43,7 +43,7 @@ class Command:
 
     def says(self, text: str) -> None:
         """Return when it has said this."""
-        until(lambda: text in self.output, self.process, f"{text!r} was not said")
+        until(lambda: text in self.output, self, f"{text!r} was not said")
 
     def events_of(self, worker: int) -> Path:
         return self.folder / "run" / "attempt_1" / f"worker_{worker}" / "events.jsonl"
@@ -58,7 +58,7 @@ class Command:
         files = [self.events_of(worker) for worker in workers]
         until(
             lambda: all(file.exists() and "WorkerStarted" in file.read_text() for file in files),
-            self.process,
+            self,
             f"workers {workers} did not start",
         )
 
@@ -135,14 +135,14 @@ class Spread:
         metrics = self.run_dir / "metrics.jsonl"
         until(
             lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= step,
-            self.head.process,
+            self.head,
             f"step {step} was not reached",
         )
 
     def happened(self, event: str, *, times: int = 1) -> None:
         """Return when so many such events are in the run's record."""
         run = Run(self.head.folder, 0, "")
-        until(lambda: len(run.events(event)) >= times, self.head.process, f"no {event} has come")
+        until(lambda: len(run.events(event)) >= times, self.head, f"no {event} has come")
 
     def resize(self, replicas: int) -> None:
         """`paceline resize`, on the head's host."""
@@ -180,9 +180,10 @@ def spread(folder: Path, head: NamespaceHost, **options: Any) -> Iterator[Spread
             command.process.wait()
 
 
-def until(is_so: Callable[[], bool], process: warm.Process, otherwise: str) -> None:
+def until(is_so: Callable[[], bool], command: Command, otherwise: str) -> None:
+    """Return when it is so; fail when the command has ended, or after LIMIT_S, with what it had said."""
     deadline = time.monotonic() + LIMIT_S
     while not is_so():
-        if time.monotonic() > deadline or process.poll() is not None:
-            raise AssertionError(otherwise)
+        if time.monotonic() > deadline or command.process.poll() is not None:
+            raise AssertionError(f"{otherwise}. Host {command.folder.name} said:\n{command.output[-3000:]}")
         time.sleep(0.02)

@@ -95,7 +95,7 @@ def test_where_all_who_have_the_state_are_cut_off_the_others_begin_again_when_th
         told = west.events_of(1)
         left_at = told.read_text().count("StateKept")
         # When it takes the third one, the second is in the memory of the head's host.
-        until(lambda: told.read_text().count("StateKept") >= left_at + 3, west.process, "it has kept nothing")
+        until(lambda: told.read_text().count("StateKept") >= left_at + 3, west, "it has kept nothing")
         before = len(west.ledger_steps())
         west.process.send_signal(signal.SIGSTOP)
         cut(hosts[1])
@@ -106,7 +106,7 @@ def test_where_all_who_have_the_state_are_cut_off_the_others_begin_again_when_th
             rows[:] = [row for row in map(json.loads, metrics.read_text().splitlines()) if row["attempt"] == 2]
             return bool(rows)
 
-        until(has_begun_again, east.process, "nobody has begun again")
+        until(has_begun_again, east, "nobody has begun again")
     assert "workers on unreachable hosts may still be taking steps" in " ".join(east.output.split())
     assert "the worker starts again at step" in " ".join(east.output.split())
     (ledger,) = (west.folder / "run" / "attempt_1").glob("worker_1/ledger.jsonl")

@@ -71,8 +71,8 @@ def test_the_one_that_has_taken_over_is_lost_too_and_a_host_that_comes_back_join
         west.process.kill()
         north.says("leads the run now: the coordinator's host west was lost")
         again = job.start(hosts[0])
-        until(lambda: "joined the run" in again.output, again.process, "it does not join")
-        until(lambda: again.output.count("waiting for work") > 0, again.process, "it does not join")
+        until(lambda: "joined the run" in again.output, again, "it does not join")
+        until(lambda: again.output.count("waiting for work") > 0, again, "it does not join")
         job.open_gate()
         assert north.end() == 0, north.output
         run = outcome(job)

@@ -54,7 +54,7 @@ def test_where_the_heads_machine_is_gone_a_member_with_all_state_goes_on_as_the_
         job.reached(3)
         os.kill(east.pid_of(0), signal.SIGTERM)
         job.happened("WorkerLeft")
-        until(lambda: max(west.ledger_steps(), default=0) >= 12, west.process, "it does not go on alone")
+        until(lambda: max(west.ledger_steps(), default=0) >= 12, west, "it does not go on alone")
         cut(hosts[0])
         east.process.kill()
         assert west.end() == 75, west.output

@@ -39,7 +39,7 @@ def wait_for_snapshot(job: Spread, step: int, *, attempt: int) -> None:
         told = map(json.loads, events.read_text().splitlines()) if events.exists() else ()
         return any(one["event"] == "StateKept" and one["step"] >= step for one in told)
 
-    until(is_kept, job.head.process, f"there was no snapshot of step {step} or later")
+    until(is_kept, job.head, f"there was no snapshot of step {step} or later")
 
 
 def assert_unharmed(job: Spread) -> list[dict[str, Any]]:
@@ -66,7 +66,7 @@ def test_a_worker_lost_on_one_host_and_then_the_whole_host_cost_the_steps_since_
         marks = [tmp_path / f"arrived_{rank}" for rank in range(2)]
         until(
             lambda: all(mark.exists() for mark in marks),
-            job.head.process,
+            job.head,
             "a snapshot did not arrive on the other host",
         )
         west.process.kill()

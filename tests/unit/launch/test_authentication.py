@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import ssl
+import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -12,9 +16,14 @@ from typing import Any
 import pytest
 
 from paceline.comm.messages.json_channel import encode
+from paceline.comm.messages.secure_socket import channel_proof, prove_and_encrypt, prove_token, tls_context
 from paceline.comm.messages.token_handshake import HANDSHAKE_TIMEOUT_S
+from paceline.launch.coordinator.host_admission import HostAdmission
+from paceline.launch.coordinator.join_request import JobTerms
+from paceline.launch.io import authentication
 from paceline.launch.io.authentication import MAX_REPORTED, MAX_UNPROVED, AuthenticatedListener, TokenExchange
 from paceline.launch.io.event_loop import READ, EventLoop, MessageStream
+from paceline.plan import Job
 
 TOKEN = b"a token of sufficient length"
 
@@ -213,3 +222,88 @@ def test_a_listener_that_speaks_another_protocol_is_a_final_refusal(loop: EventL
         )
         turn_until(loop, lambda: bool(refused))
     assert refused == [("it does not speak Paceline's protocol", True)]
+
+
+def reset(sock: socket.socket) -> None:
+    """End a connection as the system does for a process that was killed: the other side's next call fails."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    sock.close()
+
+
+@pytest.mark.parametrize("when", ["before it is encrypted", "while it is encrypted"])
+def test_a_host_that_is_lost_while_it_is_let_in_costs_nobody_else_anything(
+    when: str, loop: EventLoop, entrance: Entrance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = socket.create_connection(entrance.address)
+
+    def context(*, is_head: bool) -> ssl.SSLContext:
+        if when == "before it is encrypted":
+            reset(lost)
+        return tls_context(is_head=is_head)
+
+    def proof(secret: bytes, sock: ssl.SSLSocket, *, is_head: bool) -> bytes:
+        if when == "while it is encrypted":
+            reset(encrypted[0])
+        return channel_proof(secret, sock, is_head=is_head)
+
+    encrypted: list[ssl.SSLSocket] = []
+
+    def prove() -> None:
+        with contextlib.suppress(OSError):  # what is reset may still be at work
+            prove_token(lost, TOKEN, is_head=False)
+            if when == "while it is encrypted":
+                encrypted.append(tls_context(is_head=False).wrap_socket(lost, do_handshake_on_connect=False))
+                encrypted[0].do_handshake()
+
+    monkeypatch.setattr(authentication, "tls_context", context)
+    monkeypatch.setattr(authentication, "channel_proof", proof)
+    member = threading.Thread(target=prove)
+    member.start()
+    turn_until(loop, lambda: bool(entrance.said))
+    member.join()
+    assert entrance.said[0].startswith("refused a connection from 127.0.0.1: ")
+    monkeypatch.undo()
+    made: list[ssl.SSLSocket] = []
+    another = socket.create_connection(entrance.address)
+    member = threading.Thread(target=lambda: made.append(prove_and_encrypt(another, TOKEN, is_head=False)))
+    member.start()
+    turn_until(loop, lambda: bool(entrance.proved))
+    member.join()
+    made[0].close()
+
+
+def test_a_host_that_is_lost_before_it_has_said_its_name_costs_nobody_else_anything(
+    loop: EventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    at = ("127.0.0.1", 29500)
+    terms = JobTerms(job=Job(), asked=Job(), plan="", attempt=1, run_dir="run", host="h", at=at, token=TOKEN)
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()
+    outcomes: list[str] = []
+    monkeypatch.setattr(HostAdmission, "_accepted", _after_a_reset(HostAdmission._accepted, outcomes))
+    with closing(HostAdmission(listener, terms, loop, said.append)):
+        lost = socket.create_connection(address)
+        member = threading.Thread(target=lambda: reset(prove_and_encrypt(lost, TOKEN, is_head=False)))
+        member.start()
+        turn_until(loop, lambda: bool(outcomes))
+        member.join()
+    assert outcomes == ["closed"]
+
+
+def _after_a_reset(accept: Callable[..., None], outcomes: list[str]) -> Callable[..., None]:
+    def accepted(admission: HostAdmission, sock: socket.socket) -> None:
+        while _is_connected(sock):
+            time.sleep(0.01)
+        accept(admission, sock)
+        outcomes.append("closed" if sock.fileno() < 0 else "kept")
+
+    return accepted
+
+
+def _is_connected(sock: socket.socket) -> bool:
+    try:
+        sock.getpeername()
+    except OSError:
+        return False
+    return True

@@ -169,10 +169,12 @@ class KeyValueServer:
 
     def _encrypt(self, sock: socket.socket) -> None:
         """Serve a connection that has proved the token."""
-        address = str(sock.getpeername()[0])
+        address = "another process"
         try:
+            address = str(sock.getpeername()[0])
             self._serve(encrypt(sock, self._token or b"", is_head=True))
         except (TokenRefused, OSError) as error:
+            sock.close()
             self._refuse(address, str(error))
 
     def _serve(self, sock: socket.socket) -> None:

@@ -168,8 +168,12 @@ class HostAdmission:
 
     def _accepted(self, sock: socket.socket) -> None:
         """Read messages from a connection that has proved the token."""
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        address = str(sock.getpeername()[0])
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            address = str(sock.getpeername()[0])
+        except OSError:  # it has gone away meanwhile
+            sock.close()
+            return
         remote_host: RemoteHost | None = None
 
         def received(message: Mapping[str, Any]) -> None:

@@ -33,8 +33,8 @@ class EventLoop:
             self._selector.register(sock, events, ready)
 
     def forget(self, sock: socket.socket) -> None:
-        """Stop watching this socket; must be called before it is closed."""
-        if sock in self._selector.get_map():
+        """Stop watching this socket; must be called before it is closed. One that is closed is not watched."""
+        if sock.fileno() >= 0 and sock in self._selector.get_map():
             self._selector.unregister(sock)
 
     def turn(self, timeout_s: float) -> None:
