@@ -168,6 +168,11 @@ def test_pods_and_nodes_are_lost_and_replaced_and_the_run_grows_and_shrinks(tmp_
         site.cluster.ask(f"core.delete_namespaced_pod({evicted!r}, 'default')")
         until(lambda: evicted not in site.pods() and len(site.pods()) == 2, "another pod takes its place")
         until(lambda: _at_work(run) == 2, "its host is at work")
+        # The coordinator's pod is evicted: another host takes over, and the new pod joins it.
+        head = str(run.record["host"])
+        site.cluster.ask(f"core.delete_namespaced_pod({head!r}, 'default')")
+        until(lambda: head not in site.pods() and len(site.pods()) == 2, "another pod takes its place")
+        until(lambda: run.record["host"] != head and _at_work(run) == 2, "its host is at work")
         # The coordinator's node is lost.
         head = str(run.record["host"])
         node = site.pods()[head]

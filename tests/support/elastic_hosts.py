@@ -146,12 +146,17 @@ class Spread:
 
     def resize(self, replicas: int) -> None:
         """`paceline resize`, on the head's host."""
-        command = [sys.executable, "-m", "paceline", "resize", str(self.run_dir), str(replicas)]
+        self.command("resize", str(replicas))
+
+    def command(self, name: str, *words: str) -> str:
+        """A command of `paceline` about the run, on the head's host; returns what it says."""
+        command = [sys.executable, "-m", "paceline", name, str(self.run_dir), *words]
         done = subprocess.run(
             [*self._head.prefix, *command], env=child_environment(), capture_output=True, text=True, timeout=LIMIT_S
         )
         if done.returncode != 0:
             raise AssertionError(done.stdout + done.stderr)
+        return done.stdout
 
     def open_gate(self) -> None:
         """Have the workers go on that wait after step GATE."""

@@ -112,9 +112,10 @@ def _stop(arguments: argparse.Namespace) -> int:
     there = _submitted(arguments.run_dir)
     if there is not None:
         return there.stop()
+    from paceline.launch.coordinator.control_socket import ask_to_end
     from paceline.monitor.status.stop import main_stop
 
-    return main_stop(arguments.run_dir)
+    return main_stop(arguments.run_dir, ask_to_end)
 
 
 def _add_resize(commands: Commands) -> None:

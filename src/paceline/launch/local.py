@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from paceline import environment
+from paceline import environment, run_lock
 from paceline.errors import LaunchError, PacelineError, writing
 from paceline.launch.coordinator.control_socket import ControlSocket
 from paceline.launch.coordinator.coordinator import Coordinator
@@ -155,10 +155,14 @@ def launch(
             return run_inline(supervisor, assignments[0], entry=entry, loop=loop, signals=signals)
         outcome = _stopped_meanwhile(supervisor.run(), signals, has_begun=supervisor.has_begun)
         if isinstance(node_role, HostAgent):
+            if node_role.has_left:
+                retained.new_head.leave()
             retained.head = node_role.head or retained.head
         else:
             register, retained.record = node_role.leadership.register, node_role.leadership.record
-            if not outcome.may_restart and register is not None and retained.record is not None:
+            if outcome.is_superseded:
+                run_lock.release(run_dir)  # before its connections end: the next coordinator takes it
+            elif not outcome.may_restart and register is not None and retained.record is not None:
                 register.end(retained.record)
             if retained.record is not None and retained.record.epoch > 0:
                 retained.head = retained.record.address

@@ -182,6 +182,9 @@ class Attempt:
             self._hang_monitor.poll(time.monotonic())
         if self._watch is not None:
             self._watch.poll()
+        if self.takeover is not None:
+            with contextlib.suppress(OSError):  # a coordinator that stood still, or was slow to leave, had it until now
+                run_lock.hold(self.run_dir)
 
     def say(self, text: str) -> None:
         """Show a sentence; there is no console before all hosts have met."""

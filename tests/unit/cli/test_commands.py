@@ -15,6 +15,7 @@ from commands import Record, refused, run
 from paceline.cli import main as cli
 from paceline.cli.parity.request import ParityRequest
 from paceline.errors import CheckpointError, LaunchError, PlanError
+from paceline.launch.coordinator.control_socket import ask_to_end
 from paceline.plan import Cast, Plan
 
 # ------------------------------------------------------------------------------------------------ help and start
@@ -128,7 +129,7 @@ PASSED_ON: list[tuple[list[str], str, str, tuple[Any, ...], dict[str, Any]]] = [
         (Path("R"),),
         {"worker": None, "stream": None, "follow": False},
     ),
-    (["stop", "R"], "paceline.monitor.status.stop", "main_stop", (Path("R"),), {}),
+    (["stop", "R"], "paceline.monitor.status.stop", "main_stop", (Path("R"), ask_to_end), {}),
     (["audit", "R", "--json"], "paceline.monitor.audit.audit", "main_audit", (Path("R"),), {"json": True}),
     (
         ["export", "R", "m.st"],

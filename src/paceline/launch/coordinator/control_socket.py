@@ -1,7 +1,7 @@
 """The socket by which user commands such as `paceline resize` reach a running coordinator.
 
 It is a Unix socket in the abstract namespace, found by the supervisor's pid and open only to its own user. One line of
-JSON asks, one answers: {"op": "resize", "replicas": 6} -> {"says": ...} or {"error": ...}.
+JSON asks, one answers: {"op": "resize", "replicas": 6} or {"op": "stop"} -> {"says": ...} or {"error": ...}.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from paceline.comm.messages.json_channel import LineBuffer, encode
 from paceline.launch.io.event_loop import READ, EventLoop, MessageStream
 
-__all__ = ["ControlSocket", "send_command"]
+__all__ = ["ControlSocket", "ask_to_end", "send_command"]
 
 ANSWER_S = 5.0
 
@@ -84,6 +84,14 @@ def send_command(pid: int, request: Mapping[str, Any]) -> dict[str, Any]:
                     return message
         except OSError as error:
             raise ConnectionError(f"process {pid} does not answer: {error.strerror or error}") from error
+
+
+def ask_to_end(pid: int) -> bool:
+    """Have this supervisor end the run on all hosts; False where it takes no commands, and a signal has to do."""
+    try:
+        return "error" not in send_command(pid, {"op": "stop"})
+    except ConnectionError as error:
+        return isinstance(error.__cause__, TimeoutError)  # it stands still, and reads it when it goes on
 
 
 def _name(pid: int) -> str:

@@ -8,8 +8,11 @@ In an elastic run, losing workers or a host is no failure: the elastic controlle
 admits hosts that come later. Workers declare that the run is elastic, because the plan may be in the script. If no
 replica with the run's state is left, all workers restart.
 
-SIGTERM makes all workers save and leave, once they are taking steps. On another host only that host's workers leave,
-provided that enough replicas remain. No restart begins while an unreachable host may still be taking steps of this run.
+SIGTERM makes all workers save and leave, once they are taking steps. In an elastic run only the workers of that host
+leave, provided that enough replicas remain; where it is this host, another one then takes over as the coordinator
+(`paceline.launch.coordinator.handover`).
+
+No restart begins while an unreachable host may still be taking steps of this run.
 
 `paceline.launch.coordinator.remote_hosts` carries messages to workers and other hosts.
 """
@@ -25,10 +28,11 @@ from typing import Any
 from paceline.comm.rendezvous.kv_store import KeyValueStore
 from paceline.elastic.lease import UnreachableHosts, lease_s, lost_s
 from paceline.elastic.membership import Limits
-from paceline.elastic.membership_messages import FROM_WORKERS, TOO_FEW
+from paceline.elastic.membership_messages import FROM_WORKERS, PREEMPTED, TOO_FEW
 from paceline.events import Event
 from paceline.launch.coordinator.elastic_controller import ElasticController
 from paceline.launch.coordinator.elastic_worker_actions import ElasticWorkerActions
+from paceline.launch.coordinator.handover import Handover
 from paceline.launch.coordinator.job_end import FAILURE_REPORTS_S, TERMINATE_S, JobEnd
 from paceline.launch.coordinator.leadership import Leadership
 from paceline.launch.coordinator.remote_hosts import COORDINATOR_INDEX, RemoteHost, RemoteHosts
@@ -96,6 +100,7 @@ class Coordinator:
         self._controller: ElasticController | None = None
         self._takeover, self._reports = takeover, dict(reports or {})
         self._has_resumed = False
+        self._handover: Handover | None = None  # this host leaves, and the run goes on without it
         # Some worker is taking steps, or will from state that only memory has.
         self._has_begun = (restart_plan is not None and restart_plan.begins_at is not None) or any(
             report.has_begun for report in self._reports.values()
@@ -177,7 +182,9 @@ class Coordinator:
         if self._controller is not None:
             elastic = self._controller.to_json()
             reach = [*reach, sorted(self.remote_hosts.hosts_of(elastic["membership"]["view"]["members"]))]
-        return {"hosts": hosts, "workers": sorted(self._exits.expected), "reach": reach, "elastic": elastic}
+        left = None if self._handover is None else self._handover.reason
+        expected = sorted(self._exits.expected)
+        return {"hosts": hosts, "workers": expected, "reach": reach, "elastic": elastic, "left": left}
 
     def _store(self) -> Mapping[str, str]:
         """What other hosts keep of the key-value store, in an elastic run."""
@@ -206,7 +213,8 @@ class Coordinator:
         self._has_resumed = True
         now, reason, host = time.monotonic(), takeover.reason, takeover.before.host
         gone_by = now + lost_s(self._job.silence_s, self._job.grace_s)
-        for index in {COORDINATOR_INDEX, *takeover.hosts} - self._reports.keys():
+        before = set() if takeover.has_left else {COORDINATOR_INDEX}
+        for index in {*before, *takeover.hosts} - self._reports.keys():
             self._unreachable.lost(index, gone_by=gone_by)
         for report in self._reports.values():
             self._kv_store.restore(report.kept)
@@ -306,7 +314,7 @@ class Coordinator:
 
     def cannot_fork(self) -> None:
         self._cannot_fork, self._restart.is_possible = True, False
-        self.remote_hosts.cannot_fork()
+        self.remote_hosts.shut_own()
 
     # Called by the supervisor.
 
@@ -316,8 +324,48 @@ class Coordinator:
         return self._has_begun
 
     def interrupted(self, signum: int) -> None:
-        """Handle a signal to this supervisor: the first one asks the workers to save and leave."""
+        """Handle a signal to this supervisor: the first one asks the workers to save and leave, those of this host
+        alone where the run goes on without it."""
+        if signum == signal.SIGTERM and self._leaves_alone(signum):
+            return
         self._end.on_signal(signum, has_begun=self._has_begun, controller=self._controller)
+
+    def _leaves_alone(self, signum: int) -> bool:
+        """Make this host's workers leave between two steps, after which another host takes over; False where the whole
+        run ends."""
+        controller = self._controller
+        if self._handover is not None and not self._end.is_under_way:
+            self._handover.hurry()
+            return True
+        is_possible = controller is not None and self.leadership.register is not None and bool(self._staying)
+        if controller is None or not is_possible or self._end.is_under_way or controller.finish is not None:
+            return False
+        if self._restart.is_under_way or self._local_workers is None:
+            return False
+        reason = f"{signal_text(signum)} came on host {self.host}"
+        self.remote_hosts.shut_own()
+        workers = sorted(self.remote_hosts.own_workers)
+        if not controller.leave(workers, reason, room=self.remote_hosts.room(controller.workers_each)):
+            return False
+        self._say(f"{reason}: {leave_text(workers)}another host takes over, and the run goes on without this one")
+        self._handover = Handover(
+            reason, self.remote_hosts, grace_s=self._job.grace_s, kill=self._local_workers.kill, say=self._say
+        )
+        return True
+
+    @property
+    def _staying(self) -> list[RemoteHost]:
+        """The other hosts that have not been asked to leave."""
+        return [remote_host for remote_host in self.remote_hosts if remote_host.leave_by is None]
+
+    def _hand_over(self, handover: Handover) -> None:
+        """This host has no workers any more: let another one take over."""
+        if not self._staying:  # they have been asked to leave meanwhile, and one has to save
+            self._end.ask_to_leave(handover.reason, self._controller)
+        elif self.leadership.publish():
+            self.remote_hosts.farewell({"op": "left", "reason": handover.reason})
+            reason = f"{handover.reason}, and the run goes on without it"
+            self._end.outcome = JobOutcome(state="stopped", exit_code=PREEMPTED, reason=reason, is_superseded=True)
 
     def abandon(self, reason: str, *, signum: int | None = None, is_accident: bool = False) -> None:
         """Tell the other hosts that this host cannot go on, or was stopped before it had workers."""
@@ -325,6 +373,9 @@ class Coordinator:
 
     def answer_command(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Answer a user command on this host (`paceline.launch.coordinator.control_socket`)."""
+        if request.get("op") == "stop":  # unlike SIGTERM, which may be for this host alone
+            self._end.on_signal(signal.SIGTERM, has_begun=self._has_begun, controller=self._controller)
+            return {"says": "it ends"}
         if request.get("op") != "resize" or not isinstance(request.get("replicas"), int):
             return {"error": f"this run does not understand {dict(request)}"}
         if self._controller is None:
@@ -340,6 +391,9 @@ class Coordinator:
         """Make the decisions that are due; signals of the same loop turn have been handled before."""
         self.leadership.tick()
         if self._restart.is_under_way:
+            if self._handover is not None:  # nobody is left to hand over to
+                self._handover = None
+                self._end.stop(signal.SIGTERM)
             self._restart.tick(now)
             return
         if self._end.finish_when_all_ended():
@@ -353,6 +407,8 @@ class Coordinator:
             self._end.note_finish(self._controller.finish)
         if self._admission is not None:
             self._admission.tick(now)
+        if self._handover is not None and not self._end.is_under_way and self._handover.is_due(now):
+            self._hand_over(self._handover)
         does_run_end = self._end.is_under_way or self._exits.by_worker  # then no host is released before the others
         if not does_run_end and self.remote_hosts.release_leavers(now, grace_s=self._job.grace_s, say=self._say):
             self._assign_neighbors()

@@ -87,6 +87,7 @@ class HostAgent:
         self._signum: int | None = None  # the signal that stopped this host
         self._cut_short: int | None = None  # a second signal, which killed its workers while they were leaving
         self._coordinator_loss = ""
+        self._parting = ""  # why the coordinator's host has left, as it has said
         self._has_begun = False  # some worker here is taking steps
         self._leave_by: float | None = None  # after the coordinator was lost: deadline for workers to save and leave
         self._patience: float | None = None  # deadline for a stopping coordinator to send the outcome
@@ -99,6 +100,11 @@ class HostAgent:
     def is_late(self) -> bool:
         """Whether the run was already taking steps when this host joined."""
         return not self.ranks
+
+    @property
+    def has_left(self) -> bool:
+        """Whether a signal to this host made it leave, alone or with the whole run."""
+        return self._signum is not None and self.outcome is not None and self.outcome.exit_code == PREEMPTED
 
     @property
     def has_begun(self) -> bool:
@@ -252,6 +258,8 @@ class HostAgent:
         if self.outcome is not None or self._coordinator_loss or self._search is not None:
             return
         loss = f"the coordinator {self._coordinator} was lost: {reason}"
+        if self._parting:
+            loss = f"the coordinator {self._coordinator} has left: {self._parting}"
         if (self._is_elastic or self.is_late) and self._begin_search(loss):
             return
         self._coordinator_loss = loss
@@ -322,6 +330,7 @@ class HostAgent:
     def _found(self, link: MessageStream, message: Mapping[str, Any]) -> None:
         """Another coordinator has taken over, and knows of this host's workers."""
         self._search, self._link, self._coordinator = None, link, str(message["head"])
+        self._parting = ""
         self.head = str(message["at"])
         self._say(f"the run goes on with the coordinator {self._coordinator}")
         for (worker, _), request in list(self._unanswered.items()):
@@ -372,6 +381,8 @@ class HostAgent:
             case "again":
                 self._is_restarting = True
                 local_workers.kill()
+            case "left":
+                self._parting = str(message["reason"])
             case "neighbour":
                 if self.replication is not None:
                     at = message["at"]

@@ -58,6 +58,11 @@ class NewHead:
                 self._process.stdin.write(json.dumps(words).encode())
                 self._process.stdin.close()
 
+    def leave(self) -> None:
+        """This host was asked to leave: the coordinator's process on it hands over to another host."""
+        if self._process is not None and self.is_at_work:
+            self._process.send_signal(signal.SIGTERM)
+
     def close(self) -> None:
         """Wait for the process's end, for a limited time; the run has ended on this host."""
         process = self._process

@@ -7,7 +7,8 @@
                           ping (the answer: workers may go on until `for_s` seconds after `asked`),
                           start and kill_worker (elastic runs), again (kill all workers for a restart),
                           neighbour (the host that receives copies of its snapshots), drop (free the snapshots of
-                          a worker that left), end (the outcome of the run, or of this host alone)
+                          a worker that left), end (the outcome of the run, or of this host alone),
+                          left (the coordinator's host leaves: another one is to take over)
     for the hang monitor  host -> coordinator: doing (worker activity); coordinator -> host: stack (write stacks)
 
 A host is lost, with all its workers, if it closes its connection, is silent too long or sends an invalid message.
@@ -140,6 +141,11 @@ class RemoteHosts:
         """Return the workers that run on a host now."""
         return self._slots.workers_on(remote_host.index)
 
+    @property
+    def own_workers(self) -> frozenset[int]:
+        """The workers that run on the coordinator's host now."""
+        return self._slots.workers_on(COORDINATOR_INDEX)
+
     def hosts_of(self, workers: Collection[int]) -> frozenset[int]:
         """The indices of the hosts on which these workers are."""
         return frozenset(self._slots.host_of(worker) or COORDINATOR_INDEX for worker in workers)
@@ -148,8 +154,8 @@ class RemoteHosts:
         """Return whether a worker has a host, or a lost worker's successor has one."""
         return self._slots.host_of(worker) is not None
 
-    def cannot_fork(self) -> None:
-        """The coordinator's host can fork no more workers."""
+    def shut_own(self) -> None:
+        """Start no more workers on the coordinator's host: it can fork none, or is to leave."""
         self._slots.shut(COORDINATOR_INDEX)
 
     def room(self, workers_each: int, *, without: Collection[int] = ()) -> int:

@@ -57,7 +57,7 @@ class HostReport:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Takeover:
-    """A run whose coordinator was lost, and whose register this host has got."""
+    """A run whose coordinator was lost or has left, and whose register this host has got."""
 
     register: HeadRegister
     record: HeadRecord  # as this coordinator has written it
@@ -75,5 +75,12 @@ class Takeover:
         return [int(worker) for worker in self.before.state["workers"]]
 
     @property
+    def has_left(self) -> bool:
+        """Whether the coordinator was asked to leave, and had no workers any more."""
+        return bool(self.before.state.get("left"))
+
+    @property
     def reason(self) -> str:
+        if self.has_left:
+            return f"the coordinator's host {self.before.host} has left ({self.before.state['left']})"
         return f"the coordinator's host {self.before.host} was lost"

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from paceline.elastic.membership_messages import PREEMPTED
 from paceline.errors import LaunchError
 from paceline.launch.engines.engine import Say
 
@@ -222,9 +223,10 @@ class HostDriver:
         return not self._is_at_work() and all(host.code is not None for host in self._hosts)
 
     def _exit_code(self) -> int:
-        """What the hosts say that ended by themselves; 76 where all were lost."""
-        said = [host.code for host in self._hosts if host.code not in (None, LOST) and host.is_up]
-        return next((code for code in said if code not in (None, GIVEN_UP)), GIVEN_UP)
+        """What the hosts say that ended by themselves; 76 where all were lost. One that left alone says 75 of itself,
+        and another one says how the run ended."""
+        said = [host.code for host in self._hosts if host.code not in (None, LOST, GIVEN_UP) and host.is_up]
+        return next((code for code in said if code is not None and code != PREEMPTED), PREEMPTED if said else GIVEN_UP)
 
 
 def _called(host: _Host) -> str:

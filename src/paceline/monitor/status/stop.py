@@ -24,9 +24,11 @@ SOON_S = 3.0  # an ordinary step and its save have ended by then
 PATIENCE_S = 15.0  # beyond the time that the workers have for the step in hand and a save (the job's grace_s)
 
 
-def main_stop(run_dir: Path | str) -> int:
-    """Send SIGTERM to the supervisor and wait until it is gone: the step in hand is finished, and everything saved.
+def main_stop(run_dir: Path | str, ask: Callable[[int], bool] | None = None) -> int:
+    """Have the supervisor end the run and wait until it is gone: the step in hand is finished, and everything saved.
 
+    `ask(pid)` asks the supervisor of a run on several hosts, where SIGTERM may be for one host alone; False where it
+    takes no commands. Any other one gets SIGTERM.
     Returns 0 when the run has ended (also when it had before), 1 when it goes on for too long, 2 where there is none.
     """
     try:
@@ -49,7 +51,8 @@ def main_stop(run_dir: Path | str) -> int:
     def explain() -> None:
         print(_still_there(record, grace_s), flush=True)
 
-    if not _end(record.pid, record.pid_started_s, patience_s, explain):
+    is_asked = ask is not None and record.job.get("head") is not None and ask(record.pid)
+    if not _end(record.pid, record.pid_started_s, patience_s, explain, is_asked=is_asked):
         print(
             f"paceline: process {record.pid} still runs after {patience_s:.0f} s; "
             "`paceline stop` once more makes it kill its workers at once",
@@ -114,19 +117,22 @@ def _summary(path: Path) -> dict[str, int]:
         return {}
 
 
-def _end(pid: int, started_s: float, patience_s: float, explain: Callable[[], None]) -> bool:
-    """Send SIGTERM to exactly this process, and `explain` when that takes long; say whether it was gone in time."""
+def _end(pid: int, started_s: float, patience_s: float, explain: Callable[[], None], *, is_asked: bool) -> bool:
+    """Send SIGTERM to exactly this process, unless it has been asked to end, and `explain` when that takes long; say
+    whether it was gone in time.
+    """
     try:
         watched = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
     except (AttributeError, OSError):  # not Linux, or a sandbox without it
-        return _end_by_number(pid, started_s, patience_s, explain)
+        return _end_by_number(pid, started_s, patience_s, explain, is_asked=is_asked)
     try:
         # Asked after opening: from now on the number cannot change hands unseen.
         if not is_same_process(pid, started_s):
             return True
-        signal.pidfd_send_signal(watched, signal.SIGTERM)
+        if not is_asked:
+            signal.pidfd_send_signal(watched, signal.SIGTERM)
         if select.select([watched], [], [], min(SOON_S, patience_s))[0]:
             return True
         explain()
@@ -137,10 +143,12 @@ def _end(pid: int, started_s: float, patience_s: float, explain: Callable[[], No
         os.close(watched)
 
 
-def _end_by_number(pid: int, started_s: float, patience_s: float, explain: Callable[[], None]) -> bool:
+def _end_by_number(
+    pid: int, started_s: float, patience_s: float, explain: Callable[[], None], *, is_asked: bool
+) -> bool:
     deadline = time.monotonic() + patience_s
     explain_at: float | None = time.monotonic() + SOON_S
-    if is_same_process(pid, started_s):
+    if not is_asked and is_same_process(pid, started_s):
         os.kill(pid, signal.SIGTERM)
     while is_same_process(pid, started_s):
         if time.monotonic() > deadline:

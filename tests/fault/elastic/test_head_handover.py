@@ -1,0 +1,131 @@
+"""The coordinator's host is asked to leave: another one takes over, unless the signal is for the whole run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_hosts import GATE, LIMIT_S, Spread, like, spread, until
+from elastic_runs import Run, assert_unharmed
+from network_hosts import NamespaceHost, needs_network, two_hosts
+from programs import checkpoints
+
+SIZES = "batch(size=20,micro=2)+compute(precision=fp64)"
+SLOW = 160  # steps of a tenth of a second
+LONG = 20_000  # steps: more than there is time for
+
+pytestmark = pytest.mark.timeout(2 * LIMIT_S)
+
+
+@pytest.fixture
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[NamespaceHost]]:
+    with two_hosts(tmp_path_factory.mktemp("network"), names=("east", "west"), subnet="10.85.0") as made:
+        yield made
+
+
+def shared(folder: Path, **fields: Any) -> dict[str, Any]:
+    """The run's directory is on a disk that the hosts share."""
+    return {"run_dir": str(folder / "east" / "run"), **fields}
+
+
+def outcome(job: Spread) -> Run:
+    """The run, which another host than the first one has led to its end."""
+    (job.head.folder / "weights.json").write_text((job.folder / "weights.json").read_text())
+    return Run(job.head.folder, 0, job.outputs())
+
+
+@needs_network
+def test_sigterm_at_the_coordinators_host_makes_that_host_leave_and_another_one_takes_over(
+    hosts: list[NamespaceHost], tmp_path: Path
+) -> None:
+    with spread(tmp_path, hosts[0], plan=f"replicas=1-4+{SIZES}", gate=GATE, job=shared(tmp_path)) as job:
+        east, west = [job.start(host) for host in hosts]
+        job.reached(5)
+        east.process.send_signal(signal.SIGTERM)
+        east.says("SIGTERM came on host east: workers 0, 1 leave between two steps, another host takes over")
+        job.open_gate()
+        assert east.end() == 75, east.output
+        assert west.end() == 0, west.output
+        run = outcome(job)
+    assert_unharmed(run, like())
+    assert run.workers() == [2, 3]
+    assert sorted(event["rank"] for event in run.events("WorkerLeft") if event["host"] == "east") == [0, 1]
+    assert not run.events("WorkerLost", "Restarted")
+    assert "has left: SIGTERM came on host east. Another host takes its place" in " ".join(west.output.split())
+    assert (
+        "host west leads the run now: the coordinator's host east has left (SIGTERM came on host east)" in west.output
+    )
+    assert json.loads((run.run_dir / "run.json").read_text())["state"] == "finished"
+
+
+@needs_network
+def test_the_one_that_has_taken_over_leaves_too_and_the_first_host_which_came_back_leads_again(
+    hosts: list[NamespaceHost], tmp_path: Path
+) -> None:
+    fields = shared(tmp_path, max_steps=SLOW)
+    with spread(tmp_path, hosts[0], plan=f"replicas=1-4+{SIZES}", pause_s=0.1, job=fields) as job:
+        east, west = [job.start(host) for host in hosts]
+        job.reached(3)
+        east.process.send_signal(signal.SIGTERM)
+        assert east.end() == 75, east.output
+        west.says("host west leads the run now")
+        (east.folder / "output").rename(east.folder / "output before")
+        again = job.start(hosts[0])
+        run = Run(east.folder, 0, "")
+        until(lambda: len(run.events("WorkerJoined")) == 2, west, "the first host's workers have not joined")
+        west.process.send_signal(signal.SIGTERM)
+        assert west.end() == 75, west.output
+        again.says("host east leads the run now: the coordinator's host west has left")
+        assert again.end() == 0, again.output
+        run = outcome(job)
+    assert_unharmed(run, like(SLOW))
+    assert not run.events("WorkerLost", "Restarted")
+
+
+@needs_network
+def test_a_second_sigterm_ends_that_hosts_workers_at_once_and_the_run_goes_on(
+    hosts: list[NamespaceHost], tmp_path: Path
+) -> None:
+    """The workers wait in the user's function, and would not leave before the gate opens."""
+    with spread(tmp_path, hosts[0], plan=f"replicas=1-4+{SIZES}", gate=GATE, job=shared(tmp_path)) as job:
+        east, west = [job.start(host) for host in hosts]
+        job.reached(GATE - 1)
+        for _ in range(2):
+            east.process.send_signal(signal.SIGTERM)
+            east.says("another host takes over")
+        assert east.end() == 75, east.output
+        job.open_gate()
+        assert west.end() == 0, west.output
+        run = outcome(job)
+    assert_unharmed(run, like())
+    assert run.workers() == [2, 3]
+
+
+@needs_network
+@pytest.mark.parametrize("how", ["sigterm to all", "the command"])
+def test_what_is_for_the_whole_run_ends_it_on_all_hosts_and_all_is_saved(
+    how: str, hosts: list[NamespaceHost], tmp_path: Path
+) -> None:
+    fields = shared(tmp_path, max_steps=LONG)
+    third = dataclasses.replace(hosts[1], name="north")
+    with spread(tmp_path, hosts[0], plan=f"replicas=1-6+{SIZES}", job={**fields, "hosts": 3, "workers": 3}) as job:
+        commands = [job.start(host) for host in (*hosts, third)]
+        job.reached(5)
+        if how == "the command":
+            assert "and everything is saved" in job.command("stop")
+        else:
+            for one in commands:
+                one.process.send_signal(signal.SIGTERM)
+        codes = [one.end() for one in commands]
+        assert codes == [75, 75, 75], job.outputs()
+    run_dir = tmp_path / "east" / "run"
+    record = json.loads((run_dir / "run.json").read_text())
+    assert (record["state"], record["exit_code"]) == ("stopped", 75)
+    last = len((run_dir / "metrics.jsonl").read_text().splitlines())
+    assert max(checkpoints(run_dir)) == last < LONG
