@@ -147,7 +147,7 @@ class Watch:
         self.failures: tuple[Failure, ...] = ()  # after `finish`: with the step that each worker had reached
         self.unwritten: dict[str, str] = {}  # files of the run that are not whole, and why
         self._told = ""  # what the user has read of that
-        self._is_ending = False
+        self._is_ending = self._is_handed_over = False
         self._begins_by: Restarted | None = None  # until its first step is committed
         self._endpoint: PrometheusEndpoint | None = None
         self.metrics_url: str | None = None
@@ -170,7 +170,7 @@ class Watch:
     def hand_over(self) -> None:
         """Write nothing of the run any more: another process watches it now."""
         self._sinks = [self._screen]
-        self._record = False
+        self._record, self._is_handed_over = False, True
 
     def poll(self) -> None:
         """Take in what is new and show what is due; returns at once. After `finish` it does nothing."""
@@ -255,7 +255,7 @@ class Watch:
             with self._dropping(self._summary):
                 self._summary.write(self._facts)
         self.exit_note = _exit_note(self._facts, self.failures)
-        if not goes_on:
+        if not goes_on and not self._is_handed_over:
             self._show_of_run(
                 ("" if self.failures and self._explains else "\n") + _closing(self._facts, is_head=self._record)
             )

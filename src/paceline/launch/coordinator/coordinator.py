@@ -358,13 +358,14 @@ class Coordinator:
         """The other hosts that have not been asked to leave."""
         return [remote_host for remote_host in self.remote_hosts if remote_host.leave_by is None]
 
-    def _hand_over(self, handover: Handover) -> None:
+    def _hand_over(self, handover: Handover, now: float) -> None:
         """This host has no workers any more: let another one take over."""
-        if not self._staying:  # they have been asked to leave meanwhile, and one has to save
+        if not self._staying or handover.is_late(now):  # the others leave, too, or the register cannot be written
             self._end.ask_to_leave(handover.reason, self._controller)
         elif self.leadership.publish():
             self.remote_hosts.farewell({"op": "left", "reason": handover.reason})
-            reason = f"{handover.reason}, and the run goes on without it"
+            reason = f"{handover.reason}: it has left, and the run goes on without it"
+            self._say("this host has left, and the run goes on without it")
             self._end.outcome = JobOutcome(state="stopped", exit_code=PREEMPTED, reason=reason, is_superseded=True)
 
     def abandon(self, reason: str, *, signum: int | None = None, is_accident: bool = False) -> None:
@@ -408,7 +409,7 @@ class Coordinator:
         if self._admission is not None:
             self._admission.tick(now)
         if self._handover is not None and not self._end.is_under_way and self._handover.is_due(now):
-            self._hand_over(self._handover)
+            self._hand_over(self._handover, now)
         does_run_end = self._end.is_under_way or self._exits.by_worker  # then no host is released before the others
         if not does_run_end and self.remote_hosts.release_leavers(now, grace_s=self._job.grace_s, say=self._say):
             self._assign_neighbors()

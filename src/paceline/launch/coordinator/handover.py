@@ -50,3 +50,7 @@ class Handover:
                 self._kill()
             return False
         return now >= self._not_before
+
+    def is_late(self, now: float) -> bool:
+        """Whether the host has no more time."""
+        return now >= self._leave_by
