@@ -4,7 +4,8 @@
 
 Two workers on two nodes do the work of `recovery.py` (a step takes some 20 ms here), and note each committed step.
 kill -9 hits all that runs on one of the nodes, and another node (or the same one, over SSH) is there in its place after
-a second. The nodes are network namespaces of this machine with real daemons of Slurm or OpenSSH, or run pods of a real
+a second. Under Slurm a third node is there from the beginning: it looks for the jobs of a node that is back only once a
+minute. The nodes are network namespaces of this machine with real daemons of Slurm or OpenSSH, or run pods of a real
 control plane of Kubernetes (PACELINE_KUBE) as processes; Ray's are those of its cluster_utils. Beside Paceline, in
 turn: torchrun with `--nnodes 1:2` and a checkpoint every 5 steps, given to the engine as its users do it, and Ray
 Train with FailureConfig. torchrun loses the node without its rendezvous; Paceline also loses the coordinator's. Needs
@@ -44,7 +45,6 @@ PLAN = "replicas=1-2+batch(size=128,micro=16)"
 TORCHRUN = ["-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "1000"]
 TORCHRUN += ["--rdzv-id", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint"]
 LOOK_S = 0.002
-RETURNS_S = 1.0  # until there is another node
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -56,7 +56,8 @@ class Site:
     lose: Callable[[int], None]  # the node on which this process runs
     replace: Callable[[], None]
     peer: str = "torchrun"
-    tells_where: bool = True  # which worker is on the coordinator's node
+    returns_s: float = 1.0  # until there is another node
+    is_first: Callable[[int], bool] | None = None  # a process on the node with torchrun's rendezvous; None: has none
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,8 +74,9 @@ class RunEnded(Exception):
     """A run that was to be measured has ended, or takes too long; with its last words."""
 
 
-def incident(command: list[str], folder: Path, site: Site, *, rank: int) -> tuple[float, Loss]:
-    """Run a program, take a worker's node away, and see what that costs."""
+def incident(command: list[str], folder: Path, site: Site, *, rank: int | None) -> tuple[float, Loss]:
+    """Run a program, take a worker's node away, and see what that costs. Without `rank`: that of a worker which is not
+    on the first node."""
     logs = Logs(folder)
     with running(command, folder) as process:
 
@@ -90,10 +92,15 @@ def incident(command: list[str], folder: Path, site: Site, *, rank: int) -> tupl
         wait_for(lambda: logs.top() >= CALM_STEPS and len(logs.pids()) == 2, "both workers")
         calm = len(logs.lines)
         wait_for(lambda: len(logs.lines) >= calm + 2 * CALM_STEPS, "calm")
-        step_s, victim, place = median_step(logs.lines), logs.pids()[rank], len(logs.lines)
+        pids, is_first = logs.pids(), site.is_first
+        if rank is not None or is_first is None:
+            victim = pids[rank or 0]
+        else:
+            victim = next(pid for pid in pids.values() if not is_first(pid))
+        step_s, place = median_step(logs.lines), len(logs.lines)
         when = time.time()
         site.lose(victim)
-        returns = time.monotonic() + RETURNS_S
+        returns = time.monotonic() + site.returns_s
         logs.poll()
         old = {line.pid for line in logs.lines[:place]}
         top = max(line.step for line in logs.lines if line.time <= when)
@@ -114,7 +121,11 @@ def incident(command: list[str], folder: Path, site: Site, *, rank: int) -> tupl
                 any(line.step > top for line in found) and bool(fresh) and len({line.rank for line in found[-40:]}) == 2
             )
 
-        wait_for(is_over, "the successor")
+        try:
+            wait_for(is_over, "the successor")
+        finally:
+            if not is_back:
+                site.replace()
         before = {(line.rank, line.step) for line in logs.lines if line.time <= when}
         done = [line for line in after() if line.step > top or (line.rank, line.step) in before]
         return step_s, Loss(
@@ -159,9 +170,9 @@ def main() -> int:
             rows = {
                 "Paceline": (site.ours, 1),
                 "Paceline, the coordinator's node": (site.ours, 0),
-                site.peer: (site.theirs, 1),
+                site.peer: (site.theirs, 1 if site.is_first is None else None),
             }
-            if not site.tells_where:
+            if site.is_first is None:  # nor does the site tell which node is the coordinator's
                 del rows["Paceline, the coordinator's node"]
             found: dict[str, list[tuple[float, Loss]]] = {name: [] for name in rows}
             for number in range(asked.losses):
@@ -195,6 +206,14 @@ def _paceline(folder: Path, on: str, *options: str, hosts: str = "2") -> list[st
     return [*words, *options, "--run-dir", f"{folder}/run", "--", str(folder), WIDTH, RATE]
 
 
+def _stopped_afterwards(folder: Path, command: list[str]) -> list[str]:
+    """The command, and `paceline stop` when it gets SIGTERM: the run does not end with the command that follows it."""
+    script = folder / "ours.sh"
+    stop = f"{sys.executable} -m paceline stop {folder}/run"
+    script.write_text(f"trap '{stop}; exit 1' TERM\n{shlex.join(command)} & wait\n")
+    return ["bash", str(script)]
+
+
 def _torchrun(folder: Path, endpoint: str) -> list[str]:
     return [sys.executable, *TORCHRUN, endpoint, str(PROGRAMS / "recover_torchrun.py"), str(folder), WIDTH, RATE, STEPS]
 
@@ -212,13 +231,16 @@ def _hosts(stack: contextlib.ExitStack):
         end_host(node)
         lost.append(node)
 
-    return folder, login, nodes, lost, lose
+    def is_first(pid: int) -> bool:
+        return pid in processes_on(nodes[0])
+
+    return folder, login, nodes, lost, lose, is_first
 
 
 def _ssh(stack: contextlib.ExitStack) -> Site:
     from ssh_servers import ssh_servers
 
-    folder, login, nodes, lost, lose = _hosts(stack)
+    folder, login, nodes, lost, lose, is_first = _hosts(stack)
     servers = stack.enter_context(ssh_servers(folder, nodes[:2]))
     ssh = [*login.prefix, "ssh", "-o", "BatchMode=yes", *servers.options]
 
@@ -236,18 +258,18 @@ def _ssh(stack: contextlib.ExitStack) -> Site:
         script.write_text("\n".join(["trap 'kill 0' TERM", *each, "wait"]) + "\n")
         return ["bash", str(script)]
 
-    return Site(ours=ours, theirs=theirs, lose=lose, replace=lambda: servers.start(lost.pop()))
+    return Site(ours=ours, theirs=theirs, lose=lose, replace=lambda: servers.start(lost.pop()), is_first=is_first)
 
 
 def _slurm(stack: contextlib.ExitStack) -> Site:
     from slurm_cluster import slurm_cluster
 
-    folder, login, nodes, lost, lose = _hosts(stack)
+    folder, login, nodes, lost, lose, is_first = _hosts(stack)
     cluster = stack.enter_context(slurm_cluster(folder, nodes, login=login))
     os.environ.update(cluster.environment)
 
     def ours(scratch: Path) -> list[str]:
-        return [*login.prefix, *_paceline(scratch, "slurm(cpus=2)")]
+        return [*login.prefix, *_stopped_afterwards(scratch, _paceline(scratch, "slurm(cpus=2)"))]
 
     def theirs(scratch: Path) -> list[str]:
         command = " ".join(_torchrun(scratch, f"$(scontrol show hostnames | head -n 1):{free_port()}"))
@@ -260,13 +282,13 @@ def _slurm(stack: contextlib.ExitStack) -> Site:
         wait.write_text("\n".join(lines) + "\n")
         return [*login.prefix, "bash", str(wait)]
 
-    return Site(ours=ours, theirs=theirs, lose=lose, replace=lambda: cluster.start_node(lost.pop()))
+    return Site(ours=ours, theirs=theirs, lose=lose, replace=lambda: cluster.start_node(lost.pop()), is_first=is_first)
 
 
 def _kubernetes(stack: contextlib.ExitStack) -> Site:
     from kube_cluster import kube_cluster
 
-    folder, login, nodes, lost, lose = _hosts(stack)
+    folder, login, nodes, lost, lose, is_first = _hosts(stack)
     volume = folder / "volume"
     volume.mkdir()
     cluster = stack.enter_context(kube_cluster(folder, login, nodes, volume=volume))
@@ -274,11 +296,8 @@ def _kubernetes(stack: contextlib.ExitStack) -> Site:
 
     def ours(scratch: Path) -> list[str]:
         settings = f"image=none,volume=runs,mount={volume},folder={PROGRAMS},python={sys.executable},cpus=3"
-        script = scratch / "ours.sh"  # the run does not end with the command that follows it
         command = _paceline(scratch, f"kubernetes({settings})", "--set", "engine.env=OMP_NUM_THREADS,PYTHONPATH")
-        stop = f"{sys.executable} -m paceline stop {scratch}/run"
-        script.write_text(f"trap '{stop}; exit 1' TERM\n{shlex.join(command)} & wait\n")
-        return [*login.prefix, "bash", str(script)]
+        return [*login.prefix, *_stopped_afterwards(scratch, command)]
 
     def theirs(scratch: Path) -> list[str]:
         number = str(free_port())
@@ -297,13 +316,15 @@ def _kubernetes(stack: contextlib.ExitStack) -> Site:
             }
             pod: dict[str, Any] = {"metadata": {"labels": {"peer": f"{number}-{name}"}}}
             pod["spec"] = {"restartPolicy": "Never", "containers": [container]}
+            if name == "first":
+                pod["spec"]["nodeSelector"] = {"kubernetes.io/hostname": nodes[0].name}
             jobs.append({"metadata": {"name": f"peer-{number}-{name}"}, "spec": {"template": pod, "backoffLimit": 100}})
         spec = {"clusterIP": "None", "selector": {"peer": f"{number}-first"}, "ports": [{"port": int(number)}]}
         service = {"metadata": {"name": f"peer-{number}"}, "spec": spec}
         program.write_text(PEER.format(config=str(cluster.admin), service=json.dumps(service), jobs=json.dumps(jobs)))
         return [*login.prefix, sys.executable, str(program)]
 
-    return Site(ours=ours, theirs=theirs, lose=lose, replace=lambda: cluster.start_node(lost.pop()))
+    return Site(ours=ours, theirs=theirs, lose=lose, replace=lambda: cluster.start_node(lost.pop()), is_first=is_first)
 
 
 PEER = """
@@ -351,7 +372,7 @@ def _ray(stack: contextlib.ExitStack) -> Site:
         words = [str(PROGRAMS / "recover_ray.py"), str(scratch), WIDTH, RATE, STEPS, "2", cluster.address]
         return [sys.executable, *words]
 
-    return Site(ours=ours, theirs=theirs, lose=lose, replace=replace, peer="Ray Train", tells_where=False)
+    return Site(ours=ours, theirs=theirs, lose=lose, replace=replace, peer="Ray Train")
 
 
 if __name__ == "__main__":

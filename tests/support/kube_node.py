@@ -56,6 +56,7 @@ class Node:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}  # by the pod's uid
         self.hosts_file = folder / f"names.{name}"
         self.hosts_file.write_text("127.0.0.1 localhost\n")
+        self.names: set[str] = set()  # of its pods
         self._seen: set[str] = set()
         self._ending: set[str] = set()
 
@@ -97,6 +98,7 @@ class Node:
                         pods = self.core.list_namespaced_pod(service.metadata.namespace, label_selector=wanted).items
                         there = [pod for pod in pods if pod.status.pod_ip and not pod.metadata.deletion_timestamp]
                         lines += [f"{pod.status.pod_ip} {service.metadata.name}" for pod in there[-1:]]
+                lines += [f"{self.address} {name}" for name in sorted(self.names)]  # as kubelet enters a pod's own name
                 text = "\n".join(lines) + "\n"
                 if text != self.hosts_file.read_text():
                     with self.hosts_file.open("r+") as file:  # in place: pods have the file itself
@@ -159,6 +161,7 @@ class Node:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.1)
+        self.names.add(pod.metadata.name)
         words = [*(container.command or ()), *(container.args or ())]
         for name, value in env.items():
             words = [word.replace(f"$({name})", value) for word in words]
@@ -178,6 +181,7 @@ class Node:
         began = now()
         self.say(pod, "Running", {"running": {"startedAt": began}})
         code = process.wait()
+        self.names.discard(pod.metadata.name)
         code = code if code >= 0 else 128 - code
         ended = {
             "exitCode": code,
