@@ -282,7 +282,14 @@ def _slurm(stack: contextlib.ExitStack) -> Site:
         wait.write_text("\n".join(lines) + "\n")
         return [*login.prefix, "bash", str(wait)]
 
-    return Site(ours=ours, theirs=theirs, lose=lose, replace=lambda: cluster.start_node(lost.pop()), is_first=is_first)
+    return Site(
+        ours=ours,
+        theirs=theirs,
+        lose=lose,
+        replace=lambda: cluster.start_node(lost.pop()),
+        returns_s=LIMIT_S,
+        is_first=is_first,
+    )
 
 
 def _kubernetes(stack: contextlib.ExitStack) -> Site:
