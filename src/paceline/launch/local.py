@@ -136,6 +136,7 @@ def launch(
             node_role.take_over = functools.partial(
                 retained.new_head.start, template=template, asked=asked or job, say=guarded.say
             )
+            node_role.prepare_to_take_over = retained.new_head.prepare
             if retained.new_head.is_at_work:
                 guarded.hush()
             retained.new_head.hush = guarded.hush

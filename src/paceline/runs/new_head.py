@@ -1,7 +1,8 @@
 """The process of a coordinator that takes over: `python -m paceline.runs.new_head`, started by a host's supervisor.
 
-It gets its job as one JSON object on standard input, becomes the coordinator by the run's register, and has the other
-hosts return to it; from then on it is the run's coordinator, without workers of its own.
+It may be started before it is needed. It gets its job as one JSON object on standard input, becomes the coordinator by
+the run's register, and has the other hosts return to it; from then on it is the run's coordinator, without workers of
+its own.
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ __all__ = ["main"]
 
 
 def main() -> int:
-    """Take over, and lead the run to its end; return its exit status."""
-    words = json.load(sys.stdin)
+    """Take over, and lead the run to its end; return its exit status. Without a word it was not needed."""
     set_parent_death_signal(signal.SIGKILL)
+    said = sys.stdin.read()
+    if not said:
+        return 0
+    words = json.loads(said)
     if os.getppid() != words["parent"]:
         return 0
     place = assignment_from_json(words["assignment"])

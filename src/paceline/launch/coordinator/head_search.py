@@ -22,7 +22,7 @@ from paceline.plan.job import head_address
 __all__ = ["HeadSearch"]
 
 LOOK_S = 0.1  # between two looks at the register
-FIRST_TURN_S, NEXT_TURN_S = 0.2, 3.0  # until the first host in order takes over, and each one after it
+FIRST_TURN_S, NEXT_TURN_S = 0.1, 3.0  # until the first host in order takes over, and each one after it
 PROBE_S = 1.0  # a coordinator that is there answers sooner
 
 
@@ -42,16 +42,18 @@ class HeadSearch:
         limit_s: float,
         hello: Callable[[str], Mapping[str, Any]],
         found: Callable[[MessageStream, Mapping[str, Any]], None],
+        prepare: Callable[[], None],
         take_over: Callable[[HeadRecord], None],
         on_message: Callable[[Mapping[str, Any]], None],
         on_lost: Callable[[str], None],
     ) -> None:
         """`run` and `epoch` name what this host knows; `hello(address)` says what it tells the other coordinator.
-        `take_over(record)` has this host take over from the one that is in the record.
+        `take_over(record)` has this host take over from the one that is in the record, and `prepare()` says that it may
+        be about to.
         """
         self._register, self._run, self._epoch, self._host_index = register, run, epoch, host_index
         self._token, self._loop, self._hello, self._found, self._take_over = token, loop, hello, found, take_over
-        self._on_message, self._on_lost = on_message, on_lost
+        self._prepare, self._on_message, self._on_lost = prepare, on_message, on_lost
         self.failed = ""
         now = time.monotonic()
         self._give_up_at, self._look_at = now + limit_s, now
@@ -94,7 +96,10 @@ class HeadSearch:
             self._connect(record, self._proved, self._closed)
             return
         if self._turn_at is None:
-            self._turn_at = now + FIRST_TURN_S + NEXT_TURN_S * order.index(self._host_index)
+            place = order.index(self._host_index)
+            self._turn_at = now + FIRST_TURN_S + NEXT_TURN_S * place
+            if place == 0:
+                self._prepare()
         if now >= self._turn_at:
             self._turn_at = now + NEXT_TURN_S * len(order)
             self._probe_until = now + PROBE_S

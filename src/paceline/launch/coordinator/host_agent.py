@@ -59,6 +59,7 @@ class HostAgent:
         self._token, self._loop, self._hello = token, loop, hello
         self.register: HeadRegister | None = None  # who leads the run, if the hosts share its directory
         self.take_over: Callable[[HeadRecord], None] | None = None  # has this host take over from the one in the record
+        self.prepare_to_take_over: Callable[[], None] = lambda: None
         self.head: str | None = None  # HOST:PORT of the coordinator, as it has said
         self._run, self._epoch = "", 0  # the coordinator's, in the register
         self._search: HeadSearch | None = None  # for another coordinator
@@ -302,6 +303,7 @@ class HostAgent:
             limit_s=self._search_s(self._local_workers.grace_s),
             hello=self._return,
             found=self._found,
+            prepare=self.prepare_to_take_over,
             take_over=self.take_over,
             on_message=self.on_message,
             on_lost=self.coordinator_lost,

@@ -30,10 +30,22 @@ class NewHead:
     def __init__(self) -> None:
         self.hush: Callable[[], None] = lambda: None  # called when it begins: it shows the whole run on this console
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_waiting = False  # it is ready, and has not been told to take over
 
     @property
     def is_at_work(self) -> bool:
+        return self._is_alive and not self._is_waiting
+
+    @property
+    def _is_alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
+
+    def prepare(self) -> None:
+        """Have a process ready, as this host may be about to take over: it takes half a second to start."""
+        if not self._is_alive:
+            command = [sys.executable, "-P", "-m", MODULE]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+            self._is_waiting = True
 
     def start(self, before: HeadRecord, *, template: Assignment, asked: Job, say: Callable[[str], None]) -> None:
         """Take over from the coordinator of this record; does nothing while a process does that already.
@@ -50,12 +62,15 @@ class NewHead:
             "before": before.to_json(),
             "parent": os.getpid(),
         }
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", MODULE], stdin=subprocess.PIPE, start_new_session=True
-        )
-        with contextlib.suppress(OSError):  # it ended at once: the next turn tries again
-            if self._process.stdin is not None:
-                self._process.stdin.write(json.dumps(words).encode())
+        self.prepare()
+        self._tell(json.dumps(words).encode())
+
+    def _tell(self, words: bytes) -> None:
+        """The process reads this to its end; with nothing to do it ends."""
+        self._is_waiting = False
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError):  # it ended at once: the next turn tries again
+                self._process.stdin.write(words)
                 self._process.stdin.close()
 
     def leave(self) -> None:
@@ -68,6 +83,8 @@ class NewHead:
         process = self._process
         if process is None:
             return
+        if self._is_waiting:
+            self._tell(b"")
         try:
             process.wait(END_S)
         except subprocess.TimeoutExpired:
