@@ -171,6 +171,7 @@ class Watch:
         """Write nothing of the run any more: another process watches it now."""
         self._sinks = [self._screen]
         self._record, self._is_handed_over = False, True
+        self.metrics_url = None  # what run.json says of it is the other one's
 
     def poll(self) -> None:
         """Take in what is new and show what is due; returns at once. After `finish` it does nothing."""
