@@ -86,7 +86,11 @@ def test_a_run_has_the_losses_of_one_machine_and_its_logs_are_shown(site: Site, 
     program = write_program(tmp_path, sleep_s=0.0)
     with site.run(program, "--hosts", "2", "--workers", "4", *FIXED) as run:
         assert run.wait() == 0, run.output
-        assert "is finished" in run.command("status").stdout
+        assert "finished with exit code 0" in run.command("status").stdout
+        assert json.loads(run.command("status", "--json").stdout)["state"] == "finished"
+        assert "goodput" in run.command("report").stdout  # by a pod that reads the volume
+        assert (run.run_dir / "report.html").read_text().endswith("</html>\n")
+        assert not [name for name in _all_pods(site) if "reader" in name]
     assert run.output.count("finished at step 20") == 1
     assert losses(run.files) == pytest.approx(one_machine(program, tmp_path / "one", *FIXED), rel=1e-6)
 
@@ -202,6 +206,10 @@ def test_pods_and_nodes_are_lost_and_replaced_and_the_run_grows_and_shrinks(tmp_
         *("--plan", "batch(size=24,micro=4)", "--max-steps", str(run.step())),
     )
     assert losses(run.files) == pytest.approx(alone, rel=1e-4)
+
+
+def _all_pods(site: Site) -> list[str]:
+    return site.cluster.ask("for pod in core.list_namespaced_pod('default').items: print(pod.metadata.name)").split()
 
 
 def _at_work(run: Submitted) -> int:

@@ -50,7 +50,8 @@ class SubmittedRun:
     def run_there(self, *words: str) -> int:
         """Run a paceline command on the coordinator's host, and print what it prints; return its exit status."""
         state = self.state()
-        if state.phase == "waiting" or (state.phase == "ended" and not self.is_readable):
+        is_gone = state.phase == "ended" and not (self.is_readable or self.engine.reads_ended)
+        if state.phase == "waiting" or is_gone:
             print(state.says)
             return 0 if state.phase == "waiting" else 2
         answer = self.engine.at_head(self.record, paceline_words(self.record, *words))

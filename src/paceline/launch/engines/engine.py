@@ -61,6 +61,7 @@ class Engine(Protocol):
     may_detach: ClassVar[bool]  # the job goes on without the command that has submitted it
     takes_functions: ClassVar[bool]  # of notebooks, too; others need a script that the hosts see
     may_resize: ClassVar[bool]  # hosts may be added and given back
+    reads_ended: ClassVar[bool]  # `at_head` also reaches the run's directory when the job has ended
     begins_with_all: ClassVar[bool]  # an elastic run begins with all hosts, and not with the least that its plan needs
 
     def refusals(self, submission: Submission) -> Iterator[Refusal]:

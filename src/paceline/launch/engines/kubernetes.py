@@ -18,7 +18,7 @@ from paceline.errors import LaunchError, PlanError
 from paceline.launch.engines.engine import Answer, Console, EngineState, Refusal, Say
 from paceline.launch.engines.engine_record import EngineRecord
 from paceline.launch.engines.follow import follow
-from paceline.launch.engines.kubernetes_manifests import RUN_LABEL, Manifests, as_yaml
+from paceline.launch.engines.kubernetes_manifests import RUN_LABEL, Manifests, as_yaml, reader_pod
 from paceline.launch.engines.submission import Document, Submission
 
 __all__ = ["Kubernetes"]
@@ -28,6 +28,7 @@ LABEL = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_./]*[A-Za-z0-9])?=[-A-Za-z0-9_.]*")
 ASK_S = 30.0  # the API server answers sooner
 LOOK_S = 0.5  # between two looks for pods whose logs are to be shown
 EXEC_S = 60.0  # a command beside the run
+READ_S = 300.0  # a command in a pod of its own, which a cluster may have to find room for
 ELSEWHERE = 2  # exit status of a command that was given at another host than the coordinator's
 STOPPED = 75
 
@@ -62,6 +63,7 @@ class Kubernetes:
     may_detach: ClassVar[bool] = True
     takes_functions: ClassVar[bool] = False
     may_resize: ClassVar[bool] = True
+    reads_ended: ClassVar[bool] = True
     begins_with_all: ClassVar[bool] = False
 
     image: str
@@ -180,10 +182,15 @@ class Kubernetes:
         self._cluster(record).delete_jobs(str(record.handle["name"]))
 
     def at_head(self, record: EngineRecord, words: Sequence[str]) -> Answer:
-        """Run a command in the coordinator's pod: in the first one that does not say that it is another."""
-        cluster = self._cluster(record)
+        """Run a command in the coordinator's pod: in the first one that does not say that it is another. When the run
+        has ended, a pod of its own reads the volume.
+        """
+        cluster, name = self._cluster(record), str(record.handle["name"])
+        live = list(filter(_is_live, cluster.pods(name)))
+        if not live and self.state(record).phase == "ended":
+            return cluster.read(reader_pod(self, name, words, limit_s=READ_S))
         answer, failed = None, f"Kubernetes runs no pod of {record.run_dir} now."
-        for pod in filter(_is_live, cluster.pods(str(record.handle["name"]))):
+        for pod in live:
             try:
                 answer = cluster.execute(pod.metadata.name, words)
             except LaunchError as error:  # its node may be lost
@@ -331,6 +338,32 @@ class Cluster:
                     link.close()
                     raise LaunchError(f"A command in pod {pod} did not end within {EXEC_S:.0f} s.")
             return Answer(exit_code=int(link.returncode), output=output.encode(), errors=errors)
+
+    def read(self, pod: Mapping[str, Any]) -> Answer:
+        """Create a pod, wait for its end, and return what it has printed; it is removed on every path."""
+        with self._refused("creates a pod that reads the run's volume"):
+            made = self._core.create_namespaced_pod(self.namespace, pod, _request_timeout=ASK_S)
+        name, deadline = made.metadata.name, time.monotonic() + READ_S
+        try:
+            while made.status.phase not in ("Succeeded", "Failed"):
+                if time.monotonic() > deadline:
+                    why = self.reasons(name, [made]) or f"it is {made.status.phase}"
+                    raise LaunchError(f"The pod that reads the run's volume has not ended in {READ_S:.0f} s: {why}")
+                time.sleep(LOOK_S)
+                with self._refused("reads the run's pods"):
+                    made = self._core.read_namespaced_pod(name, self.namespace, _request_timeout=ASK_S)
+            with self._refused("reads the logs of pods"):
+                log = self._core.read_namespaced_pod_log(
+                    name, self.namespace, _preload_content=False, _request_timeout=ASK_S
+                )
+            if made.status.phase == "Succeeded":
+                return Answer(exit_code=0, output=log.data, errors="")
+            ends = [one.state.terminated for one in made.status.container_statuses or () if one.state]
+            code = next((int(end.exit_code) for end in ends if end is not None), 1)
+            return Answer(exit_code=code, output=b"", errors=log.data.decode(errors="replace"))
+        finally:
+            with contextlib.suppress(LaunchError), self._refused("removes a pod"), self._missing():
+                self._core.delete_namespaced_pod(name, self.namespace, grace_period_seconds=0, _request_timeout=ASK_S)
 
     def log(self, pod: str) -> Iterator[bytes]:
         """The lines of a pod's log, until its container ends."""

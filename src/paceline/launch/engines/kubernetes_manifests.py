@@ -19,7 +19,7 @@ from paceline.launch.engines.submission import Submission
 if TYPE_CHECKING:
     from paceline.launch.engines.kubernetes import Kubernetes
 
-__all__ = ["RUN_LABEL", "Manifests"]
+__all__ = ["RUN_LABEL", "Manifests", "as_yaml", "reader_pod"]
 
 RUN_LABEL, ROLE_LABEL = "paceline.dev/run", "paceline.dev/role"
 CONTAINER = "paceline"
@@ -130,15 +130,8 @@ class Manifests:
                 {"name": "run", "persistentVolumeClaim": {"claimName": engine.volume}},
                 {"name": "shared-memory", "emptyDir": memory},
             ],
+            **_placing(engine),
         }
-        for name, value in (
-            ("serviceAccountName", engine.service_account),
-            ("priorityClassName", engine.priority_class),
-            ("nodeSelector", dict(_pair(each) for each in engine.node_selector)),
-            ("tolerations", [_toleration(each) for each in engine.tolerations]),
-        ):
-            if value:
-                spec[name] = value
         return {"metadata": {"labels": {**self._labels(), ROLE_LABEL: role}}, "spec": spec}
 
     def _container(self, head: str) -> dict[str, Any]:
@@ -185,6 +178,33 @@ class Manifests:
         return {**own, **dict(_pair(each) for each in self._engine.labels)}
 
 
+def reader_pod(engine: Kubernetes, name: str, words: Sequence[str], *, limit_s: float) -> dict[str, Any]:
+    """A pod for one command on the volume of an ended run, ended by the cluster after `limit_s`. It has none of the
+    run's own labels."""
+    container: dict[str, Any] = {"name": CONTAINER, "image": engine.image, "command": list(words)}
+    if engine.folder:
+        container["workingDir"] = engine.folder
+    if engine.pull_policy:
+        container["imagePullPolicy"] = engine.pull_policy
+    container["volumeMounts"] = [{"name": "run", "mountPath": engine.mount}]
+    spec: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "activeDeadlineSeconds": int(limit_s),
+        "terminationGracePeriodSeconds": 0,
+        "containers": [container],
+        "volumes": [{"name": "run", "persistentVolumeClaim": {"claimName": engine.volume}}],
+        **_placing(engine),
+    }
+    own = {"app.kubernetes.io/name": "paceline", "app.kubernetes.io/instance": f"{name}-reader"}
+    labels = {**own, **dict(_pair(each) for each in engine.labels)}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"generateName": f"{name}-reader-", "labels": labels},
+        "spec": spec,
+    }
+
+
 def run_name(submission: Submission) -> str:
     """The objects' name: the script's, and a mark of the run directory, so that one directory has one run."""
     stem = re.sub(r"[^a-z0-9]+", "-", submission.name.lower()).strip("-")[:LONGEST].rstrip("-") or "run"
@@ -221,6 +241,17 @@ def as_yaml(objects: Sequence[Mapping[str, Any]]) -> str:
             return True
 
     return "---\n".join(yaml.dump(dict(one), Dumper=Dumper, sort_keys=False, width=110) for one in objects)
+
+
+def _placing(engine: Kubernetes) -> dict[str, Any]:
+    """Where a pod may run, and by which account, as far as the user has said it."""
+    said = {
+        "serviceAccountName": engine.service_account,
+        "priorityClassName": engine.priority_class,
+        "nodeSelector": dict(_pair(each) for each in engine.node_selector),
+        "tolerations": [_toleration(each) for each in engine.tolerations],
+    }
+    return {name: value for name, value in said.items() if value}
 
 
 def _pair(text: str) -> tuple[str, str]:

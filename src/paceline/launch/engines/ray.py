@@ -60,6 +60,7 @@ class Ray:
     may_detach: ClassVar[bool] = False
     takes_functions: ClassVar[bool] = True
     may_resize: ClassVar[bool] = False
+    reads_ended: ClassVar[bool] = False
     begins_with_all: ClassVar[bool] = True
 
     address: str = "auto"

@@ -57,6 +57,7 @@ class Slurm:
     may_detach: ClassVar[bool] = True
     takes_functions: ClassVar[bool] = False
     may_resize: ClassVar[bool] = True
+    reads_ended: ClassVar[bool] = False
     begins_with_all: ClassVar[bool] = False
 
     partition: str | None = None

@@ -56,6 +56,7 @@ class Ssh:
     may_detach: ClassVar[bool] = False
     takes_functions: ClassVar[bool] = False
     may_resize: ClassVar[bool] = False
+    reads_ended: ClassVar[bool] = True
     begins_with_all: ClassVar[bool] = True
 
     hosts: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ from engine_submissions import asked
 from paceline.errors import PlanError
 from paceline.launch.engines.catalog import read_engine, refusals
 from paceline.launch.engines.kubernetes import Kubernetes, _exit_code
-from paceline.launch.engines.kubernetes_manifests import Manifests, run_name
+from paceline.launch.engines.kubernetes_manifests import Manifests, reader_pod, run_name
 
 VERSIONS = ("1.30", "1.33", "1.37")
 ELASTIC: dict[str, Any] = {"least_hosts": 2, "plan": "replicas=16-32+batch(size=1024)"}
@@ -286,3 +286,14 @@ def test_an_error_of_the_program_is_the_exit_status_whatever_the_others_say() ->
     assert _exit_code([pod(75), pod(1), pod(76)]) == 1
     assert _exit_code([pod(75), pod(76)]) == 76
     assert _exit_code([pod(137)]) == 1
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_pod_that_reads_an_ended_runs_volume_is_no_part_of_the_run(version: str) -> None:
+    pod = reader_pod(FULL, "train-1", ["paceline", "status", "/paceline/r"], limit_s=300)
+    kubernetes_validate.validate(pod, version, strict=True)
+    assert not [name for name in pod["metadata"]["labels"] if name.startswith("paceline.dev/")]
+    (container,) = pod["spec"]["containers"]
+    assert container["command"] == ["paceline", "status", "/paceline/r"]
+    assert "resources" not in container and "env" not in container  # no GPU, and no token
+    assert pod["spec"]["nodeSelector"] == {"pool": "gpu"}
