@@ -226,7 +226,7 @@ class HostDriver:
         """What the hosts say that ended by themselves; 76 where all were lost. One that left alone says 75 of itself,
         and another one says how the run ended."""
         said = [host.code for host in self._hosts if host.code not in (None, LOST, GIVEN_UP) and host.is_up]
-        return next((code for code in said if code is not None and code != PREEMPTED), PREEMPTED if said else GIVEN_UP)
+        return next((code for code in said if code != PREEMPTED), PREEMPTED if said else GIVEN_UP)
 
 
 def _called(host: _Host) -> str:

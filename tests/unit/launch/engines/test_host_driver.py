@@ -151,6 +151,12 @@ def test_the_exit_status_is_that_of_a_host_that_ended_by_itself() -> None:
     assert driver(a, b).run() == 76
 
 
+@pytest.mark.parametrize(("codes", "expected"), [((75, 0), 0), ((75, 1), 1), ((75, 75), 75), ((75, 76), 75)])
+def test_a_host_that_has_left_does_not_say_how_the_run_ended(codes: tuple[int, int], expected: int) -> None:
+    first, other = codes
+    assert driver(FakeHost("a", living(10, first, head=True)), FakeHost("b", living(30, other))).run() == expected
+
+
 def test_signals_are_passed_on_ctrl_c_to_one_host_and_sigterm_to_all() -> None:
     a, b = FakeHost("a", living(30, 75, head=True)), FakeHost("b", living(30, 75))
     running = driver(a, b)
