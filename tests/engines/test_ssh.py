@@ -54,6 +54,24 @@ def test_a_run_over_named_hosts_has_the_losses_of_one_machine(
 
 
 @needs_ssh
+def test_a_run_on_the_hosts_own_disks_is_read_after_its_end(
+    hosts: list[NamespaceHost], servers: SshServers, tmp_path: Path
+) -> None:
+    program, run_dir = write_program(tmp_path, sleep_s=0.0), tmp_path / "r"
+    options = (*on_ssh(servers, "a,b"), "--workers", "2", "--plan", "batch(size=24,micro=4)")
+    with submitted(hosts[0], program, *options, run_dir=run_dir) as run:
+        assert run.wait() == 0, run.output
+    (tmp_path / "kept").write_bytes((run_dir / "engine.json").read_bytes())
+    # Where it was submitted there is nothing of the run but this file.
+    hide = f"mount -t tmpfs none {run_dir} && cp {tmp_path}/kept {run_dir}/engine.json"
+    for words, expected in (("status", "finished with exit code 0"), ("report", "goodput")):
+        told = f"{hide} && {sys.executable} -m paceline {words} {run_dir}"
+        command = [*hosts[0].prefix, "unshare", "--mount", "sh", "-c", told]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert expected in done.stdout, done.stdout + done.stderr
+
+
+@needs_ssh
 def test_a_script_may_say_the_engine_itself(hosts: list[NamespaceHost], servers: SshServers, tmp_path: Path) -> None:
     program = write_program(tmp_path, sleep_s=0.0)
     call = f"paceline.run(train, on=paceline.Ssh(options={servers.options!r}), hosts='a,b', workers=2, run_dir='r')"
