@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -131,3 +132,74 @@ def test_what_is_for_the_whole_run_ends_it_on_all_hosts_and_all_is_saved(
     assert (record["state"], record["exit_code"]) == ("stopped", 75)
     last = len((run_dir / "metrics.jsonl").read_text().splitlines())
     assert max(checkpoints(run_dir)) == last < LONG
+
+
+@needs_network
+def test_where_other_hosts_do_not_see_the_runs_directory_all_save_on_the_coordinators_disk(
+    hosts: list[NamespaceHost], tmp_path: Path
+) -> None:
+    fields = {"max_steps": LONG, "save_every": None}
+    with spread(tmp_path, hosts[0], plan=f"replicas=1-4+{SIZES}", job=fields) as job:
+        east, west = [job.start(host) for host in hosts]
+        job.reached(5)
+        east.process.send_signal(signal.SIGTERM)
+        assert (east.end(), west.end()) == (75, 75), job.outputs()
+    assert checkpoints(east.folder / "run")
+    assert json.loads((east.folder / "run" / "run.json").read_text())["state"] == "stopped"
+
+
+@needs_network
+def test_two_of_three_hosts_leave_one_after_the_other_and_the_third_goes_on(
+    hosts: list[NamespaceHost], tmp_path: Path
+) -> None:
+    """The second one is asked while the first one waits; its workers leave a step later."""
+    third = dataclasses.replace(hosts[1], name="north")
+    fields = shared(tmp_path, hosts=3, workers=3)
+    with spread(tmp_path, hosts[0], plan=f"replicas=1-3+{SIZES}", pause_s=1.0, job=fields) as job:
+        east, west, north = [job.start(host) for host in (*hosts, third)]
+        job.reached(2)
+        east.process.send_signal(signal.SIGTERM)
+        east.says("SIGTERM came on host east")
+        west.process.send_signal(signal.SIGTERM)
+        assert (east.end(), west.end()) == (75, 75), job.outputs()
+        assert north.end() == 0, north.output
+        run = outcome(job)
+    assert_unharmed(run, like())
+    assert not run.events("WorkerLost", "Restarted")
+
+
+@needs_network
+def test_a_host_that_is_asked_to_leave_while_another_takes_over_leaves_by_that_one(
+    hosts: list[NamespaceHost], tmp_path: Path
+) -> None:
+    third = dataclasses.replace(hosts[1], name="north")
+    fields = shared(tmp_path, hosts=3, workers=3, max_steps=60)
+    with spread(tmp_path, hosts[0], plan=f"replicas=1-3+{SIZES}", pause_s=0.2, job=fields) as job:
+        east, west, north = [job.start(host) for host in (*hosts, third)]
+        job.reached(2)
+        east.process.send_signal(signal.SIGTERM)
+        west.says("Another host takes its place")
+        west.process.send_signal(signal.SIGTERM)
+        assert (east.end(), west.end()) == (75, 75), job.outputs()
+        assert north.end() == 0, north.output
+        run = outcome(job)
+    assert_unharmed(run, like(60))
+    assert not run.events("WorkerLost", "Restarted")
+
+
+@needs_network
+def test_the_last_other_worker_is_lost_while_the_coordinators_host_leaves_and_all_go_on_from_memory(
+    hosts: list[NamespaceHost], tmp_path: Path
+) -> None:
+    fields = shared(tmp_path, workers=2, max_steps=60)
+    plan = f"replicas=1-4+{SIZES}+guard(snapshot_every=2)"
+    with spread(tmp_path, hosts[0], plan=plan, pause_s=0.2, job=fields) as job:
+        east, _ = [job.start(host) for host in hosts]
+        job.reached(8)
+        east.process.send_signal(signal.SIGTERM)
+        east.says("has left (SIGTERM")
+        told = (job.run_dir / "attempt_1" / "worker_1" / "events.jsonl").read_text().splitlines()
+        os.kill(next(int(json.loads(line)["pid"]) for line in told if "WorkerStarted" in line), signal.SIGKILL)
+        run = job.end()
+    assert run.code == 0, run.output
+    assert run.losses() == pytest.approx(like(60).losses(), rel=1e-9)

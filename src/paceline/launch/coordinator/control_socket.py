@@ -1,7 +1,7 @@
 """The socket by which user commands such as `paceline resize` reach a running coordinator.
 
-It is a Unix socket in the abstract namespace, found by the supervisor's pid and open only to its own user. One line of
-JSON asks, one answers: {"op": "resize", "replicas": 6} or {"op": "stop"} -> {"says": ...} or {"error": ...}.
+It is a Unix socket in the abstract namespace, found by the supervisor's pid and open only to its own user and root. One
+line of JSON asks, one answers: {"op": "resize", "replicas": 6} or {"op": "stop"} -> {"says": ...} or {"error": ...}.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from paceline.launch.io.event_loop import READ, EventLoop, MessageStream
 __all__ = ["ControlSocket", "ask_to_end", "send_command"]
 
 ANSWER_S = 5.0
+ROOT = 0  # may send signals, too
 
 
 class ControlSocket:
@@ -55,7 +56,7 @@ class ControlSocket:
             return
         with contextlib.suppress(OSError):
             sock, _ = self._listener.accept()
-            if _user(sock) != os.getuid():
+            if _user(sock) not in (os.getuid(), ROOT):
                 sock.close()
                 return
 
@@ -72,7 +73,7 @@ def send_command(pid: int, request: Mapping[str, Any]) -> dict[str, Any]:
         sock.settimeout(ANSWER_S)
         try:
             sock.connect(_name(pid))
-            if _user(sock) != os.getuid():
+            if os.getuid() not in (_user(sock), ROOT):
                 raise ConnectionError(f"process {pid} belongs to another user")
             sock.sendall(encode(request))
             lines = LineBuffer()

@@ -182,7 +182,8 @@ class Coordinator:
         if self._controller is not None:
             elastic = self._controller.to_json()
             reach = [*reach, sorted(self.remote_hosts.hosts_of(elastic["membership"]["view"]["members"]))]
-        left = None if self._handover is None else self._handover.reason
+        has_left = self._handover is not None and not self.remote_hosts.own_workers
+        left = self._handover.reason if self._handover is not None and has_left else None
         expected = sorted(self._exits.expected)
         return {"hosts": hosts, "workers": expected, "reach": reach, "elastic": elastic, "left": left}
 
@@ -326,7 +327,16 @@ class Coordinator:
     def interrupted(self, signum: int) -> None:
         """Handle a signal to this supervisor: the first one asks the workers to save and leave, those of this host
         alone where the run goes on without it."""
+        if self._handover is not None and not self._end.is_under_way:
+            if signum == signal.SIGTERM:
+                self._handover.hurry()
+            else:
+                self._end.ask_to_leave(
+                    f"{signal_text(signum)} came", self._controller, by_person=signum == signal.SIGINT
+                )
+            return
         if signum == signal.SIGTERM and self._leaves_alone(signum):
+            self._end.count_signal()
             return
         self._end.on_signal(signum, has_begun=self._has_begun, controller=self._controller)
 
@@ -334,13 +344,9 @@ class Coordinator:
         """Make this host's workers leave between two steps, after which another host takes over; False where the whole
         run ends."""
         controller = self._controller
-        if self._handover is not None and not self._end.is_under_way:
-            self._handover.hurry()
-            return True
-        is_possible = controller is not None and self.leadership.register is not None and bool(self._staying)
-        if controller is None or not is_possible or self._end.is_under_way or controller.finish is not None:
+        if controller is None or controller.finish is not None or self._local_workers is None or not self._has_begun:
             return False
-        if self._restart.is_under_way or self._local_workers is None:
+        if self._end.is_under_way or self._restart.is_under_way or not self._can_hand_over:
             return False
         reason = f"{signal_text(signum)} came on host {self.host}"
         self.remote_hosts.shut_own()
@@ -354,15 +360,19 @@ class Coordinator:
         return True
 
     @property
-    def _staying(self) -> list[RemoteHost]:
-        """The other hosts that have not been asked to leave."""
-        return [remote_host for remote_host in self.remote_hosts if remote_host.leave_by is None]
+    def _can_hand_over(self) -> bool:
+        """Whether other hosts stay, and all of them see the register."""
+        staying = [remote_host for remote_host in self.remote_hosts if remote_host.leave_by is None]
+        return self.leadership.register is not None and bool(staying) and all(one.sees_register for one in staying)
 
     def _hand_over(self, handover: Handover, now: float) -> None:
         """This host has no workers any more: let another one take over."""
-        if not self._staying or handover.is_late(now):  # the others leave, too, or the register cannot be written
+        if not self._can_hand_over:  # the others leave, too
             self._end.ask_to_leave(handover.reason, self._controller)
-        elif self.leadership.publish():
+        elif not self.leadership.publish():
+            if self.outcome is None and handover.has_failed(now):
+                self._end.ask_to_leave(handover.reason, self._controller)
+        else:
             self.remote_hosts.farewell({"op": "left", "reason": handover.reason})
             reason = f"{handover.reason}: it has left, and the run goes on without it"
             self._say("this host has left, and the run goes on without it")
@@ -375,6 +385,9 @@ class Coordinator:
     def answer_command(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Answer a user command on this host (`paceline.launch.coordinator.control_socket`)."""
         if request.get("op") == "stop":  # unlike SIGTERM, which may be for this host alone
+            if self._handover is not None and not self._end.is_under_way:
+                self._end.ask_to_leave("`paceline stop` came", self._controller)
+                return {"says": "it ends"}
             self._end.on_signal(signal.SIGTERM, has_begun=self._has_begun, controller=self._controller)
             return {"says": "it ends"}
         if request.get("op") != "resize" or not isinstance(request.get("replicas"), int):
@@ -392,9 +405,7 @@ class Coordinator:
         """Make the decisions that are due; signals of the same loop turn have been handled before."""
         self.leadership.tick()
         if self._restart.is_under_way:
-            if self._handover is not None:  # nobody is left to hand over to
-                self._handover = None
-                self._end.stop(signal.SIGTERM)
+            self._handover = None  # the run begins again, here too; whoever ends this host then does it as a loss
             self._restart.tick(now)
             return
         if self._end.finish_when_all_ended():
@@ -408,11 +419,11 @@ class Coordinator:
             self._end.note_finish(self._controller.finish)
         if self._admission is not None:
             self._admission.tick(now)
-        if self._handover is not None and not self._end.is_under_way and self._handover.is_due(now):
-            self._hand_over(self._handover, now)
         does_run_end = self._end.is_under_way or self._exits.by_worker  # then no host is released before the others
         if not does_run_end and self.remote_hosts.release_leavers(now, grace_s=self._job.grace_s, say=self._say):
             self._assign_neighbors()
+        if self._handover is not None and not does_run_end and self._handover.is_due(now):
+            self._hand_over(self._handover, now)
         self._end.tick(now)
 
     def close(self) -> None:

@@ -34,23 +34,27 @@ class Handover:
         """`kill()` ends this host's workers, if they take longer than `grace_s`."""
         self.reason, self._remote_hosts, self._grace_s, self._kill, self._say = reason, remote_hosts, grace_s, kill, say
         now = time.monotonic()
+        self._failed_at = 0.0  # when the register could not be written first
         self._not_before, self._leave_by = now + min(TOGETHER_S, grace_s / 2), now + grace_s
 
     def hurry(self) -> None:
         """A second signal: this host's workers end at once, and it waits for nothing."""
-        self._kill()
-        self._not_before = 0.0
+        if self._remote_hosts.own_workers:
+            self._kill()
+            self._not_before = 0.0
 
     def is_due(self, now: float) -> bool:
-        """Whether this host has no workers any more, and is the only one that leaves, as far as it is known."""
+        """Whether this host has no workers any more, and no other one is about to leave, as far as it is known."""
         if self._remote_hosts.own_workers:
             if now >= self._leave_by:
                 self._leave_by = now + self._grace_s  # until their ends are seen
                 self._say(f"the workers here have not left within {self._grace_s:.0f} s: they are ended")
                 self._kill()
             return False
-        return now >= self._not_before
+        is_another_leaving = any(remote_host.leave_by is not None for remote_host in self._remote_hosts)
+        return now >= (self._leave_by if is_another_leaving else self._not_before)
 
-    def is_late(self, now: float) -> bool:
-        """Whether the host has no more time."""
-        return now >= self._leave_by
+    def has_failed(self, now: float) -> bool:
+        """The register could not be written; return whether that has lasted for too long."""
+        self._failed_at = self._failed_at or now
+        return now >= self._failed_at + self._grace_s

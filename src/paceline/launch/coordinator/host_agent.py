@@ -105,7 +105,7 @@ class HostAgent:
     @property
     def has_left(self) -> bool:
         """Whether a signal to this host made it leave, alone or with the whole run."""
-        return self._signum is not None and self.outcome is not None and self.outcome.exit_code == PREEMPTED
+        return self._signum is not None and self.outcome is not None
 
     @property
     def has_begun(self) -> bool:
@@ -181,9 +181,10 @@ class HostAgent:
         """
         if self._local_workers is None:
             return
-        if self._search is not None:  # there is nobody who could release this host: its workers save and leave
-            self._end_search("a signal came")
-            self._signum = signum
+        if self._search is not None:
+            is_first, self._signum = self._signum is None, self._signum or signum
+            if not is_first or self._is_alone:  # nobody could release this host: its workers save and leave
+                self._end_search("a signal came")
             return
         if self._signum is not None or self._coordinator_loss:
             self._signum = self._signum or signum
@@ -196,6 +197,12 @@ class HostAgent:
         self._link.send({"op": "leaving", "signal": signum, "reason": ""})
         if not self._has_begun:  # there is nothing to save, so the coordinator should end the job soon
             self._patience = time.monotonic() + STOP_S + REPORT_S
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether no other host is left that could take over, by the register."""
+        record = None if self.register is None else self.register.read()
+        return record is None or all(int(index) == self.host_index for index, _, _ in record.state["hosts"])
 
     def abandon(self, reason: str, *, signum: int | None = None, is_accident: bool = False) -> None:
         """Tell the coordinator that this host cannot go on, or was stopped before it had workers."""
@@ -337,6 +344,8 @@ class HostAgent:
         self._say(f"the run goes on with the coordinator {self._coordinator}")
         for (worker, _), request in list(self._unanswered.items()):
             link.send({"op": "said", "worker": worker, "request": request})
+        if self._signum is not None:  # it came meanwhile
+            link.send({"op": "leaving", "signal": self._signum, "reason": ""})
 
     def _end_search(self, why: str) -> None:
         if self._search is not None:
@@ -360,6 +369,8 @@ class HostAgent:
                     local_workers.send(worker, {"op": "until", "until": self._until})
             case "register":
                 self._run, self._epoch = str(message["run"]), int(message["epoch"])
+                record = None if self.register is None else self.register.read()
+                self._link.send({"op": "sees", "register": record is not None and record.run == self._run})
             case "kept":
                 self._keep(str(message["key"]), message["value"])
             case "tell":

@@ -70,6 +70,10 @@ class JobEnd:
         """Whether the workers have been asked to leave or told to end."""
         return self.is_ending or self.leave_by is not None
 
+    def count_signal(self) -> None:
+        """A first signal has had another effect than the end of the job."""
+        self._num_signals += 1
+
     def on_signal(self, signum: int, *, has_begun: bool, controller: ElasticController | None) -> None:
         """Handle a signal to this supervisor.
 

@@ -2,7 +2,8 @@
 
     host -> coordinator   said (a worker's request or notice), started, exited (with its error.json), leaving,
                           ping (`asked`: the time by the host's own clock), barren (it can fork no more workers),
-                          gone (all its workers ended; which snapshots it has in memory)
+                          gone (all its workers ended; which snapshots it has in memory), sees (whether it sees the
+                          run's register)
     coordinator -> host   tell (a message for a worker), stop (SIGKILL follows after `grace_s`), kill,
                           ping (the answer: workers may go on until `for_s` seconds after `asked`),
                           start and kill_worker (elastic runs), again (kill all workers for a restart),
@@ -53,6 +54,7 @@ class RemoteHost:
     # The pid of the predecessor of each restarted worker.
     former: dict[int, int] = dataclasses.field(default_factory=dict)
     has_spoken: bool = False  # since it was welcomed
+    sees_register: bool = False  # the run's register, as it has said: it could take over
     leave_by: float | None = None  # it was asked to leave, and its workers must have left by then
 
     @property
@@ -359,6 +361,8 @@ class RemoteHosts:
                     self._host.exited(ended)
             case "gone":
                 self._host.remote_host_ended_workers(remote_host, RemainingHost.from_json(message["left"]))
+            case "sees":
+                remote_host.sees_register = bool(message["register"])
             case "barren":
                 self._slots.shut(remote_host.index)
             case "doing":

@@ -21,6 +21,7 @@ from paceline.regular_files import read_regular
 __all__ = ["main_stop"]
 
 SOON_S = 3.0  # an ordinary step and its save have ended by then
+TAKEOVER_S = 5.0  # another host has taken over by then, if it does
 PATIENCE_S = 15.0  # beyond the time that the workers have for the step in hand and a save (the job's grace_s)
 
 
@@ -59,9 +60,24 @@ def main_stop(run_dir: Path | str, ask: Callable[[int], bool] | None = None) -> 
             file=sys.stderr,
         )
         return 1
-    for line in _how_it_ended(RunRecord.load(run_dir), began):
+    after = _settled(record)
+    if after.state == "running" and (after.host, after.pid) != (record.host, record.pid):
+        print(f"paceline: {name} goes on, led by host {after.host}: use `paceline stop` there", file=sys.stderr)
+        return 1
+    for line in _how_it_ended(after, began):
         print(line)
     return 0
+
+
+def _settled(before: RunRecord) -> RunRecord:
+    """The run's record, once another coordinator has entered itself, if one takes over."""
+    deadline = time.monotonic() + (TAKEOVER_S if before.job.get("head") is not None else 0.0)
+    while True:
+        now = RunRecord.load(before.run_dir)
+        is_same = (now.state, now.host, now.pid) == (before.state, before.host, before.pid)
+        if not is_same or time.monotonic() > deadline:
+            return now
+        time.sleep(0.1)
 
 
 def _grace_s(record: RunRecord) -> float:
