@@ -405,7 +405,7 @@ class Coordinator:
         """Make the decisions that are due; signals of the same loop turn have been handled before."""
         self.leadership.tick()
         if self._restart.is_under_way:
-            self._handover = None  # the run begins again, here too; whoever ends this host then does it as a loss
+            self._handover = None  # the run begins again, here too; the end of this host is then a loss
             self._restart.tick(now)
             return
         if self._end.finish_when_all_ended():
