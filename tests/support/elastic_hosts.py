@@ -17,7 +17,7 @@ from elastic_runs import PROGRAM, Run, undisturbed
 from network_hosts import NamespaceHost
 from programs import child_environment
 
-__all__ = ["GATE", "LIMIT_S", "PORT", "Command", "Spread", "like", "spread", "until"]
+__all__ = ["GATE", "LIMIT_S", "PORT", "Command", "Spread", "like", "outcome", "shared", "spread", "until"]
 
 PORT = 29517
 STEPS, GATE = 24, 10
@@ -183,6 +183,17 @@ def spread(folder: Path, head: NamespaceHost, **options: Any) -> Iterator[Spread
         for command in job.commands:
             command.process.kill()
             command.process.wait()
+
+
+def shared(folder: Path, **fields: Any) -> dict[str, Any]:
+    """The run's directory is on a disk that the hosts share."""
+    return {"run_dir": str(folder / "east" / "run"), **fields}
+
+
+def outcome(job: Spread) -> Run:
+    """The run, which another host than the first one has led to its end."""
+    (job.head.folder / "weights.json").write_text((job.folder / "weights.json").read_text())
+    return Run(job.head.folder, 0, job.outputs())
 
 
 def until(is_so: Callable[[], bool], command: Command, otherwise: str) -> None:

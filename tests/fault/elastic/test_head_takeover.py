@@ -8,12 +8,11 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from elastic_hosts import GATE, LIMIT_S, Spread, like, spread, until
-from elastic_runs import Run, assert_unharmed
+from elastic_hosts import GATE, LIMIT_S, like, outcome, shared, spread, until
+from elastic_runs import assert_unharmed
 from network_hosts import NamespaceHost, needs_network, two_hosts
 
 PLAN = "replicas={}+batch(size=20,micro=2)+compute(precision=fp64)"
@@ -25,17 +24,6 @@ pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[NamespaceHost]]:
     with two_hosts(tmp_path_factory.mktemp("network"), names=("east", "west"), subnet="10.84.0") as made:
         yield made
-
-
-def shared(folder: Path, **fields: Any) -> dict[str, Any]:
-    """The run's directory is on a disk that the hosts share."""
-    return {"run_dir": str(folder / "east" / "run"), **fields}
-
-
-def outcome(job: Spread) -> Run:
-    """The run, which another host than the first one has led to its end."""
-    (job.head.folder / "weights.json").write_text((job.folder / "weights.json").read_text())
-    return Run(job.head.folder, 0, job.outputs())
 
 
 @needs_network

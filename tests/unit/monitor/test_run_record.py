@@ -32,6 +32,7 @@ from paceline.events import (
     WorkerStarted,
 )
 from paceline.monitor.records.run_record import RunRecord
+from paceline.monitor.status import stop
 from paceline.monitor.status.logs import main_logs
 from paceline.monitor.status.status import main_status, status
 from paceline.monitor.status.stop import main_stop
@@ -480,3 +481,21 @@ def test_the_record_of_a_later_start_outlives_what_an_earlier_one_still_notes(tm
     assert RunRecord.load(tmp_path) == later
     assert "attempt 2, process" in (run_lock.newer_start(tmp_path, first.attempt) or "")
     assert run_lock.newer_start(tmp_path, later.attempt) is None
+
+
+def test_stop_says_where_a_run_goes_on_that_another_host_leads_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The coordinator asked had begun to hand over."""
+    record = RunRecord.begin_attempt(tmp_path, job={"head": "auto"}, workers=2)
+    asked: list[int] = []
+
+    def handed_over(*_: object, is_asked: bool) -> bool:
+        assert is_asked
+        record.changed(host="elsewhere", pid=1)
+        return True
+
+    monkeypatch.setattr(stop, "_end", handed_over)
+    assert main_stop(tmp_path, lambda pid: bool(asked.append(pid)) or True) == 1
+    assert asked == [os.getpid()]
+    assert "goes on, led by host elsewhere: use `paceline stop` there" in capsys.readouterr().err

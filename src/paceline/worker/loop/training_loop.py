@@ -195,7 +195,7 @@ class TrainingLoop:
             batch, gradients, lambda: self.executor.run(batch, gradients), names_unused=names_unused
         )
         outcome = self.executor.outcome
-        is_first = self._plain_batch is None  # of the batch: who has stepped in it once has taken it
+        is_first = self._plain_batch is None  # of the batch: an optimizer that has stepped in it once has taken it
         if is_first and outcome is not None and outcome.is_taken and not outcome.is_empty:
             self._plain_batch, self._unapplied = batch, set(self._prepared.registry.optimizers.values())
         if outcome is not None and not (outcome.is_taken or outcome.is_idle) and scaled_losses.has_scaler:
