@@ -327,23 +327,23 @@ class Coordinator:
     def interrupted(self, signum: int) -> None:
         """Handle a signal to this supervisor: the first one asks the workers to save and leave, those of this host
         alone where the run goes on without it."""
+        if signum != signal.SIGTERM or not self._leaves_alone(signum):
+            self._end_everywhere(signum, f"{signal_text(signum)} came")
+
+    def _end_everywhere(self, signum: int, reason: str) -> None:
+        """End the run on all hosts, also where only this one was to leave."""
         if self._handover is not None and not self._end.is_under_way:
-            if signum == signal.SIGTERM:
-                self._handover.hurry()
-            else:
-                self._end.ask_to_leave(
-                    f"{signal_text(signum)} came", self._controller, by_person=signum == signal.SIGINT
-                )
-            return
-        if signum == signal.SIGTERM and self._leaves_alone(signum):
-            self._end.count_signal()
-            return
-        self._end.on_signal(signum, has_begun=self._has_begun, controller=self._controller)
+            self._end.ask_to_leave(reason, self._controller, by_person=signum == signal.SIGINT)
+        else:
+            self._end.on_signal(signum, has_begun=self._has_begun, controller=self._controller)
 
     def _leaves_alone(self, signum: int) -> bool:
         """Make this host's workers leave between two steps, after which another host takes over; False where the whole
         run ends."""
         controller = self._controller
+        if self._handover is not None and not self._end.is_under_way:
+            self._handover.hurry()
+            return True
         if controller is None or controller.finish is not None or self._local_workers is None or not self._has_begun:
             return False
         if self._end.is_under_way or self._restart.is_under_way or not self._can_hand_over:
@@ -357,6 +357,7 @@ class Coordinator:
         self._handover = Handover(
             reason, self.remote_hosts, grace_s=self._job.grace_s, kill=self._local_workers.kill, say=self._say
         )
+        self._end.count_signal()
         return True
 
     @property
@@ -385,10 +386,7 @@ class Coordinator:
     def answer_command(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Answer a user command on this host (`paceline.launch.coordinator.control_socket`)."""
         if request.get("op") == "stop":  # unlike SIGTERM, which may be for this host alone
-            if self._handover is not None and not self._end.is_under_way:
-                self._end.ask_to_leave("`paceline stop` came", self._controller)
-                return {"says": "it ends"}
-            self._end.on_signal(signal.SIGTERM, has_begun=self._has_begun, controller=self._controller)
+            self._end_everywhere(signal.SIGTERM, "`paceline stop` came")
             return {"says": "it ends"}
         if request.get("op") != "resize" or not isinstance(request.get("replicas"), int):
             return {"error": f"this run does not understand {dict(request)}"}
