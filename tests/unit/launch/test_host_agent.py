@@ -79,6 +79,23 @@ def test_workers_are_told_how_long_they_may_go_on_counted_from_the_word_that_the
     assert pair.local_workers.told == [until, until]
 
 
+def test_a_call_that_the_lost_head_has_not_answered_ends_and_is_not_waited_for(pair: MemberAndHead) -> None:
+    pair.lead()
+    pair.member.request(2, {"op": "begun", "step": 0})
+    for number in (5, 6):
+        pair.member.request(2, {"op": "check", "id": number, "keys": ["a"]})
+    pair.head.send({"op": "tell", "worker": 2, "message": {"id": 5, "value": True}})
+    pair.loop.turn(1.0)
+    pair.local_workers.told.clear()
+    pair.head.close()
+    pair.loop.turn(1.0)
+    pair.member.request(2, {"op": "check", "id": 7, "keys": ["a"]})
+    answers = [message for _, message in pair.local_workers.told if "id" in message]
+    assert [message["id"] for message in answers] == [6, 7]
+    assert all("was lost" in message["closed"] for message in answers)
+    assert {"op": "finish"}.items() <= pair.local_workers.told[1][1].items(), "and they are asked to save and leave"
+
+
 def test_a_signal_to_a_member_is_told_to_the_head(pair: MemberAndHead) -> None:
     pair.lead()
     pair.member.interrupted(signal.SIGHUP)

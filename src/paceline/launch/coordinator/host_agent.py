@@ -280,6 +280,8 @@ class HostAgent:
             self._local_workers.terminate(TERMINATE_S)
             return
         self._leave_by = time.monotonic() + self._local_workers.grace_s
+        for (worker, _), request in list(self._unanswered.items()):
+            self._answer_alone(self._local_workers, worker, request)
         finish = Finish(exit_code=PREEMPTED, reason=self._coordinator_loss)
         for worker in self._local_workers.alive:
             self._local_workers.send(worker, finish.to_json())
@@ -357,6 +359,7 @@ class HostAgent:
     def _answer_alone(self, local_workers: LocalWorkers, worker: int, request: Mapping[str, Any]) -> None:
         """Answer in the coordinator's place: a worker that has lost a peer can neither go on nor save."""
         if "id" in request:
+            self._unanswered.pop((worker, request["id"]), None)
             local_workers.send(worker, {"id": request["id"], "closed": self._coordinator_loss})
         elif request.get("op") == "stuck":
             local_workers.terminate(TERMINATE_S)
