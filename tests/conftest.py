@@ -33,6 +33,7 @@ ORDER = ("fault", "docs", "world", "unit")  # folders, from those of the longest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="try some of the sizes and seeds (tests/support/quick.py)")
+    parser.addoption("--further", action="store_true", help="only the further cases, which `make test` leaves out")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,8 +55,13 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of long tests first, so that no process is left with one of them when the others have nothing to do."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the further cases, or all others; and put files of long tests first, so that no process is left with
+    one of them when the others have nothing to do."""
+    is_further = bool(config.getoption("--further"))
+    others = [item for item in items if (item.get_closest_marker("further") is not None) != is_further]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in set(others)]
     places = {folder: place for place, folder in enumerate(ORDER)}
     items.sort(key=lambda item: next((places[part] for part in item.path.parts[::-1] if part in places), 0))
 

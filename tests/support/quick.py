@@ -1,15 +1,19 @@
-"""How many sizes and seeds a test tries: all of them, or a selection with `--quick`, which `make check` uses.
+"""How many sizes, seeds and cases a test tries: fewer in `make check`, most in `make test`, all in `make test-long`.
 
 A property that is proved for hundreds of sizes takes seconds. `make test` proves it for all of them; between two edits
-every `step`-th is enough, with the first and the last.
+(`--quick`) every `step`-th is enough, with the first and the last. A claim on real workers that holds for twenty
+combinations takes a minute. `make test` tries every path, and some of the combinations; the mark `further` leaves the
+rest to `make test-long` (`--further`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
-__all__ = ["examples", "some", "turn_on"]
+import pytest
+
+__all__ = ["examples", "further", "some", "spread", "turn_on"]
 
 T = TypeVar("T")
 
@@ -30,3 +34,15 @@ def some(of: Sequence[T], *, step: int) -> list[T]:
 def examples(number: int) -> int:
     """How many examples hypothesis makes; with `--quick` a fifth."""
     return -(-number // 5) if _is_quick else number
+
+
+def spread(of: Sequence[T], *, step: int = 2) -> list[Any]:
+    """All of them, as cases of a test; but for every `step`-th from the first on, they are `further` ones."""
+    return [case if number % step == 0 else further(case) for number, case in enumerate(of)]
+
+
+def further(*values: Any, id: str | None = None) -> Any:
+    """A case of a test that only `make test-long` tries; also one that has an id already."""
+    if len(values) == 1 and isinstance(values[0], type(pytest.param())):
+        values, id = values[0].values, values[0].id
+    return pytest.param(*values, id=id, marks=pytest.mark.further)

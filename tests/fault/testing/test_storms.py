@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.further
 @pytest.mark.timeout(300)
 def test_a_storm_over_an_elastic_run_breaks_no_promise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import programs
+import quick
 from paceline.environment import RUN_DIR
 from programs import record, the_run
 
@@ -76,7 +77,7 @@ def test_a_script_of_an_option_ends_and_goes_on_as_one_of_a_file(tmp_path: Path)
     assert_goes_on(go_on(output), the_run(tmp_path))
 
 
-@pytest.mark.parametrize("words", [("-",), ("/dev/stdin",)])
+@pytest.mark.parametrize("words", [("-",), quick.further(("/dev/stdin",))])
 def test_a_script_from_a_pipe_ends_as_one_of_a_file(tmp_path: Path, words: tuple[str, ...]) -> None:
     (tmp_path / "text").write_text(TRAIN)
     line = shlex.join([sys.executable, *words])

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import quick
 from context_models import CASES, HUGGING_FACE, Own, build
 from forked import World
 from paceline.parallel.context.apply import ContextModel, apply_plan
@@ -51,7 +52,7 @@ def difference(found: Gradients, model: nn.Module) -> float:
     return max(float((found[name] - grad).abs().max()) for name, grad in expected.items()) / scale
 
 
-@pytest.mark.parametrize("num_workers", [2, 4])
+@pytest.mark.parametrize("num_workers", [2, quick.further(4)])
 @pytest.mark.parametrize("kind", list(CASES))
 def test_workers_compute_what_one_process_does(world: World, tmp_path: Path, kind: str, num_workers: int) -> None:
     if kind in HUGGING_FACE:

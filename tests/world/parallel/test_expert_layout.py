@@ -12,6 +12,7 @@ from pytorch_optimizer import Prodigy
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
+import quick
 from expert_models import WIDTH, AttendingMoeNet, ListedExperts, MoeNet
 from forked import WorkersFailed, World
 from layout_runs import EXACT, HELD_OUT, RESUME, ROWS, Text, assert_same, beside, next_word, plan_of, workers_of
@@ -123,7 +124,7 @@ def test_mixtures_train_like_one_process(world: World, oracles: Any, layout: Lay
     assert_same(results, oracles[is_staged])
 
 
-@pytest.mark.parametrize("layout", THREE_AXES, ids=str)
+@pytest.mark.parametrize("layout", quick.spread(THREE_AXES, step=3), ids=str)
 def test_three_axes_at_once_train_like_one_process(world: World, oracles: Any, layout: Layout) -> None:
     is_staged = layout.stages > 1
     run = undropped if is_staged else with_auxiliary

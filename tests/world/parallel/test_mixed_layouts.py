@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+import quick
 from context_models import OwnAttention
 from forked import World
 from layout_runs import (
@@ -61,19 +62,19 @@ class Normed(nn.Module):
 
 
 MIXTURES = [
-    Layout(stages=2, tensor=2),
+    quick.further(Layout(stages=2, tensor=2)),
     Layout(stages=2, tensor=2, sequence=True, schedule="zero-bubble"),
     Layout(replicas=2, stages=2, tensor=2, schedule="interleaved", stages_per_worker=2),
     Layout(shard=2, context=2),
     Layout(replicas=2, stages=2, context=2),
-    Layout(shard=2, zero=1, stages=2, schedule="interleaved", stages_per_worker=2),
+    quick.further(Layout(shard=2, zero=1, stages=2, schedule="interleaved", stages_per_worker=2)),
     Layout(shard=2, zero=2, stages=2, schedule="gpipe"),
     Layout(shard=2, stages=2, tensor=2, sequence=True),
-    Layout(shard=2, zero=1, stages=2, schedule="zero-bubble"),
-    Layout(shard=2, zero=2, stages=2, schedule="zero-bubble"),
+    quick.further(Layout(shard=2, zero=1, stages=2, schedule="zero-bubble")),
+    quick.further(Layout(shard=2, zero=2, stages=2, schedule="zero-bubble")),
     Layout(shard=3, stages=2, schedule="zero-bubble"),
-    Layout(replicas=2, context=2, tensor=2),
-    Layout(shard=2, context=2, tensor=2),
+    quick.further(Layout(replicas=2, context=2, tensor=2)),
+    quick.further(Layout(shard=2, context=2, tensor=2)),
     Layout(stages=2, context=2, tensor=2),
 ]
 

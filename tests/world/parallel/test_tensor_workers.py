@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import quick
 from forked import World
 from paceline.errors import PlanError
 from paceline.parallel.tensor.apply import TensorParallelModel, apply_plan
@@ -58,7 +59,7 @@ def difference(found: Gradients, model: nn.Module) -> float:
     return max(float((found[name] - grad).abs().max()) for name, grad in expected.items()) / scale
 
 
-@pytest.mark.parametrize("num_workers", [2, 4])
+@pytest.mark.parametrize("num_workers", [2, quick.further(4)])
 @pytest.mark.parametrize("kind", list(CASES))
 def test_workers_compute_what_one_process_does(world: World, tmp_path: Path, kind: str, num_workers: int) -> None:
     if kind in HUGGING_FACE:

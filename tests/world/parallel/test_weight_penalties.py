@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import quick
 from expert_models import AttendingMoeNet
 from forked import World
 from layout_runs import ROWS, Text, assert_same, next_word, plan_of, workers_of
@@ -18,13 +19,13 @@ LAYOUTS = [
     Layout(replicas=2),
     Layout(tensor=2),
     Layout(shard=2),
-    Layout(shard=2, zero=1),
+    quick.further(Layout(shard=2, zero=1)),
     Layout(stages=2),
     Layout(experts=2),
     Layout(tensor=2, sequence=True, experts=2),
-    Layout(tensor=2, shard=2),
-    Layout(tensor=2, stages=2),
-    Layout(shard=2, experts=2),
+    quick.further(Layout(tensor=2, shard=2)),
+    quick.further(Layout(tensor=2, stages=2)),
+    quick.further(Layout(shard=2, experts=2)),
 ]
 SPLIT = {"tensor", "stages", "experts"}
 

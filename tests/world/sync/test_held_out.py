@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+import quick
 from forked import World
 from gpt_example import demo
 from paceline.plan import Plan
@@ -44,6 +45,7 @@ BANDS = {  # nats per byte
     "parameterserver(staleness=none)": 0.2,
     "parameterserver(drop=1)": 0.2,
 }
+USUAL = {"topk(ratio=0.01)", "localsgd(every=8)", "gossip", "parameterserver(staleness=1)"}  # one of each kind
 
 
 @functools.cache
@@ -95,6 +97,6 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> float:
     return loss
 
 
-@pytest.mark.parametrize("plan", BANDS)
+@pytest.mark.parametrize("plan", [case if case in USUAL else quick.further(case) for case in BANDS])
 def test_it_reaches_the_held_out_loss_of_all_gradients_as_they_are(world: World, raw: float, plan: str) -> None:
     assert reached(world, plan) == pytest.approx(raw, abs=BANDS[plan])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import quick
 from forked import Apart, World
 from layout_runs import EXACT, in_one_epoch
 from paceline.plan import AllReduce, Batch, Gossip, LocalSGD, Nesterov, ParameterServer, Plan
@@ -15,13 +16,13 @@ from paceline.plan import AllReduce, Batch, Gossip, LocalSGD, Nesterov, Paramete
 HOSTS = (0, 0, 1)
 PLANS = [
     Plan(sync=AllReduce(op="adasum")),
-    Plan(sync=LocalSGD(every=2)),
+    quick.further(Plan(sync=LocalSGD(every=2))),
     Plan(sync=LocalSGD(every=2, outer=Nesterov(lr=0.7, momentum=0.9))),
-    Plan(sync=LocalSGD(every=2, overlap=1)),
+    quick.further(Plan(sync=LocalSGD(every=2, overlap=1))),
     Plan(sync=LocalSGD(every=2, fragments=2, overlap=1)),
     Plan(sync=Gossip(peers="ring")),
-    Plan(sync=Gossip(peers="random", average_every=2)),
-    Plan(sync=ParameterServer(servers=2)),
+    quick.further(Plan(sync=Gossip(peers="random", average_every=2))),
+    quick.further(Plan(sync=ParameterServer(servers=2))),
     Plan(sync=ParameterServer(servers=2, mirrored=True)),
 ]
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+import quick
 from forked import World
 from paceline.errors import PlanError
 from paceline.plan import Batch, Compute, Gossip, Layout, LocalSGD, ParameterServer, Plan
@@ -271,7 +272,7 @@ def test_where_replicas_step_by_themselves_too(world: World, sync: Any) -> None:
             assert said or losses
 
 
-@pytest.mark.parametrize("layout", [Layout(replicas=1, stages=2), Layout(replicas=2, stages=2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(replicas=1, stages=2), quick.further(Layout(replicas=2, stages=2))], ids=str)
 @pytest.mark.parametrize("way", ["a running mean", "a ring of what was", "an array", "Python's generator", "a cache"])
 def test_between_the_units_of_stages(world: World, layout: Layout, way: str) -> None:
     alone = world.one_process(lambda worker: steps(worker, way), Plan(batch=BATCH, compute=COMPUTE))
