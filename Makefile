@@ -1,7 +1,7 @@
 # Every target makes what it needs first: `.venv` in this folder, with the versions of constraints.txt.
 #   make demo     train a small language model with two workers on real text (a few minutes, no network once installed)
-#   make test     all tests, but those of test-long and test-engines
-#   make test-long  many models and programs under many plans, planted errors, long runs: up to hours
+#   make test     the tests, but those of test-long and test-engines
+#   make test-long  further cases; many models and programs under many plans, planted errors, long runs: up to hours
 #   make test-engines  real SSH servers, Slurm, Kubernetes and Ray on this machine, and jobs on them: half an hour
 #   make check    formatter, linter, import contract, the library's types in short, unit tests: under a minute
 #   make lint     the same without tests, and the types of everything, in full

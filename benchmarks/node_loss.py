@@ -45,6 +45,7 @@ PLAN = "replicas=1-2+batch(size=128,micro=16)"
 TORCHRUN = ["-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "1000"]
 TORCHRUN += ["--rdzv-id", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint"]
 LOOK_S = 0.002
+RESOURCES = "--static_resource_list="  # an option of the raylet
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -57,7 +58,7 @@ class Site:
     replace: Callable[[], None]
     peer: str = "torchrun"
     returns_s: float = 1.0  # until there is another node
-    is_first: Callable[[int], bool] | None = None  # a process on the node with torchrun's rendezvous; None: has none
+    is_first: Callable[[int], bool] | None = None  # a process on the node with the peer's rendezvous; None: has none
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,8 +173,6 @@ def main() -> int:
                 "Paceline, the coordinator's node": (site.ours, 0),
                 site.peer: (site.theirs, 1 if site.is_first is None else None),
             }
-            if site.is_first is None:  # nor does the site tell which node is the coordinator's
-                del rows["Paceline, the coordinator's node"]
             found: dict[str, list[tuple[float, Loss]]] = {name: [] for name in rows}
             for number in range(asked.losses):
                 for name, (command, rank) in rows.items():
@@ -358,28 +357,49 @@ while True:
 
 
 def _ray(stack: contextlib.ExitStack) -> Site:
-    from ray_cluster import ray_cluster
+    """Each run has a cluster of its own, with the same names of nodes."""
+    from ray_cluster import RayCluster, ray_cluster
 
-    cluster = stack.enter_context(ray_cluster(nodes=("n1", "n2")))
-    nodes = ["n1", "n2"]
-    numbers = iter(range(3, 10**6))
+    present = stack.enter_context(contextlib.ExitStack())  # the cluster of one run
+    nodes = list[str]()
+    clusters = list[RayCluster]()
+
+    def address() -> str:
+        present.close()
+        nodes[:] = ["n1", "n2"]
+        clusters[:] = [present.enter_context(ray_cluster(nodes=nodes))]
+        return clusters[0].address
 
     def lose(pid: int) -> None:
-        cluster.ask("remove", nodes.pop(0))
+        node = _ray_node(pid, nodes)
+        nodes.remove(node)
+        clusters[0].ask("remove", node)
 
     def replace() -> None:
-        nodes.append(f"n{next(numbers)}")
-        cluster.ask("add", nodes[-1])
+        nodes.append("n3")
+        clusters[0].ask("add", "n3")
 
     def ours(scratch: Path) -> list[str]:
         settings = ["--set", "engine.cpus=3", "--set", "engine.env=OMP_NUM_THREADS"]
-        return _paceline(scratch, f"ray(address={cluster.address})", *settings)
+        return _paceline(scratch, f"ray(address={address()})", *settings)
 
     def theirs(scratch: Path) -> list[str]:
-        words = [str(PROGRAMS / "recover_ray.py"), str(scratch), WIDTH, RATE, STEPS, "2", cluster.address]
+        words = [str(PROGRAMS / "recover_ray.py"), str(scratch), WIDTH, RATE, STEPS, "2", address()]
         return [sys.executable, *words]
 
     return Site(ours=ours, theirs=theirs, lose=lose, replace=replace, peer="Ray Train")
+
+
+def _ray_node(pid: int, nodes: list[str]) -> str:
+    """The node of a process: the resource of its name is in the command line of the raylet that it descends from."""
+    import psutil
+
+    for parent in psutil.Process(pid).parents():
+        words = parent.cmdline()
+        resources = {name for word in words if word.startswith(RESOURCES) for name in word.partition("=")[2].split(",")}
+        if found := resources & set(nodes):
+            return found.pop()
+    raise LookupError(f"process {pid} is on none of {nodes}")
 
 
 if __name__ == "__main__":
