@@ -43,6 +43,7 @@ def spread(of: Sequence[T], *, step: int = 2) -> list[Any]:
 
 def further(*values: Any, id: str | None = None) -> Any:
     """A case of a test that only `make test-long` tries; also one that has an id already."""
-    if len(values) == 1 and isinstance(values[0], type(pytest.param())):
-        values, id = values[0].values, values[0].id
-    return pytest.param(*values, id=id, marks=pytest.mark.further)
+    marks, case = pytest.mark.further, values[0]
+    if isinstance(case, type(pytest.param())):
+        return pytest.param(*case.values, id=case.id, marks=marks)
+    return pytest.param(*values, id=id, marks=marks)

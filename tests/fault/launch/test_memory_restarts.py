@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import lasting
+import quick
 from paceline.monitor.audit.audit import audit
 from programs import PACELINE, losses, record, run
 
@@ -121,10 +122,10 @@ def beginnings(run_dir: Path) -> list[tuple[int, int | None]]:
         ("shard=2", 2),
         ("tensor=2", 2),
         ("stages=2", 2),
-        ("context=2", 2),
+        quick.further("context=2", 2),
         ("experts=2", 2),
         ("replicas=2", 2),
-        ("stages=2+tensor=2", 4),
+        quick.further("stages=2+tensor=2", 4),
     ],
 )
 def test_kills_at_any_moment_cost_the_steps_since_the_last_whole_snapshot(
