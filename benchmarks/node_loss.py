@@ -30,6 +30,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from driving.options import options_of
 from driving.ports import free_port
 from driving.progress import doing
@@ -371,8 +373,11 @@ def _ray(stack: contextlib.ExitStack) -> Site:
         return clusters[0].address
 
     def lose(pid: int) -> None:
-        node = _ray_node(pid, nodes)
+        node, processes = _ray_node(pid, nodes)
         nodes.remove(node)
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         clusters[0].ask("remove", node)
 
     def replace() -> None:
@@ -390,15 +395,13 @@ def _ray(stack: contextlib.ExitStack) -> Site:
     return Site(ours=ours, theirs=theirs, lose=lose, replace=replace, peer="Ray Train")
 
 
-def _ray_node(pid: int, nodes: list[str]) -> str:
-    """The node of a process: the resource of its name is in the command line of the raylet that it descends from."""
-    import psutil
-
+def _ray_node(pid: int, nodes: list[str]) -> tuple[str, list[psutil.Process]]:
+    """The node of a process, and all its processes: they descend from a raylet that has the node's name as resource."""
     for parent in psutil.Process(pid).parents():
         words = parent.cmdline()
         resources = {name for word in words if word.startswith(RESOURCES) for name in word.partition("=")[2].split(",")}
         if found := resources & set(nodes):
-            return found.pop()
+            return found.pop(), [parent, *parent.children(recursive=True)]
     raise LookupError(f"process {pid} is on none of {nodes}")
 
 
