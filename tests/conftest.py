@@ -58,10 +58,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the further cases, or all others; and put files of long tests first, so that no process is left with
     one of them when the others have nothing to do."""
-    is_further = bool(config.getoption("--further"))
-    others = [item for item in items if (item.get_closest_marker("further") is not None) != is_further]
-    config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if item not in set(others)]
+    wanted: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item in items:
+        wanted[(item.get_closest_marker("further") is not None) == config.getoption("--further")].append(item)
+    config.hook.pytest_deselected(items=wanted[False])
+    items[:] = wanted[True]
     places = {folder: place for place, folder in enumerate(ORDER)}
     items.sort(key=lambda item: next((places[part] for part in item.path.parts[::-1] if part in places), 0))
 

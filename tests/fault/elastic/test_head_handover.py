@@ -137,14 +137,13 @@ def test_where_other_hosts_do_not_see_the_runs_directory_all_save_on_the_coordin
 
 
 @needs_network
-@pytest.mark.further
 def test_two_of_three_hosts_leave_one_after_the_other_and_the_third_goes_on(
     hosts: list[NamespaceHost], tmp_path: Path
 ) -> None:
     """The second one is asked while the first one waits; its workers leave a step later."""
     third = dataclasses.replace(hosts[1], name="north")
     fields = shared(tmp_path, hosts=3, workers=3)
-    with spread(tmp_path, hosts[0], plan=f"replicas=1-3+{SIZES}", pause_s=1.0, job=fields) as job:
+    with spread(tmp_path, hosts[0], plan=f"replicas=1-3+{SIZES}", pause_s=0.5, job=fields) as job:
         east, west, north = [job.start(host) for host in (*hosts, third)]
         job.reached(2)
         east.process.send_signal(signal.SIGTERM)

@@ -45,7 +45,9 @@ BANDS = {  # nats per byte
     "parameterserver(staleness=none)": 0.2,
     "parameterserver(drop=1)": 0.2,
 }
-USUAL = {"topk(ratio=0.01)", "localsgd(every=8)", "gossip", "parameterserver(staleness=1)"}  # one of each kind
+# One of each codec that changes much, and of each way to agree.
+USUAL = {"int8", "onebit", "topk(ratio=0.01)", "powersgd(rank=4)", "allreduce(op=adasum)"}
+USUAL |= {"localsgd(every=8)", "gossip", "parameterserver(staleness=1)"}
 
 
 @functools.cache

@@ -21,7 +21,7 @@ PLANS = [
     quick.further(Plan(sync=LocalSGD(every=2, overlap=1))),
     Plan(sync=LocalSGD(every=2, fragments=2, overlap=1)),
     Plan(sync=Gossip(peers="ring")),
-    quick.further(Plan(sync=Gossip(peers="random", average_every=2))),
+    Plan(sync=Gossip(peers="random", average_every=2)),
     quick.further(Plan(sync=ParameterServer(servers=2))),
     Plan(sync=ParameterServer(servers=2, mirrored=True)),
 ]
