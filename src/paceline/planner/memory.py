@@ -1,0 +1,150 @@
+"""Predict the bytes of the fullest worker, by part.
+
+State: weights, gradients, and Adam's state with master weights, as mixed precision keeps them (Rajbhandari et al.,
+"ZeRO", 2020: 2 + 2 + 12 bytes per parameter). Kept values: what forward leaves for backward, of as many micro-batches as
+are in flight (Korthikanti et al., "Reducing Activation Recomputation", 2022). Working space: the block that is being
+computed again, gathered parameters, logits. On top comes what the device's runtime and the collectives' buffers take,
+and the gaps that an allocator leaves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+from paceline.planner.predict import VALUE, Case
+
+__all__ = ["MEMORY_PARTS", "MemoryPrediction", "Verdict", "in_flight", "predict_memory", "state_bytes", "verdict"]
+
+MEMORY_PARTS = {
+    "state": "weights, gradients, and the optimizer's state",
+    "kept": "what forward keeps for backward",
+    "working": "the block that is computed again, and gathered parameters",
+    "logits": "the head's results, and their gradients",
+    "runtime": "the device's runtime and the collectives' buffers",
+    "gaps": "what the allocator has reserved and not given out",
+}
+
+Verdict = Literal["fits", "does not fit", "unsure"]
+
+WEIGHT, MASTER_AND_ADAM = 2.0, 12.0  # bytes per parameter
+RUNTIME = 4e9  # CUDA context and libraries, some 1 GB; buffers of NCCL, workspaces of products
+GAPS = 0.1
+LOGIT_BYTES = 2.0 + 4.0 + 4.0  # in 16 bit, in 32 bit for the loss, and their gradient
+SCORE_BYTES, MASKED_SCORE_BYTES = 2.0, 5.0  # kept per score by unfused attention: softmax; also dropout's mask and result
+QUERY_STATISTICS = 4.0  # bytes per token and head that fused attention keeps
+GATHERED_UNITS = 2.0  # ZeRO-3: the unit that computes, and the next one
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPrediction:
+    """Bytes of the fullest worker, and of each of its `MEMORY_PARTS`."""
+
+    peak: float
+    parts: Mapping[str, float]
+
+
+def in_flight(case: Case) -> float:
+    """Return of how many micro-batches the first stage keeps values at once, in whole stages.
+
+    1f1b keeps as many as there are stages (or micro-batches); interleaving (stages - 1) / (stages x chunks) more; gpipe
+    all; a zero bubble by ZB-2p twice as many, less one.
+    """
+    axes, micros = case.axes, case.micro_batches
+    if axes.stages == 1:
+        return 1.0
+    if axes.schedule == "gpipe":
+        return micros
+    if axes.schedule == "zero-bubble-2p":
+        return min(micros, 2.0 * axes.stages - 1)
+    more = 1 + (axes.stages - 1) / (axes.stages * axes.chunks) if axes.chunks > 1 else 1.0
+    return min(micros, axes.stages) * more
+
+
+def state_bytes(
+    parameters: float, *, zero: int, members: int, gradient_bytes: float = 2.0, keeps_gathered: bool = False
+) -> float:
+    """Return the bytes of weights, gradients and Adam of so many parameters, of which `members` workers split what
+    `zero` says.
+
+    `gradient_bytes`: of a gradient where it is not split; with 2 of them, what is split has a copy of its gradients in
+    32 bit. `keeps_gathered`: ZeRO-3 whose parameters and gradients stay whole within a step.
+    """
+    if zero == 0 or members == 1:
+        return parameters * (WEIGHT + gradient_bytes + MASTER_AND_ADAM)
+    if zero == 1:
+        return parameters * (WEIGHT + gradient_bytes + (MASTER_AND_ADAM + max(0.0, 4.0 - gradient_bytes)) / members)
+    if zero == 2:
+        return parameters * (WEIGHT + (WEIGHT + MASTER_AND_ADAM) / members)
+    whole = parameters * (WEIGHT + gradient_bytes) if keeps_gathered else 0.0
+    return parameters * (2 * WEIGHT + MASTER_AND_ADAM) / members + whole
+
+
+def predict_memory(case: Case, factor: float = 1.0) -> MemoryPrediction:
+    """Return the fullest worker's bytes; `factor` is measured over predicted."""
+    axes, software, block = case.axes, case.software, case.model.block
+    members = axes.data * axes.context
+    tokens, width = case.micro_tokens, axes.tensor
+    kept_block, working = _block_bytes(case)
+    blocks = case.blocks
+    if axes.stages > 1 and software.balanced_ends:
+        blocks = (block.count + 2) / axes.stages - 1
+    parts = dict.fromkeys(MEMORY_PARTS, 0.0)
+    parts["state"] = state_bytes(
+        case.held_parameters,
+        zero=axes.zero,
+        members=members,
+        gradient_bytes=VALUE if case.precision == "fp16" else software.gradient_bytes,
+        keeps_gathered=software.keeps_gathered and axes.stages > 1,
+    )
+    parts["kept"] = in_flight(case) * blocks * kept_block
+    parts["working"] = working
+    if axes.zero == 3 and members > 1:
+        unit = max(block.parameters / width, case.model.vocabulary * case.model.hidden / width)
+        parts["working"] += GATHERED_UNITS * unit * VALUE
+    if axes.stages == 1:
+        parts["logits"] = tokens * case.model.vocabulary / width * LOGIT_BYTES
+    parts["gaps"] = sum(parts.values()) * GAPS
+    parts["runtime"] = RUNTIME
+    parts = {name: value * factor for name, value in parts.items()}
+    return MemoryPrediction(peak=sum(parts.values()), parts=parts)
+
+
+def _block_bytes(case: Case) -> tuple[float, float]:
+    """Return what one block keeps of a micro-batch, and the most that backward needs beside it."""
+    axes, block, tokens = case.axes, case.model.block, case.micro_tokens
+    spread, width = (axes.tensor if axes.sequence else 1), axes.tensor
+    scores = 0.0
+    if block.attention is not None:
+        heads = block.attention.heads / width
+        if case.software.attention == "unfused":
+            each = MASKED_SCORE_BYTES if case.software.dropout else SCORE_BYTES
+            scores = each * heads * tokens * case.model.sequence
+        else:
+            scores = QUERY_STATISTICS * heads * tokens
+    whole = tokens * (block.kept / spread + block.kept_split / width) + scores
+    entry = VALUE * tokens * block.hidden / spread  # the block's input
+    if case.recompute == "none":
+        return whole, 0.0
+    if case.recompute == "full":
+        return entry, whole
+    if case.recompute == "half":
+        return (entry + whole) / 2, whole
+    if case.software.selective == "attention":
+        return whole - scores, scores
+    # The block's input, attention's result, and every second product's; norms and activation functions come again.
+    results = sum(layer.rows * layer.outputs for layer in block.matmuls)
+    return entry + tokens * VALUE / width * (block.hidden + results / 2), whole
+
+
+def verdict(case: Case, prediction: MemoryPrediction, *, half_width: float) -> Verdict:
+    """Say whether a case fits: "unsure" where the device's memory lies within the prediction's band.
+
+    `half_width`: of the 80 % band, of the logarithm. "fits" asks for twice that: to be wrong with it costs a run.
+    """
+    memory = case.cluster.device.memory
+    if prediction.peak * math.exp(2 * half_width) <= memory:
+        return "fits"
+    return "does not fit" if prediction.peak * math.exp(-half_width) > memory else "unsure"

@@ -1,0 +1,172 @@
+"""What a model costs, layer by layer, without a device: matrix products, attention, moved elements, kept values.
+
+A block is described for one token, so that micro-batches of any size follow. `transformer` makes the description from
+a transformer's sizes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from paceline.errors import PlanError
+
+__all__ = ["Attention", "Block", "Matmul", "ModelCosts", "transformer"]
+
+DROPOUT_BYTES = 2  # masks after attention and MLP, a byte each
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Matmul:
+    """A linear layer: `rows` x inputs times inputs x outputs, where `rows` is how often each token takes it.
+
+    `split`: which dimension tensor parallel divides (the outputs of a "column", the inputs of a "row" layer).
+    """
+
+    inputs: int
+    outputs: int
+    split: Literal["outputs", "inputs"] | None = None
+    rows: float = 1.0
+
+    def flops(self, tokens: float) -> float:
+        """Floating-point operations of its forward."""
+        return 2.0 * tokens * self.rows * self.inputs * self.outputs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Attention:
+    """Scores of each token with all of its sequence, and their weighted sum of values; `tensor` divides heads."""
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    causal: bool = True
+
+    def flops(self, tokens: float, sequence: int) -> float:
+        """Operations of its forward over all pairs of tokens; half of them count if `causal` ones are skipped."""
+        return 4.0 * tokens * sequence * self.heads * self.head_size
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """One block that is repeated `count` times.
+
+    Per token and block: `moved` elements are read and written by element-wise operations (norms, residuals), and
+    `moved_split` by those that tensor parallel divides (activation functions, rotations); `kept` and `kept_split` bytes
+    are kept for backward in 16 bit, without the scores of attention. `experts` and `routed`: of how many experts each
+    token takes how many; their parameters are `expert_parameters`, contained in `parameters`.
+    """
+
+    count: int
+    parameters: int
+    matmuls: tuple[Matmul, ...]
+    hidden: int
+    attention: Attention | None = None
+    moved: float = 0.0
+    moved_split: float = 0.0
+    kept: float = 0.0
+    kept_split: float = 0.0
+    experts: int = 1
+    routed: int = 1
+    expert_parameters: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ModelCosts:
+    """A model of equal blocks between an embedding and a head over `vocabulary` words."""
+
+    block: Block
+    sequence: int  # tokens of a sample
+    vocabulary: int
+    tied: bool = False  # embedding and head are one matrix
+
+    @property
+    def hidden(self) -> int:
+        return self.block.hidden
+
+    @property
+    def parameters(self) -> int:
+        return self.block.count * self.block.parameters + (1 if self.tied else 2) * self.vocabulary * self.hidden
+
+    @property
+    def used_parameters(self) -> float:
+        """Parameters that a token takes: of all experts only the routed ones, and no embedding."""
+        idle = self.block.expert_parameters * (1 - self.block.routed / self.block.experts)
+        return self.block.count * (self.block.parameters - idle) + self.vocabulary * self.hidden
+
+    def model_flops(self, tokens: float) -> float:
+        """Operations of forward and backward, as model-FLOPs utilisation counts them: 6 per used parameter and token,
+        and attention over all pairs, of which causal models need half (Chowdhery et al., "PaLM", 2022, appendix B).
+        """
+        attention = self.block.attention
+        pairs = 0.0
+        if attention is not None:
+            pairs = 3 * self.block.count * attention.flops(tokens, self.sequence) * (0.5 if attention.causal else 1.0)
+        return 6.0 * self.used_parameters * tokens + pairs
+
+
+def transformer(
+    *,
+    layers: int,
+    hidden: int,
+    heads: int,
+    sequence: int,
+    vocabulary: int,
+    ffn: int | None = None,
+    kv_heads: int | None = None,
+    gated: bool = False,
+    tied: bool = False,
+    dropout: bool = False,
+    experts: int = 1,
+    routed: int = 1,
+    causal: bool = True,
+) -> ModelCosts:
+    """Return the costs of a transformer from its sizes.
+
+    `gated`: the MLP has three matrices (SwiGLU) instead of two. `experts` and `routed`: a mixture of experts in each
+    block. `dropout`: masks are kept. Kept bytes follow Korthikanti et al., "Reducing Activation Recomputation in Large
+    Transformer Models" (2022), table 2: of 34 bytes per token and hidden unit, 10 are not split by tensor parallel.
+
+    Raises PlanError for sizes below 1, and heads that do not divide `hidden`'s share of key-value heads.
+    """
+    ffn, kv_heads = ffn or 4 * hidden, kv_heads or heads
+    for name, value in {"layers": layers, "hidden": hidden, "heads": heads, "sequence": sequence, "ffn": ffn}.items():
+        if value < 1:
+            raise PlanError(f"A transformer's {name} is {value}; it must be at least 1.")
+    if heads % kv_heads:
+        raise PlanError(f"{heads} heads cannot share {kv_heads} key-value heads: give a divisor of {heads}.")
+    if not 1 <= routed <= experts:
+        raise PlanError(f"Each token takes {routed} of {experts} experts; give 1 to {experts}.")
+    head_size = max(1, hidden // heads)
+    kv = kv_heads * head_size
+    into = 2 if gated else 1
+    matmuls = (
+        Matmul(inputs=hidden, outputs=hidden + 2 * kv, split="outputs"),
+        Matmul(inputs=hidden, outputs=hidden, split="inputs"),
+        Matmul(inputs=hidden, outputs=into * ffn, split="outputs", rows=routed),
+        Matmul(inputs=ffn, outputs=hidden, split="inputs", rows=routed),
+    )
+    mlp = (into + 1) * hidden * ffn
+    masks = DROPOUT_BYTES * hidden if dropout else 0
+    # Kept whole: inputs of both norms, and of both column layers. Split: queries, keys, values, attention's result, and
+    # what the MLP's activation function takes and makes.
+    kept_mlp = routed * (2 * into + (2 if gated else 0) + 2) * ffn
+    return ModelCosts(
+        block=Block(
+            count=layers,
+            hidden=hidden,
+            parameters=2 * hidden * hidden + 2 * hidden * kv + mlp * experts + 4 * hidden,
+            matmuls=matmuls,
+            attention=Attention(heads=heads, kv_heads=kv_heads, head_size=head_size, causal=causal),
+            moved=10.0 * hidden,  # norms: read, write, twice; residuals: two read, one written, twice
+            moved_split=4.0 * hidden + (into + 1) * routed * ffn,
+            kept=8.0 * hidden + masks,
+            kept_split=2.0 * (hidden + 2 * kv) + 2.0 * hidden + kept_mlp,
+            experts=experts,
+            routed=routed,
+            expert_parameters=mlp * experts if experts > 1 else 0,
+        ),
+        sequence=sequence,
+        vocabulary=vocabulary,
+        tied=tied,
+    )

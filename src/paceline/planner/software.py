@@ -1,0 +1,39 @@
+"""What is known of the software that trains: which kernels it has, and what it hides behind compute."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+__all__ = ["EAGER", "FUSED", "MEGATRON", "UNFUSED_ATTENTION", "Software"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Software:
+    """`kernels`: "fused" element-wise kernels (Megatron, Transformer Engine, torch.compile) or "single" ones (eager
+    torch). `attention`: "flash" (FlashAttention-2, scaled_dot_product_attention), "vendor" (cuDNN, FlashAttention-3),
+    or "unfused", which writes all scores. `skips_pairs`: attention skips pairs that a causal model masks.
+    `hides_tensor`: products and tensor-parallel communication run at once, if `sequence` is split. `hides_sends`: so do
+    sends between interleaved stages. `selective`: what "selective" recompute repeats. `gradient_bytes`: of a gradient
+    that is not split, in all its copies.
+    """
+
+    name: str
+    kernels: Literal["fused", "single"] = "fused"
+    attention: Literal["flash", "vendor", "unfused"] = "flash"
+    skips_pairs: bool = True
+    hides_tensor: bool = False
+    hides_sends: bool = False
+    selective: Literal["operations", "attention"] = "operations"
+    dropout: bool = False
+    gradient_bytes: float = 4.0
+    keeps_gathered: bool = False  # ZeRO-3 parameters stay gathered for a step where there are stages
+    balanced_ends: bool = False  # first and last stage have a block less
+
+
+EAGER = Software(name="torch", kernels="single")
+FUSED = Software(name="torch, compiled")
+MEGATRON = Software(
+    name="Megatron-Core", attention="vendor", hides_tensor=True, hides_sends=True, selective="attention"
+)
+UNFUSED_ATTENTION = Software(name="Megatron-LM of 2021", attention="unfused", skips_pairs=False, selective="attention")
