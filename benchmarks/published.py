@@ -1,6 +1,6 @@
 """The planner's cost model against published measurements.
 
-    python benchmarks/published.py --fit ROWS --out constants.toml [--leave-out-source [TITLE]] [--baseline mfu]
+    python benchmarks/published.py --fit ROWS --out constants.toml [--leave-out-source TITLE] [--plot FILE.svg]
     python benchmarks/published.py --constants constants.toml --rows ROWS [--json] [--leave-out-source]
                                    [--receipt smallest] [--rank] [--memory] [--baseline mfu]
 
@@ -10,9 +10,9 @@ and one source at a time (no factor). With a TITLE, this source is left out of t
 
 `--rows` predicts rows from their model, cluster, layout, batch, precision, recompute and the title of their source.
 `--json` prints one JSON object for each row, in their order, with what was assumed; without it, errors are summed up
-where rows have measurements. `--leave-out-source`: as if no source were known. `--receipt smallest`: the smallest row of
-each source, model and device is measured, and corrects the others. `--baseline mfu`: the same share of the peak for all
-rows of a device and precision, instead.
+where rows have measurements. `--leave-out-source`: as if no source were known. `--receipt smallest`: the smallest row
+of each source, model and device is measured, and corrects the others. `--baseline mfu`: instead, the same share of the
+peak for all rows of a device and precision.
 
 Rows are a JSON list or JSON lines, in the form of `benchmarks/data/published.jsonl`.
 """
@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.planner.constants import Calibration, load_calibration, write_calibration
+from paceline.planner.memory import predict_memory
 from tables.answers import DEFAULT_SPREADS, RECEIPT_SHARE, Answer, answer, receipts
 from tables.fitting import (
     Sample,
@@ -41,9 +42,7 @@ from tables.fitting import (
 )
 from tables.report import Tried, error_line, held, memory_lines, rank_lines, tried
 from tables.rows import load_rows, measured_gb, read_row
-from paceline.planner.memory import predict_memory
 
-ROWS = Path(__file__).parent / "data" / "published.jsonl"
 Row = Mapping[str, Any]
 
 
@@ -53,6 +52,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, metavar="FILE")
     parser.add_argument("--constants", type=Path, metavar="FILE")
     parser.add_argument("--rows", type=Path, metavar="ROWS")
+    parser.add_argument("--plot", type=Path, metavar="SVG", help="of the fit: predicted over measured")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--leave-out-source", nargs="?", const="", metavar="TITLE")
     parser.add_argument("--receipt", choices=["smallest"])
@@ -75,20 +75,25 @@ def is_complete(row: Row) -> bool:
     return row.get("kind") == "train" and row.get("grade") == "A" and not row["model"].get("experts")
 
 
+def without_title(row: Row) -> Row:
+    return {**row, "source": {**row["source"], "title": "unknown"}}
+
+
 def fit_rows(rows: Sequence[Row], args: argparse.Namespace) -> int:
     if args.leave_out_source:
         kept = [row for row in rows if args.leave_out_source.lower() not in row["source"]["title"].lower()]
         if len(kept) == len(rows):
             sys.exit(f"no source's title contains {args.leave_out_source!r}")
         rows = kept
-    found = [one for one in samples(filter(is_complete, rows)) if not one.reading.is_special]
+    complete = [row for row in rows if is_complete(row) and not read_row(row).is_special]
+    found = samples(complete)
     print(f"{len(found)} rows of {len({one.title for one in found})} sources", file=sys.stderr)
     calibration = calibrate(found)
     calibration = dataclasses.replace(calibration, memory_factors=memory_factors(rows), baseline=mfu_baseline(found))
-    known, unknown = errors_of_known(found), errors_of_unknown(found)
+    known, unknown = errors_of_known(found), errors_of_unknown(found, samples(map(without_title, complete)))
     print("rows that are not in the fit                  rows   median   90th percentile")
     print(error_line("known source, one factor", [error for _, error in known]))
-    print(error_line("unknown source, no factor", [error for _, error in unknown]))
+    print(error_line("unknown source and software, no factor", [error for _, error in unknown]))
     received = errors_with_receipts(known)
     print(error_line("known source, one receipt", received))
     spreads = {
@@ -98,6 +103,10 @@ def fit_rows(rows: Sequence[Row], args: argparse.Namespace) -> int:
         **special_spreads(rows, calibration),
     }
     calibration = dataclasses.replace(calibration, spreads={**DEFAULT_SPREADS, **spreads})
+    if args.plot:
+        from tables.plot import plot
+
+        plot(args.plot, [("known source, one factor", known), ("unknown source and software", unknown)])
     if args.out:
         write_calibration(args.out, calibration, title="Constants of Paceline's cost model, by benchmarks/published.py")
     return 0
@@ -138,7 +147,7 @@ def special_spreads(rows: Sequence[Row], calibration: Calibration) -> dict[str, 
         one = Tried(answer(read_row(row), calibration), row)
         if row.get("kind") not in ("train", "memory_oom") or row.get("grade") not in ("A", "B"):
             continue
-        is_special = one.reading.is_special or bool(one.reading.assumed)
+        is_special = one.reading.is_special or one.reading.is_incomplete
         if is_special and one.log_error is not None and row["kind"] == "train":
             special.append(one.log_error)
         if row["layout"].get("offload"):

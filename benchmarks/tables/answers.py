@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.planner.constants import Calibration
@@ -89,7 +89,7 @@ def answer(
     memory_factor = calibration.memory_factors.get(reading.title) if known else None
     kind = "none" if factor is None else "software"
     memory_kind = "memory none" if memory_factor is None else "memory software"
-    if reading.is_special or reading.assumed:
+    if reading.is_special or reading.is_incomplete:
         kind, memory_kind = "special", "memory special"
     factor = factor or 1.0
     if receipt is not None and receipt.row != reading.id:
@@ -123,18 +123,15 @@ def receipts(rows: Sequence[Mapping[str, Any]], calibration: Calibration) -> dic
     for row in rows:
         reading = read_row(row)
         key = (reading.title, str(row["model"].get("name")), reading.case.cluster.device.name)
-        groups.setdefault(key, []).append((reading, measured_s(row, reading.case)))
+        is_sound = row.get("kind", "train") == "train" and row.get("grade", "A") != "C"
+        groups.setdefault(key, []).append((reading, measured_s(row, reading.case) if is_sound else None))
     found: dict[str, Receipt] = {}
     for members in groups.values():
-        smallest = min((one for one in members if one[1]), key=lambda one: _size(one[0]), default=None)
-        if smallest is None or smallest[1] is None:
+        timed = [(reading, seconds) for reading, seconds in members if seconds]
+        if not timed:
             continue
-        reading, seconds = smallest
+        reading, seconds = min(timed, key=lambda one: _size(one[0]))
         predicted = answer(reading, calibration).step_s
         receipt = Receipt(row=reading.id, log_error=math.log(predicted / seconds))
         found |= {one.id: receipt for one, _ in members}
     return found
-
-
-def known_titles(readings: Iterable[Reading]) -> set[str]:
-    return {reading.title for reading in readings}

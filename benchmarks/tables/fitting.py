@@ -145,12 +145,16 @@ def errors_of_known(
     return errors
 
 
-def errors_of_unknown(found: Sequence[Sample]) -> list[tuple[Sample, float]]:
-    """Return the error of each row, by a fit to the rows of all other sources, without a factor."""
+def errors_of_unknown(found: Sequence[Sample], untitled: Sequence[Sample]) -> list[tuple[Sample, float]]:
+    """Return the error of each row, by a fit to the rows of all other sources, without a factor.
+
+    `untitled`: the same rows read without their title, so that what is known of the software does not help either.
+    """
     errors: list[tuple[Sample, float]] = []
     for title in sorted({one.title for one in found}):
         constants = fit([one for one in found if one.title != title])
-        errors += [(one, one.log_error(constants)) for one in found if one.title == title]
+        same = [index for index, one in enumerate(found) if one.title == title]
+        errors += [(found[index], untitled[index].log_error(constants)) for index in same]
     return errors
 
 

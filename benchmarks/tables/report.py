@@ -71,16 +71,34 @@ def _group(one: Tried) -> tuple[Any, ...]:
     )
 
 
-def rank_lines(found: Sequence[Tried]) -> list[str]:
-    """Say how often the faster of two plans is known, and what the pick of the best costs."""
-    groups: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
+def _plans(found: Sequence[Tried]) -> list[list[tuple[float, float]]]:
+    """Return (predicted, measured) samples per second of the plans that one could choose from, choice by choice.
+
+    Rows that are the same plan, printed twice or of other versions of the software, count once, by their mean.
+    """
+    groups: dict[tuple[Any, ...], dict[Any, list[tuple[float, float]]]] = {}
     for one in found:
         if one.seconds:
-            samples = one.reading.case.samples
-            groups.setdefault(_group(one), []).append((samples / one.answer.step_s, samples / one.seconds))
+            case = one.reading.case
+            plan = (case.axes, case.micro_batch, case.micro_batches, case.recompute)
+            same = groups.setdefault(_group(one), {}).setdefault(plan, [])
+            same.append((case.samples / one.answer.step_s, case.samples / one.seconds))
+    return [
+        [(_mean([a for a, _ in same]), _mean([b for _, b in same])) for same in plans.values()]
+        for plans in groups.values()
+    ]
+
+
+def _mean(values: Sequence[float]) -> float:
+    """The geometric mean."""
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def rank_lines(found: Sequence[Tried]) -> list[str]:
+    """Say how often the faster of two plans is known, and what the pick of the best costs."""
     right = compared = 0
     regrets: list[float] = []
-    for plans in groups.values():
+    for plans in _plans(found):
         for index, (guess, truth) in enumerate(plans):
             for other_guess, other_truth in plans[:index]:
                 if max(truth, other_truth) / min(truth, other_truth) > APART:

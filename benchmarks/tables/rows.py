@@ -23,8 +23,8 @@ __all__ = ["Reading", "load_rows", "measured_gb", "measured_s", "read_row"]
 
 Row = Mapping[str, Any]
 
-# A word of the source's title -> what is known of its software. llm-foundry's tables count attention over all pairs, and
-# its times at long sequences are those of FlashAttention-2 over all pairs.
+# A word of the source's title -> what is known of its software. llm-foundry's tables count attention over all pairs,
+# and its times at long sequences are those of FlashAttention-2 over all pairs.
 SOFTWARE: tuple[tuple[str, Software], ...] = (
     (
         "llm-foundry",
@@ -32,16 +32,15 @@ SOFTWARE: tuple[tuple[str, Software], ...] = (
     ),
     ("BigScience", dataclasses.replace(UNFUSED_ATTENTION, name="Megatron-DeepSpeed", dropout=True, gradient_bytes=6.0)),
     ("Korthikanti", dataclasses.replace(UNFUSED_ATTENTION, dropout=True)),
-    ("Zero Bubble", dataclasses.replace(UNFUSED_ATTENTION, name="zero-bubble", dropout=True, balanced_ends=True)),
-    ("Megatron-LM (2019", UNFUSED_ATTENTION),
+    ("Zero Bubble", dataclasses.replace(UNFUSED_ATTENTION, name="zero-bubble", dropout=True)),
     ("DGX Cloud", MEGATRON),
     ("NeMo", MEGATRON),
-    ("Megatron", MEGATRON),
     ("torchtitan", dataclasses.replace(FUSED, name="torchtitan", keeps_gathered=True)),
     ("TorchTitan", dataclasses.replace(FUSED, name="torchtitan", keeps_gathered=True)),
     ("fms-fsdp", FUSED),
 )
 BLACKWELL = ("GB200", "GB300")
+GRAVE = ("batch.", "cluster.gpu=", "cluster.n_gpus", "layout.dp=", "model", "precision", "recompute")
 MOST_MICRO = 16  # samples that one device is presumed to take at once
 NVL_DOMAIN = 72  # devices of one NVLink domain of GB200 and GB300 NVL72
 
@@ -54,6 +53,11 @@ class Reading:
     title: str
     case: Case
     assumed: tuple[str, ...]
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether something was assumed that moves the figures by more than a few per cent."""
+        return any(said.startswith(GRAVE) for said in self.assumed)
 
     @property
     def is_special(self) -> bool:
@@ -142,31 +146,44 @@ def _cluster(row: Row, device: Device, devices: int, notes: _Assumptions) -> Clu
 
 
 def _software(row: Row, title: str, device: Device, notes: _Assumptions) -> Software:
+    """What the title names; otherwise what such a layout and precision usually come from."""
     for word, software in SOFTWARE:
         if word.lower() in title.lower():
             return software
-    precision = str(row.get("precision") or "").lower()
+    guess, why = _usual_software(row, title, device)
+    notes.said.append(f"software={guess.name}: {guess.kernels} kernels, {guess.attention} attention ({why})")
+    return guess
+
+
+def _usual_software(row: Row, title: str, device: Device) -> tuple[Software, str]:
+    layout, precision = row["layout"], str(row.get("precision") or "").lower()
+    is_old = device.name.startswith(("v100", "a100"))
     if "fp16" in precision or device.name == "v100":
-        notes.said.append("software: fused kernels, unfused attention (fp16 is of the time before FlashAttention)")
-        return UNFUSED_ATTENTION
-    if (row["layout"].get("tp") or 1) > 1 or device.name.startswith(("h", "b", "g", "t")):
-        notes.said.append("software: fused kernels, FlashAttention-2")
-        return FUSED
-    notes.said.append("software: kernels of single operations, FlashAttention-2")
-    return EAGER
+        return dataclasses.replace(UNFUSED_ATTENTION, dropout=True), "fp16 is of the time before FlashAttention"
+    if "megatron" in title.lower() and is_old:
+        return dataclasses.replace(UNFUSED_ATTENTION, dropout=True), "Megatron on this device was before FlashAttention"
+    if "megatron" in title.lower() or "nvidia" in title.lower():
+        return MEGATRON, "named in the title"
+    if layout.get("zero_stage") == 3:
+        return (EAGER if is_old else FUSED), "fully sharded"
+    if "8" in precision or (layout.get("interleave_v") or 1) > 1:
+        return MEGATRON, "8 bit without full sharding" if "8" in precision else "interleaved stages"
+    if (layout.get("tp") or 1) > 1 or not is_old:
+        return FUSED, "tensor parallel, or a newer device"
+    return EAGER, "data parallel"
 
 
 def _model(model: Mapping[str, Any], notes: _Assumptions, *, dropout: bool) -> ModelCosts:
     sequence = int(notes.take("model.seq_len", model.get("seq_len"), 2048, "usual"))
-    vocabulary = int(notes.take("model.vocab", model.get("vocab"), 50304, "GPT-2's, padded"))
+    vocabulary = int(notes.take("vocabulary", model.get("vocab"), 50304, "GPT-2's, padded"))
     layers, hidden, parameters = model.get("layers"), model.get("hidden"), model.get("params")
     if not layers or not hidden:
         parameters = float(notes.take("model.params", parameters, 1e9, "unknown"))
         layers = layers or max(1, round((parameters / (12 * 128**2)) ** (1 / 3)))
         hidden = hidden or max(128, 128 * round(math.sqrt(parameters / (12 * layers)) / 128))
         notes.said.append(f"model: {layers} layers of {hidden} (width 128 times depth, from its parameters)")
-    ffn = int(notes.take("model.ffn", model.get("ffn"), 4 * hidden, "4 x hidden"))
-    heads = int(notes.take("model.heads", model.get("heads"), max(1, hidden // 128), "of 128"))
+    ffn = int(notes.take("ffn", model.get("ffn"), 4 * hidden, "4 x hidden"))
+    heads = int(notes.take("heads", model.get("heads"), max(1, hidden // 128), "of 128"))
     kv_heads = int(model.get("kv_heads") or heads)
     kv_heads = kv_heads if heads % kv_heads == 0 else heads
     experts = int(model.get("experts") or 1)

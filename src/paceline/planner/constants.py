@@ -7,16 +7,19 @@ measurements; a file of them is TOML, with a table for each constant and one for
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.config import load_toml
 from paceline.errors import PlanError
 
+BUILT_IN = Path(__file__).with_name("constants.toml")
 TABLES = ("factors", "memory_factors", "spreads", "baseline")
 
-__all__ = ["CONSTANTS", "Calibration", "Constant", "Constants", "load_calibration", "write_calibration"]
+__all__ = ["CONSTANTS", "Calibration", "Constant", "Constants", "built_in", "load_calibration", "write_calibration"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,10 +193,14 @@ class Calibration:
     baseline: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
 
 
+@functools.cache
+def built_in() -> Calibration:
+    """What `benchmarks/published.py` found on published measurements."""
+    return load_calibration(BUILT_IN)
+
+
 def load_calibration(path: Path) -> Calibration:
     """Read what `write_calibration` wrote; PlanError where it is something else."""
-    from paceline.config import load_toml
-
     tables = load_toml(path)
     try:
         values = {name: float(table["value"]) for name, table in dict(tables["constants"]).items()}
@@ -202,8 +209,7 @@ def load_calibration(path: Path) -> Calibration:
             odd = ", ".join(sorted(values.keys() ^ known))
             raise PlanError(f"{path} must have exactly the constants of the cost model; {odd} is missing or unknown.")
         others = {
-            name: {str(key): float(value) for key, value in dict(tables.get(name, {})).items()}
-            for name in TABLES
+            name: {str(key): float(value) for key, value in dict(tables.get(name, {})).items()} for name in TABLES
         }
         return Calibration(constants=Constants(**values), **others)
     except (KeyError, TypeError, ValueError) as error:

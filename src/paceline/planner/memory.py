@@ -1,8 +1,8 @@
 """Predict the bytes of the fullest worker, by part.
 
 State: weights, gradients, and Adam's state with master weights, as mixed precision keeps them (Rajbhandari et al.,
-"ZeRO", 2020: 2 + 2 + 12 bytes per parameter). Kept values: what forward leaves for backward, of as many micro-batches as
-are in flight (Korthikanti et al., "Reducing Activation Recomputation", 2022). Working space: the block that is being
+"ZeRO", 2020: 2 + 2 + 12 bytes per parameter). Kept values: what forward leaves for backward, of as many micro-batches
+as are in flight (Korthikanti et al., "Reducing Activation Recomputation", 2022). Working space: the block that is being
 computed again, gathered parameters, logits. On top comes what the device's runtime and the collectives' buffers take,
 and the gaps that an allocator leaves.
 """
@@ -33,7 +33,10 @@ WEIGHT, MASTER_AND_ADAM = 2.0, 12.0  # bytes per parameter
 RUNTIME = 4e9  # CUDA context and libraries, some 1 GB; buffers of NCCL, workspaces of products
 GAPS = 0.1
 LOGIT_BYTES = 2.0 + 4.0 + 4.0  # in 16 bit, in 32 bit for the loss, and their gradient
-SCORE_BYTES, MASKED_SCORE_BYTES = 2.0, 5.0  # kept per score by unfused attention: softmax; also dropout's mask and result
+SCORE_BYTES, MASKED_SCORE_BYTES = (
+    2.0,
+    5.0,
+)  # kept per score by unfused attention: softmax; also dropout's mask and result
 QUERY_STATISTICS = 4.0  # bytes per token and head that fused attention keeps
 GATHERED_UNITS = 2.0  # ZeRO-3: the unit that computes, and the next one
 
@@ -64,18 +67,24 @@ def in_flight(case: Case) -> float:
 
 
 def state_bytes(
-    parameters: float, *, zero: int, members: int, gradient_bytes: float = 2.0, keeps_gathered: bool = False
+    parameters: float,
+    *,
+    zero: int,
+    members: int,
+    gradient_bytes: float = 2.0,
+    copied_bytes: float = 0.0,
+    keeps_gathered: bool = False,
 ) -> float:
     """Return the bytes of weights, gradients and Adam of so many parameters, of which `members` workers split what
     `zero` says.
 
-    `gradient_bytes`: of a gradient where it is not split; with 2 of them, what is split has a copy of its gradients in
-    32 bit. `keeps_gathered`: ZeRO-3 whose parameters and gradients stay whole within a step.
+    `gradient_bytes`: of a gradient where it is not split. `copied_bytes`: of a copy of the gradients that are split.
+    `keeps_gathered`: ZeRO-3 whose parameters and gradients stay whole within a step.
     """
     if zero == 0 or members == 1:
         return parameters * (WEIGHT + gradient_bytes + MASTER_AND_ADAM)
     if zero == 1:
-        return parameters * (WEIGHT + gradient_bytes + (MASTER_AND_ADAM + max(0.0, 4.0 - gradient_bytes)) / members)
+        return parameters * (WEIGHT + gradient_bytes + (MASTER_AND_ADAM + copied_bytes) / members)
     if zero == 2:
         return parameters * (WEIGHT + (WEIGHT + MASTER_AND_ADAM) / members)
     whole = parameters * (WEIGHT + gradient_bytes) if keeps_gathered else 0.0
@@ -89,7 +98,7 @@ def predict_memory(case: Case, factor: float = 1.0) -> MemoryPrediction:
     tokens, width = case.micro_tokens, axes.tensor
     kept_block, working = _block_bytes(case)
     blocks = case.blocks
-    if axes.stages > 1 and software.balanced_ends:
+    if case.has_short_ends:
         blocks = (block.count + 2) / axes.stages - 1
     parts = dict.fromkeys(MEMORY_PARTS, 0.0)
     parts["state"] = state_bytes(
@@ -97,6 +106,7 @@ def predict_memory(case: Case, factor: float = 1.0) -> MemoryPrediction:
         zero=axes.zero,
         members=members,
         gradient_bytes=VALUE if case.precision == "fp16" else software.gradient_bytes,
+        copied_bytes=VALUE if case.precision == "fp16" else 0.0,  # gradients in 32 bit, less those in 16 bit
         keeps_gathered=software.keeps_gathered and axes.stages > 1,
     )
     parts["kept"] = in_flight(case) * blocks * kept_block

@@ -99,6 +99,13 @@ class Case:
         return self.model.block.count / self.axes.stages
 
     @property
+    def has_short_ends(self) -> bool:
+        """Whether the first and the last stage have a block less than the others, for the embedding and the head: how
+        many blocks there are shows it."""
+        count, stages = self.model.block.count, self.axes.stages
+        return stages > 2 and count % stages != 0 and (count + 2) % stages == 0
+
+    @property
     def held_parameters(self) -> float:
         """Parameters of the fullest worker, if nothing but tensor, experts and stages divides them."""
         block, axes = self.model.block, self.axes
@@ -172,7 +179,7 @@ class Workload:
         slot = stage + head
         if axes.stages > 1:
             send = self._send_s(constants)
-            if case.software.balanced_ends:  # as many blocks more on each other stage
+            if case.has_short_ends:  # the others have more blocks, and the last one the head
                 slot = stage * (1 + 2 / case.model.block.count)
                 parts["head"] = (slot - stage) * micros
             slot += send

@@ -28,7 +28,6 @@ class Software:
     dropout: bool = False
     gradient_bytes: float = 4.0
     keeps_gathered: bool = False  # ZeRO-3 parameters stay gathered for a step where there are stages
-    balanced_ends: bool = False  # first and last stage have a block less
 
 
 EAGER = Software(name="torch", kernels="single")
