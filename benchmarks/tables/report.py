@@ -63,7 +63,7 @@ def _group(one: Tried) -> tuple[Any, ...]:
     return (
         one.reading.title,
         model.get("name"),
-        case.model.block.count,
+        case.model.count,
         case.model.sequence,
         case.cluster.device.name,
         case.axes.workers,

@@ -63,7 +63,7 @@ class Reading:
     def is_special(self) -> bool:
         """Whether it has a table of its own: a mixture of experts, or a device of the Blackwell generation."""
         name = self.case.cluster.device.name
-        return self.case.model.block.experts > 1 or name.startswith(("b200", "b300", "gb"))
+        return self.case.model.is_routed or name.startswith(("b200", "b300", "gb"))
 
 
 def load_rows(path: Path) -> list[Row]:
@@ -212,12 +212,12 @@ def _axes(row: Row, devices: int, model: ModelCosts, software: Software, notes: 
     if data * tensor * stages * context != devices and rest * tensor * stages * context == devices:
         notes.said.append(f"layout.dp={rest} (not {data}: the axes have to multiply to {devices} devices)")
         data = rest
-    experts = experts if model.block.experts > 1 else 1
+    experts = experts if model.is_routed else 1
     zero = layout.get("zero_stage")
     name = str(layout.get("schedule") or "").lower()
     chunks = int(layout.get("interleave_v") or 1)
     if "1f1b-i" in name and chunks == 1:
-        chunks = max(1, model.block.count // stages)
+        chunks = max(1, model.count // stages)
     schedule: Schedule = "1f1b"
     if "zb-2p" in name or "zb2p" in name:
         schedule = "zero-bubble-2p"

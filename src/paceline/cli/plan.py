@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from paceline import config, settings
 from paceline.cli.arguments import Commands, add_command
+from paceline.cli.plan_costs import print_costs
 from paceline.errors import PlanError
 from paceline.plan import AllReduce, Batch, CommandPlan, Compute, ParameterServer, Plan
 from paceline.schedule.allreduce.build import ALGORITHMS, build, num_chunks_of
@@ -34,6 +35,7 @@ EXAMPLES = """\
   paceline plan "batch(size=64,micro=4)" --workers 3 --set plan.compute.precision=bf16
   paceline plan "allreduce(algorithm=tree)" --workers 5 --draw      what each worker sends to which, round by round
   paceline plan train.py --check --plan "tensor=4"         what of the script's models cannot be cut so, and why
+  paceline plan train.py --workers 64 --cluster h100x8-ib  what a step costs there, and which plan is the fastest
 
 With a script, it is run in this process up to its first loop over batches, with models that have no memory of their
 weights, and every model that it prepares is looked at: what cannot be cut, with the remedy; what is cut how much,
@@ -74,6 +76,11 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("--check", action="store_true", help="say only what is wrong")
     parser.add_argument("--draw", action="store_true", help="draw how replicas sum, if the plan names an algorithm")
+    parser.add_argument(
+        "--cluster", metavar="NAME|FILE", help="with a script: predict what a step costs on this cluster"
+    )
+    parser.add_argument("--samples", metavar="N", help="with --cluster: how long so many samples take")
+    parser.add_argument("--price", metavar="X", help="with --samples: what they cost, at so much a device and hour")
     parser.add_argument("--hosts", metavar="N", help="with --draw: so many hosts (default: one for each replica)")
     parser.set_defaults(run=run)
 
@@ -87,7 +94,13 @@ def run(arguments: argparse.Namespace) -> int:
             plan=CommandPlan.of(None if arguments.plan is None else Plan.parse(arguments.plan), arguments.overrides),
             workers=_workers(arguments.workers),
             is_short=arguments.check,
+            cluster=arguments.cluster,
+            price=_positive(arguments.price, "--price"),
+            samples=_positive(arguments.samples, "--samples"),
         )
+    for option in ("cluster", "price", "samples"):
+        if getattr(arguments, option) is not None:
+            raise config.PlanError(f"--{option} goes with a script: what a step costs depends on the script's model.")
     if arguments.plan is not None:
         raise config.PlanError(f"--plan goes with a script; without one, write: paceline plan {arguments.plan!r}.")
     plan = settings.apply(Plan.parse(arguments.text), *arguments.overrides)
@@ -122,6 +135,15 @@ def _workers(text: str | None) -> int | None:
     if workers < 1:
         raise config.PlanError(f"--workers is {workers}; it must be at least 1.")
     return workers
+
+
+def _positive(text: str | None, name: str) -> float | None:
+    if text is None:
+        return None
+    number = config.parse_value(text, float, path=name)
+    if not 0 < number < float("inf"):
+        raise config.PlanError(f"{name} is {text}; it must be above 0.")
+    return number
 
 
 def _drawing(plan: Plan, workers: int, hosts: str | None) -> str:
@@ -166,8 +188,15 @@ def check_script(
     plan: CommandPlan,
     workers: int | None,
     is_short: bool,
+    cluster: str | None = None,
+    price: float | None = None,
+    samples: float | None = None,
 ) -> int:
-    """Print what was found; returns 2 where something stands against it. `is_short`: leave the plan itself out."""
+    """Print what was found; returns 2 where something stands against it. `is_short`: leave the plan itself out.
+
+    `cluster`: also print what a step costs there, how long so many `samples` take, and their `price` at so much a
+    device and hour.
+    """
     if not script.is_file():
         raise PlanError(f"There is no script {script}.")
     from paceline.worker.script_inspection import inspect_script
@@ -184,7 +213,8 @@ def check_script(
     for name, sizes in found.sizes.items():
         print(f"\nEach worker holds of {name}, beside activations (by formula)")
         print(_sizes_table(sizes, found.plan.compute))
-    return 2 if found.refusals else 0
+    fits = cluster is None or print_costs(found, cluster, price_per_hour=price, samples=samples)
+    return 2 if found.refusals or not fits else 0
 
 
 def table(rows: Iterable[Sequence[str]], widths: Sequence[int]) -> str:

@@ -14,7 +14,8 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-from paceline.planner.predict import VALUE, Case
+from paceline.planner.model_costs import Block
+from paceline.planner.predict import VALUE, Case, Recompute
 
 __all__ = ["MEMORY_PARTS", "MemoryPrediction", "Verdict", "in_flight", "predict_memory", "state_bytes", "verdict"]
 
@@ -29,7 +30,7 @@ MEMORY_PARTS = {
 
 Verdict = Literal["fits", "does not fit", "unsure"]
 
-WEIGHT, MASTER_AND_ADAM = 2.0, 12.0  # bytes per parameter
+WEIGHT, MASTER, ADAM = 2.0, 4.0, 8.0  # bytes per parameter
 RUNTIME = 4e9  # CUDA context and libraries, some 1 GB; buffers of NCCL, workspaces of products
 GAPS = 0.1
 LOGIT_BYTES = 2.0 + 4.0 + 4.0  # in 16 bit, in 32 bit for the loss, and their gradient
@@ -71,6 +72,7 @@ def state_bytes(
     *,
     zero: int,
     members: int,
+    weight_bytes: float = 2.0,
     gradient_bytes: float = 2.0,
     copied_bytes: float = 0.0,
     keeps_gathered: bool = False,
@@ -78,75 +80,83 @@ def state_bytes(
     """Return the bytes of weights, gradients and Adam of so many parameters, of which `members` workers split what
     `zero` says.
 
-    `gradient_bytes`: of a gradient where it is not split. `copied_bytes`: of a copy of the gradients that are split.
-    `keeps_gathered`: ZeRO-3 whose parameters and gradients stay whole within a step.
+    `weight_bytes` and `gradient_bytes`: of those that are not split; weights of 4 bytes are their own master weights.
+    `copied_bytes`: of a copy of the gradients that are split. `keeps_gathered`: ZeRO-3 whose parameters and gradients
+    stay whole within a step.
     """
     if zero == 0 or members == 1:
-        return parameters * (WEIGHT + gradient_bytes + MASTER_AND_ADAM)
+        masters = 0.0 if weight_bytes > WEIGHT else MASTER
+        return parameters * (weight_bytes + gradient_bytes + masters + ADAM)
     if zero == 1:
-        return parameters * (WEIGHT + gradient_bytes + (MASTER_AND_ADAM + copied_bytes) / members)
+        return parameters * (weight_bytes + gradient_bytes + (MASTER + ADAM + copied_bytes) / members)
     if zero == 2:
-        return parameters * (WEIGHT + (WEIGHT + MASTER_AND_ADAM) / members)
-    whole = parameters * (WEIGHT + gradient_bytes) if keeps_gathered else 0.0
-    return parameters * (2 * WEIGHT + MASTER_AND_ADAM) / members + whole
+        return parameters * (weight_bytes + (WEIGHT + MASTER + ADAM) / members)
+    whole = parameters * (weight_bytes + gradient_bytes) if keeps_gathered else 0.0
+    return parameters * (2 * WEIGHT + MASTER + ADAM) / members + whole
 
 
-def predict_memory(case: Case, factor: float = 1.0) -> MemoryPrediction:
-    """Return the fullest worker's bytes; `factor` is measured over predicted."""
-    axes, software, block = case.axes, case.software, case.model.block
-    members = axes.data * axes.context
-    tokens, width = case.micro_tokens, axes.tensor
-    kept_block, working = _block_bytes(case)
-    blocks = case.blocks
-    if case.has_short_ends:
-        blocks = (block.count + 2) / axes.stages - 1
+def predict_memory(case: Case, factor: float = 1.0, *, state: float | None = None) -> MemoryPrediction:
+    """Return the fullest worker's bytes; `factor` is measured over predicted. `state`: where it is known exactly."""
+    axes, software, model = case.axes, case.software, case.model
+    members = axes.shard * axes.experts * axes.context
     parts = dict.fromkeys(MEMORY_PARTS, 0.0)
-    parts["state"] = state_bytes(
+    parts["state"] = state or state_bytes(
         case.held_parameters,
         zero=axes.zero,
         members=members,
+        weight_bytes=software.weight_bytes,
         gradient_bytes=VALUE if case.precision == "fp16" else software.gradient_bytes,
         copied_bytes=VALUE if case.precision == "fp16" else 0.0,  # gradients in 32 bit, less those in 16 bit
         keeps_gathered=software.keeps_gathered and axes.stages > 1,
     )
-    parts["kept"] = in_flight(case) * blocks * kept_block
-    parts["working"] = working
-    if axes.zero == 3 and members > 1:
-        unit = max(block.parameters / width, case.model.vocabulary * case.model.hidden / width)
-        parts["working"] += GATHERED_UNITS * unit * VALUE
+    kept, largest = 0.0, 0.0
+    for block in model.blocks:
+        each, working = _block_bytes(case, block, case.recompute)
+        kept, largest = kept + block.count * each, max(largest, working)
+    first = model.count / axes.stages - (
+        1 - 2 / axes.stages if case.has_short_ends else 0.0
+    )  # blocks of the first stage
+    parts["kept"] = in_flight(case) * kept / model.count * first
+    parts["working"] = largest
+    if model.rest is not None:
+        parts["kept"] += _block_bytes(case, model.rest, "none")[0]
+    if state is None and axes.zero == 3 and members > 1:
+        unit = max(model.vocabulary * model.hidden, *(block.parameters for block in model.blocks))
+        parts["working"] += GATHERED_UNITS * unit / axes.tensor * VALUE
     if axes.stages == 1:
-        parts["logits"] = tokens * case.model.vocabulary / width * LOGIT_BYTES
+        parts["logits"] = case.micro_tokens * model.vocabulary / axes.tensor * LOGIT_BYTES
     parts["gaps"] = sum(parts.values()) * GAPS
     parts["runtime"] = RUNTIME
     parts = {name: value * factor for name, value in parts.items()}
     return MemoryPrediction(peak=sum(parts.values()), parts=parts)
 
 
-def _block_bytes(case: Case) -> tuple[float, float]:
+def _block_bytes(case: Case, block: Block, recompute: Recompute) -> tuple[float, float]:
     """Return what one block keeps of a micro-batch, and the most that backward needs beside it."""
-    axes, block, tokens = case.axes, case.model.block, case.micro_tokens
+    axes, tokens = case.axes, case.micro_tokens
     spread, width = (axes.tensor if axes.sequence else 1), axes.tensor
     scores = 0.0
     if block.attention is not None:
         heads = block.attention.heads / width
         if case.software.attention == "unfused":
             each = MASKED_SCORE_BYTES if case.software.dropout else SCORE_BYTES
-            scores = each * heads * tokens * case.model.sequence
+            scores = each * heads * tokens * block.attention.span
         else:
             scores = QUERY_STATISTICS * heads * tokens
-    whole = tokens * (block.kept / spread + block.kept_split / width) + scores
-    entry = VALUE * tokens * block.hidden / spread  # the block's input
-    if case.recompute == "none":
+    wide = case.value_bytes / VALUE
+    whole = (tokens * (block.kept / spread + block.kept_split / width) + scores) * wide
+    entry = case.value_bytes * tokens * block.hidden / spread  # the block's input
+    if recompute == "none":
         return whole, 0.0
-    if case.recompute == "full":
+    if recompute == "full":
         return entry, whole
-    if case.recompute == "half":
+    if recompute == "half":
         return (entry + whole) / 2, whole
     if case.software.selective == "attention":
         return whole - scores, scores
     # The block's input, attention's result, and every second product's; norms and activation functions come again.
     results = sum(layer.rows * layer.outputs for layer in block.matmuls)
-    return entry + tokens * VALUE / width * (block.hidden + results / 2), whole
+    return entry + tokens * case.value_bytes / width * (block.hidden + results / 2), whole
 
 
 def verdict(case: Case, prediction: MemoryPrediction, *, half_width: float) -> Verdict:

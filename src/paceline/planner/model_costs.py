@@ -1,4 +1,4 @@
-"""What a model costs, layer by layer, without a device: matrix products, attention, moved elements, kept values.
+"""What a model costs, block by block, without a device: matrix products, attention, moved elements, kept values.
 
 A block is described for one token, so that micro-batches of any size follow. `transformer` makes the description from
 a transformer's sizes.
@@ -35,21 +35,25 @@ class Matmul:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Attention:
-    """Scores of each token with all of its sequence, and their weighted sum of values; `tensor` divides heads."""
+    """Scores of each token with `span` others, and their weighted sum of values; tensor parallel divides heads.
+
+    `kv_elements`: keys and values of a token.
+    """
 
     heads: int
-    kv_heads: int
     head_size: int
+    span: float
+    kv_elements: float
     causal: bool = True
 
-    def flops(self, tokens: float, sequence: int) -> float:
+    def flops(self, tokens: float) -> float:
         """Operations of its forward over all pairs of tokens; half of them count if `causal` ones are skipped."""
-        return 4.0 * tokens * sequence * self.heads * self.head_size
+        return 4.0 * tokens * self.span * self.heads * self.head_size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """One block that is repeated `count` times.
+    """One block that is there `count` times.
 
     Per token and block: `moved` elements are read and written by element-wise operations (norms, residuals), and
     `moved_split` by those that tensor parallel divides (activation functions, rotations); `kept` and `kept_split` bytes
@@ -66,6 +70,8 @@ class Block:
     moved_split: float = 0.0
     kept: float = 0.0
     kept_split: float = 0.0
+    single: float | None = None  # elements moved by kernels of one operation each, where that was counted
+    launches: int = 0  # kernels of one operation each in a forward, where that was counted
     experts: int = 1
     routed: int = 1
     expert_parameters: int = 0
@@ -73,36 +79,56 @@ class Block:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCosts:
-    """A model of equal blocks between an embedding and a head over `vocabulary` words."""
+    """A model of blocks, all with the same `hidden` elements per token between them.
 
-    block: Block
-    sequence: int  # tokens of a sample
-    vocabulary: int
+    Before and behind them are an embedding and a head over `vocabulary` words, or `rest`, which is whatever is in no
+    block. A sample has `sequence` tokens; where a model has no tokens, it is one.
+    """
+
+    blocks: tuple[Block, ...]
+    sequence: int
+    vocabulary: int = 0
     tied: bool = False  # embedding and head are one matrix
+    rest: Block | None = None
+
+    @property
+    def count(self) -> int:
+        return sum(block.count for block in self.blocks)
 
     @property
     def hidden(self) -> int:
-        return self.block.hidden
+        return self.blocks[0].hidden
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether there is a mixture of experts."""
+        return any(block.experts > 1 for block in self.blocks)
 
     @property
     def parameters(self) -> int:
-        return self.block.count * self.block.parameters + (1 if self.tied else 2) * self.vocabulary * self.hidden
+        ends = (1 if self.tied else 2) * self.vocabulary * self.hidden
+        return sum(block.count * block.parameters for block in self._all) + ends
 
     @property
     def used_parameters(self) -> float:
         """Parameters that a token takes: of all experts only the routed ones, and no embedding."""
-        idle = self.block.expert_parameters * (1 - self.block.routed / self.block.experts)
-        return self.block.count * (self.block.parameters - idle) + self.vocabulary * self.hidden
+        idle = sum(block.count * block.expert_parameters * (1 - block.routed / block.experts) for block in self._all)
+        return self.parameters - idle - (0 if self.tied else self.vocabulary * self.hidden)
 
     def model_flops(self, tokens: float) -> float:
-        """Operations of forward and backward, as model-FLOPs utilisation counts them: 6 per used parameter and token,
+        """Operations of forward and backward, as model-FLOPs utilisation counts them: three times forward's products,
         and attention over all pairs, of which causal models need half (Chowdhery et al., "PaLM", 2022, appendix B).
         """
-        attention = self.block.attention
-        pairs = 0.0
-        if attention is not None:
-            pairs = 3 * self.block.count * attention.flops(tokens, self.sequence) * (0.5 if attention.causal else 1.0)
-        return 6.0 * self.used_parameters * tokens + pairs
+        total = 6.0 * tokens * self.vocabulary * self.hidden
+        for block in self._all:
+            total += 3 * block.count * sum(layer.flops(tokens) for layer in block.matmuls)
+            if block.attention is not None:
+                total += 3 * block.count * block.attention.flops(tokens) * (0.5 if block.attention.causal else 1.0)
+        return total
+
+    @property
+    def _all(self) -> tuple[Block, ...]:
+        return self.blocks if self.rest is None else (*self.blocks, self.rest)
 
 
 def transformer(
@@ -152,19 +178,23 @@ def transformer(
     # what the MLP's activation function takes and makes.
     kept_mlp = routed * (2 * into + (2 if gated else 0) + 2) * ffn
     return ModelCosts(
-        block=Block(
-            count=layers,
-            hidden=hidden,
-            parameters=2 * hidden * hidden + 2 * hidden * kv + mlp * experts + 4 * hidden,
-            matmuls=matmuls,
-            attention=Attention(heads=heads, kv_heads=kv_heads, head_size=head_size, causal=causal),
-            moved=10.0 * hidden,  # norms: read, write, twice; residuals: two read, one written, twice
-            moved_split=4.0 * hidden + (into + 1) * routed * ffn,
-            kept=8.0 * hidden + masks,
-            kept_split=2.0 * (hidden + 2 * kv) + 2.0 * hidden + kept_mlp,
-            experts=experts,
-            routed=routed,
-            expert_parameters=mlp * experts if experts > 1 else 0,
+        blocks=(
+            Block(
+                count=layers,
+                hidden=hidden,
+                parameters=2 * hidden * hidden + 2 * hidden * kv + mlp * experts + 4 * hidden,
+                matmuls=matmuls,
+                attention=Attention(
+                    heads=heads, head_size=head_size, span=float(sequence), kv_elements=2.0 * kv, causal=causal
+                ),
+                moved=10.0 * hidden,  # norms: read, write, twice; residuals: two read, one written, twice
+                moved_split=4.0 * hidden + (into + 1) * routed * ffn,
+                kept=8.0 * hidden + masks,
+                kept_split=2.0 * (hidden + 2 * kv) + 2.0 * hidden + kept_mlp,
+                experts=experts,
+                routed=routed,
+                expert_parameters=mlp * experts if experts > 1 else 0,
+            ),
         ),
         sequence=sequence,
         vocabulary=vocabulary,

@@ -10,6 +10,7 @@ stage's micro-batches, the pipeline's idle time, what of the data-parallel commu
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Literal
@@ -19,9 +20,11 @@ from paceline.planner.axes import Axes
 from paceline.planner.cluster import Cluster
 from paceline.planner.collectives import exchange_s, gather_s
 from paceline.planner.constants import Constants
-from paceline.planner.matmul import products
-from paceline.planner.model_costs import Matmul, ModelCosts
+from paceline.planner.matmul import Products, products
+from paceline.planner.model_costs import Block, Matmul, ModelCosts
 from paceline.planner.software import Software
+from paceline.schedule.pipeline import build
+from paceline.schedule.pipeline_timeline import StageCost, simulate
 
 __all__ = ["PARTS", "Case", "Prediction", "Recompute", "Workload", "idle_slots"]
 
@@ -31,6 +34,7 @@ PARTS = {
     "products": "matrix products of the blocks",
     "attention": "attention",
     "moves": "element-wise operations",
+    "launches": "waiting for the host, which launches kernels more slowly than they run",
     "head": "the head over the vocabulary, and its loss",
     "recompute": "forward operations that are repeated in backward",
     "tensor": "exposed tensor-parallel communication",
@@ -56,12 +60,16 @@ SMALL_HEADS, SMALL_HEAD_RATE = 80, 0.92  # head sizes below the first reach this
 UNFUSED_RATE = 0.7  # of batched products of attention, over that of large ones
 OFF_GRID_RATE = 0.5  # head sizes that are no multiple of 8: operands are not aligned to 16 bytes
 OPTIMIZER_BYTES = 32.0  # per parameter: 12 bytes of state and master weights read and written, gradient, weight
+LAUNCH_S = 8e-6  # for the host to launch an operation of eager torch: 5 to 10 us (PyTorch's CUDA graphs blog, 2021)
 HEAD_BYTES = 8.0  # per word of the vocabulary: logits in 16 bit and 32 bit, softmax
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """What is predicted. `micro_batch` is in samples of one data-parallel worker, of which it runs `micro_batches`."""
+    """What is predicted. `micro_batch` is in samples of one data-parallel worker, of which it runs `micro_batches`.
+
+    `precision` is that of products and of what is kept: "fp32" has values of 4 bytes, all others of 2.
+    """
 
     model: ModelCosts
     cluster: Cluster
@@ -71,6 +79,7 @@ class Case:
     software: Software
     precision: Literal["bf16", "fp16", "fp8", "fp32"] = "bf16"
     recompute: Recompute = "none"
+    wire_bytes: float = 2.0  # of a parameter, or its gradient, between data-parallel workers
 
     def __post_init__(self) -> None:
         if self.micro_batch <= 0 or self.micro_batches < 1:
@@ -78,6 +87,11 @@ class Case:
                 f"A worker runs {self.micro_batches:g} micro-batches of {self.micro_batch:g} samples; give at least 1 "
                 "of more than 0."
             )
+
+    @property
+    def value_bytes(self) -> float:
+        """Bytes of a value between two operations."""
+        return 2 * VALUE if self.precision == "fp32" else VALUE
 
     @property
     def samples(self) -> float:
@@ -94,25 +108,23 @@ class Case:
         return self.micro_batch * self.model.sequence / self.axes.context
 
     @property
-    def blocks(self) -> float:
-        """Blocks of one stage, on average."""
-        return self.model.block.count / self.axes.stages
-
-    @property
     def has_short_ends(self) -> bool:
         """Whether the first and the last stage have a block less than the others, for the embedding and the head: how
         many blocks there are shows it."""
-        count, stages = self.model.block.count, self.axes.stages
+        count, stages = self.model.count, self.axes.stages
         return stages > 2 and count % stages != 0 and (count + 2) % stages == 0
 
     @property
     def held_parameters(self) -> float:
         """Parameters of the fullest worker, if nothing but tensor, experts and stages divides them."""
-        block, axes = self.model.block, self.axes
-        dense = block.parameters - block.expert_parameters
-        each = dense / axes.tensor + block.expert_parameters / (axes.tensor * axes.experts)
-        ends = self.model.vocabulary * self.model.hidden / axes.tensor
-        return self.blocks * each + ends * (1 if axes.stages > 1 or self.model.tied else 2)
+        axes, model = self.axes, self.model
+        total = 0.0
+        for block in model.blocks:
+            dense = block.parameters - block.expert_parameters
+            total += block.count * (dense + block.expert_parameters / axes.experts)
+        ends = model.vocabulary * model.hidden * (1 if axes.stages > 1 or model.tied else 2)
+        ends += model.rest.parameters if model.rest is not None else 0
+        return (total / axes.stages + ends) / axes.tensor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,19 +137,30 @@ class Prediction:
     mfu: float  # model-FLOPs utilisation of the peak in 16 bit, between 0 and 1
 
 
-def idle_slots(axes: Axes) -> float:
+def idle_slots(axes: Axes, micro_batches: float) -> float:
     """Return for how many micro-batches' forward and backward each stage idles in a step, if all stages cost the same.
 
     (stages - 1) / chunks (Narayanan et al. 2021); a third of it where the weights' part of backward fills the rest, and
     forward and both parts of backward cost the same (ZB-H1 of Qi et al. 2023); nothing at twice the memory (ZB-2p).
+    With fewer micro-batches than stages, the schedule itself is followed.
     """
+    if axes.stages > 1 and micro_batches < axes.stages and axes.schedule != "zero-bubble-2p":
+        return _followed(axes.schedule, axes.stages, axes.chunks, math.ceil(micro_batches))
     slots = (axes.stages - 1) / axes.chunks
     return {"zero-bubble": slots / 3, "zero-bubble-2p": 0.0}.get(axes.schedule, slots)
 
 
+@functools.lru_cache(maxsize=1 << 12)
+def _followed(schedule: str, stages: int, chunks: int, micros: int) -> float:
+    pipeline = build(schedule, num_workers=stages, num_micro=micros, stages_per_worker=chunks)
+    each = 1 / (3 * chunks)
+    cost = StageCost(forward=each, backward_input=each, backward_weight=each)
+    return simulate(pipeline, cost).makespan - micros
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class _BlockSeconds:
-    """Seconds of one block for one micro-batch."""
+class _Seconds:
+    """Seconds of a micro-batch through some blocks: of their parts, and of what backward repeats."""
 
     forward: Mapping[str, float]
     backward: Mapping[str, float]
@@ -151,49 +174,51 @@ class _BlockSeconds:
     def backward_s(self) -> float:
         return sum(self.backward.values()) + self.repeated
 
+    @property
+    def all_s(self) -> float:
+        return self.forward_s + self.backward_s
+
 
 class Workload:
     """A case without constants; `predict` adds them."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        axes, device, model = case.axes, case.cluster.device, case.model
-        self._products = products(case.micro_tokens, model.block.matmuls, axes.tensor, device.units)
-        head = Matmul(inputs=model.hidden, outputs=model.vocabulary, split="outputs")
-        self._head = products(case.micro_tokens, (head,), axes.tensor, device.units)
+        axes, units, model = case.axes, case.cluster.device.units, case.model
+        self._products = [products(case.micro_tokens, block.matmuls, axes.tensor, units) for block in model.blocks]
+        self._rest: tuple[Products, Products] | None = None
+        if model.rest is not None:
+            self._rest = products(case.micro_tokens, model.rest.matmuls, axes.tensor, units)
+        head = (Matmul(inputs=model.hidden, outputs=model.vocabulary, split="outputs"),) if model.vocabulary else ()
+        self._head = products(case.micro_tokens, head, axes.tensor, units)
 
     def predict(self, constants: Constants, factor: float = 1.0) -> Prediction:
         """Return the prediction; `factor` is measured over predicted seconds, of this software or of a receipt."""
         case, axes = self.case, self.case.axes
-        block = self._block(constants)
-        head_forward, head_backward = self._head_s(constants)
-        count, micros = case.blocks, case.micro_batches
+        stage, head = self._stage(constants), self._head_s(constants)
+        micros = case.micro_batches
         parts = dict.fromkeys(PARTS, 0.0)
-        for seconds in (block.forward, block.backward):
+        for seconds in (stage.forward, stage.backward):
             for name, value in seconds.items():
-                parts[name] += value * count * micros
-        parts["recompute"] = block.repeated * count * micros
-        head = head_forward + head_backward
-        parts["head"] = head * micros
-        stage = count * (block.forward_s + block.backward_s)
-        slot = stage + head
+                parts[name] += value * micros
+        parts["recompute"] = stage.repeated * micros
+        parts["head"] = sum(head) * micros
+        slot = stage.all_s + sum(head)
         if axes.stages > 1:
             send = self._send_s(constants)
             if case.has_short_ends:  # the others have more blocks, and the last one the head
-                slot = stage * (1 + 2 / case.model.block.count)
-                parts["head"] = (slot - stage) * micros
+                slot = stage.all_s * (1 + 2 / case.model.count)
+                parts["head"] = (slot - stage.all_s) * micros
             slot += send
             parts["sends"] = send * micros
-            parts["idle"] = idle_slots(axes) * (stage + head / axes.stages + send)
-        self._add_data(parts, constants, block, (head_forward, head_backward), slot)
+            parts["idle"] = idle_slots(axes, micros) * (stage.all_s + sum(head) / axes.stages + send)
+        parts["data"] = self._data_s(constants, stage, head, slot)
         parts["optimizer"] = self._optimizer_s()
         total = sum(parts.values())
-        parts["straggle"] = (
-            total * constants.straggle * math.log2(max(1.0, axes.workers / case.cluster.devices_per_host))
-        )
-        total += parts["straggle"]
+        hosts = max(1.0, axes.workers / case.cluster.devices_per_host)
+        parts["straggle"] = total * constants.straggle * math.log2(hosts)
+        step_s = (total + parts["straggle"]) * factor
         flops = case.model.model_flops(case.tokens)
-        step_s = total * factor
         return Prediction(
             step_s=step_s,
             parts={name: value * factor for name, value in parts.items()},
@@ -213,41 +238,65 @@ class Workload:
     def _passes(self, constants: Constants) -> float:
         return constants.passes * (constants.unfused if self.case.software.kernels == "single" else 1.0)
 
-    def _block(self, constants: Constants) -> _BlockSeconds:
-        case, axes, model = self.case, self.case.axes, self.case.model
-        block, tokens, bandwidth = model.block, case.micro_tokens, case.cluster.device.memory_bandwidth
+    def _stage(self, constants: Constants) -> _Seconds:
+        """A micro-batch through the blocks of one stage, on average."""
+        forward: dict[str, float] = {}
+        backward: dict[str, float] = {}
+        repeated = 0.0
+        for block, work in zip(self.case.model.blocks, self._products, strict=True):
+            one, share = self._block(block, work, constants), block.count / self.case.axes.stages
+            for total, seconds in ((forward, one.forward), (backward, one.backward)):
+                for name, value in seconds.items():
+                    total[name] = total.get(name, 0.0) + value * share
+            repeated += one.repeated * share
+        return _Seconds(forward, backward, repeated)
+
+    def _block(self, block: Block, work: tuple[Products, Products], constants: Constants) -> _Seconds:
+        case, axes = self.case, self.case.axes
+        tokens, bandwidth = case.micro_tokens, case.cluster.device.memory_bandwidth
         rate = self._rate(case.precision, constants)
-        forward_products, backward_products = self._products
-        forward: dict[str, float] = {"products": forward_products.flops(constants.depth) / rate}
-        backward: dict[str, float] = {"products": backward_products.flops(constants.depth) / rate}
-        forward["attention"], backward["attention"] = self._attention(constants)
+        forward: dict[str, float] = {"products": work[0].flops(constants.depth) / rate}
+        backward: dict[str, float] = {"products": work[1].flops(constants.depth) / rate}
+        forward["attention"], backward["attention"] = self._attention(block, constants)
 
         spread = axes.tensor if axes.sequence else 1
-        moved = tokens * (block.moved / spread + block.moved_split / axes.tensor) * VALUE / bandwidth
+        moved = self._moved(block, spread, constants) * tokens * case.value_bytes / bandwidth
         quantised = 0.0
         if case.precision == "fp8":  # inputs of linear layers are read in 16 bit and written in 8, twice (transposed)
             inputs = sum(layer.rows * layer.inputs for layer in block.matmuls)
             quantised = tokens * inputs / axes.tensor * 2 * VALUE / bandwidth * constants.passes
-        forward["moves"] = moved * self._passes(constants) + quantised
-        backward["moves"] = moved * self._passes(constants) * BACKWARD_MOVES + quantised
+        forward["moves"] = moved + quantised
+        backward["moves"] = moved * BACKWARD_MOVES + quantised
 
-        forward["tensor"] = backward["tensor"] = self._tensor_s(constants)
-        forward["context"] = self._context_s(constants)
+        forward["tensor"] = backward["tensor"] = self._tensor_s(block, constants)
+        forward["context"] = self._context_s(block, constants)
         backward["context"] = 2 * forward["context"]
-        forward["experts"] = backward["experts"] = self._experts_s(constants)
-        return _BlockSeconds(forward, backward, self._repeated(forward))
+        forward["experts"] = backward["experts"] = self._experts_s(block, constants)
+        if case.software.kernels == "single":
+            forward["launches"] = max(0.0, block.launches * LAUNCH_S - sum(forward.values()))
+            backward["launches"] = max(0.0, 2 * block.launches * LAUNCH_S - sum(backward.values()))
+        return _Seconds(forward, backward, self._repeated(forward))
 
-    def _attention(self, constants: Constants) -> tuple[float, float]:
-        """Seconds of attention's forward and backward, of one block."""
-        case, attention = self.case, self.case.model.block.attention
+    def _moved(self, block: Block, spread: int, constants: Constants) -> float:
+        """Elements per token that element-wise operations move; `spread` workers split those between products."""
+        shared = block.moved / spread + block.moved_split / self.case.axes.tensor
+        if block.single is None:
+            return shared * self._passes(constants)
+        if self.case.software.kernels == "single":
+            return block.single * shared / max(1e-9, block.moved + block.moved_split)
+        return shared  # counted, with saved copies and casts
+
+    def _attention(self, block: Block, constants: Constants) -> tuple[float, float]:
+        """Seconds of attention's forward and backward."""
+        case, attention = self.case, block.attention
         if attention is None:
             return 0.0, 0.0
         device, tensor = case.cluster.device, case.axes.tensor
-        flops = attention.flops(case.micro_tokens, case.model.sequence) / tensor
+        flops = attention.flops(case.micro_tokens) / tensor
         if case.software.attention == "unfused":
             on_grid = 1.0 if attention.head_size % 8 == 0 else OFF_GRID_RATE
             dense = flops / (self._rate("bf16", constants) * UNFUSED_RATE * on_grid)
-            scores = attention.heads / tensor * case.micro_tokens * case.model.sequence
+            scores = attention.heads / tensor * case.micro_tokens * attention.span
             moved = scores * SCORE_PASSES / device.memory_bandwidth * self._passes(constants)
             return dense + moved, 2 * dense + BACKWARD_SCORES * moved
         rate = device.attention[case.software.attention] * constants.attention
@@ -256,7 +305,7 @@ class Workload:
         return needed / rate * FORWARD_ATTENTION, needed / rate * BACKWARD_ATTENTION
 
     def _repeated(self, forward: Mapping[str, float]) -> float:
-        """Seconds of what backward computes again, of one block."""
+        """Seconds of what backward computes again."""
         case, whole = self.case, sum(forward.values())
         if case.recompute == "full":
             return whole
@@ -269,16 +318,24 @@ class Workload:
         return forward["products"] / 2 + forward["moves"]  # every second product's result is kept
 
     def _head_s(self, constants: Constants) -> tuple[float, float]:
-        """Seconds of the head's forward and backward for one micro-batch."""
-        case, rate = self.case, self._rate("bf16", constants)
-        words = case.micro_tokens * case.model.vocabulary / case.axes.tensor
-        moved = words * HEAD_BYTES / case.cluster.device.memory_bandwidth * max(1.0, self._passes(constants) / 2)
-        forward, backward = self._head
-        return forward.flops(constants.depth) / rate + moved, backward.flops(constants.depth) / rate + 2 * moved
+        """Seconds of forward and backward of a micro-batch through the head, or what else is in no block."""
+        case, forward_s, backward_s = self.case, 0.0, 0.0
+        rate = self._rate("fp32" if case.precision == "fp32" else "bf16", constants)  # never in 8 bit
+        if case.model.vocabulary:
+            words = case.micro_tokens * case.model.vocabulary / case.axes.tensor
+            moved = words * HEAD_BYTES / case.cluster.device.memory_bandwidth * max(1.0, self._passes(constants) / 2)
+            forward, backward = self._head
+            forward_s += forward.flops(constants.depth) / rate + moved
+            backward_s += backward.flops(constants.depth) / rate + 2 * moved
+        if case.model.rest is not None and self._rest is not None:
+            rest = self._block(case.model.rest, self._rest, constants)
+            forward_s, backward_s = forward_s + rest.forward_s, backward_s + rest.backward_s - rest.repeated
+        return forward_s, backward_s
 
     def _optimizer_s(self) -> float:
         case = self.case
-        held = case.held_parameters / (self._data_members if case.axes.zero else 1)
+        axes = case.axes
+        held = case.held_parameters / (axes.shard * axes.experts * axes.context if axes.zero else 1)
         return held * OPTIMIZER_BYTES / case.cluster.device.memory_bandwidth
 
     # Communication.
@@ -287,32 +344,31 @@ class Workload:
     def _data_members(self) -> int:
         return self.case.axes.data * self.case.axes.context
 
-    def _tensor_s(self, constants: Constants) -> float:
+    def _tensor_s(self, block: Block, constants: Constants) -> float:
         """Two all-reduces of a micro-batch's activations, or with `sequence` as much in halves (Megatron-LM)."""
         case, tensor = self.case, self.case.axes.tensor
         if tensor == 1:
             return 0.0
-        num_bytes = case.micro_tokens * case.model.hidden * VALUE
+        num_bytes = case.micro_tokens * block.hidden * case.value_bytes
         inside = case.axes.inside(tensor, 1, case.cluster.devices_per_host)
         hidden = case.software.hides_tensor and case.axes.sequence
         return 4 * gather_s(num_bytes, tensor, inside, case.cluster, constants) * (constants.exposed if hidden else 1.0)
 
-    def _context_s(self, constants: Constants) -> float:
+    def _context_s(self, block: Block, constants: Constants) -> float:
         """Keys and values of all tokens, half of it behind attention."""
-        case, axes, attention = self.case, self.case.axes, self.case.model.block.attention
+        case, axes, attention = self.case, self.case.axes, block.attention
         if axes.context == 1 or attention is None:
             return 0.0
-        kv = 2 * attention.kv_heads * attention.head_size / axes.tensor
-        num_bytes = case.micro_tokens * axes.context * kv * VALUE
+        num_bytes = case.micro_tokens * axes.context * attention.kv_elements / axes.tensor * case.value_bytes
         inside = axes.inside(axes.context, axes.tensor, case.cluster.devices_per_host)
         return gather_s(num_bytes, axes.context, inside, case.cluster, constants) / 2
 
-    def _experts_s(self, constants: Constants) -> float:
+    def _experts_s(self, block: Block, constants: Constants) -> float:
         """Tokens to their experts and back."""
-        case, axes, block = self.case, self.case.axes, self.case.model.block
-        if axes.experts == 1:
+        case, axes = self.case, self.case.axes
+        if axes.experts == 1 or block.experts == 1:
             return 0.0
-        num_bytes = case.micro_tokens * block.routed * case.model.hidden * VALUE / axes.tensor
+        num_bytes = case.micro_tokens * block.routed * block.hidden * case.value_bytes / axes.tensor
         inside = axes.inside(axes.experts, axes.tensor * axes.context, case.cluster.devices_per_host)
         return 2 * exchange_s(num_bytes, axes.experts, inside, case.cluster, constants)
 
@@ -321,39 +377,36 @@ class Workload:
         case, axes = self.case, self.case.axes
         if case.software.hides_sends and axes.chunks > 1:
             return 2 * axes.chunks * constants.latency
-        num_bytes = case.micro_tokens * case.model.hidden * VALUE / axes.tensor
+        num_bytes = case.micro_tokens * case.model.hidden * case.value_bytes / axes.tensor
         if axes.workers > case.cluster.devices_per_host:
             seconds = num_bytes * case.cluster.devices_per_host / (case.cluster.network * constants.network)
         else:
             seconds = num_bytes / (case.cluster.device.link * constants.link)
         return 2 * axes.chunks * (seconds + constants.latency)
 
-    def _add_data(
-        self,
-        parts: dict[str, float],
-        constants: Constants,
-        block: _BlockSeconds,
-        head: tuple[float, float],
-        slot: float,
-    ) -> None:
-        """Gradients are summed behind the last micro-batch; ZeRO-3 gathers parameters behind every one."""
-        case, axes = self.case, self.case.axes
-        members = self._data_members
-        if members == 1:
-            return
-        inside = axes.inside(members, axes.tensor, case.cluster.devices_per_host)
-        num_bytes, q = case.held_parameters * VALUE, constants.overlap
+    def _data_s(self, constants: Constants, stage: _Seconds, head: tuple[float, float], slot: float) -> float:
+        """Gradients are summed behind the last micro-batch; ZeRO-3 gathers parameters behind every one.
 
-        def together(first: float, second: float) -> float:
-            return (first**q + second**q) ** (1 / q)
+        Shards are gathered and summed within a replica's group, then replicas sum the shards that they have.
+        """
+        case, axes, q = self.case, self.case.axes, constants.overlap
+        num_bytes, per_host = case.held_parameters * case.wire_bytes, case.cluster.devices_per_host
 
+        def exposed(compute: float, communication: float) -> float:
+            return (compute**q + communication**q) ** (1 / q) - compute
+
+        if not axes.zero:
+            members = self._data_members
+            inside = axes.inside(members, axes.tensor, per_host)
+            return exposed(slot, 2 * gather_s(num_bytes, members, inside, case.cluster, constants))
+        group = axes.shard * axes.experts * axes.context
+        inside = axes.inside(group, axes.tensor, per_host)
+        between = axes.inside(axes.replicas, axes.tensor * group, per_host)
+        summed = 2 * gather_s(num_bytes / group, axes.replicas, between, case.cluster, constants)
         if axes.zero == 3:
-            units = max(1.0, case.blocks)
-            gather = units * gather_s(num_bytes / units, members, inside, case.cluster, constants)
-            forward = case.blocks * block.forward_s + head[0]
-            backward = case.blocks * block.backward_s + head[1]
-            exposed = together(forward, gather) - forward + together(backward, 2 * gather) - backward
-            parts["data"] = exposed * case.micro_batches
-        else:
-            both = 2 * gather_s(num_bytes, members, inside, case.cluster, constants)
-            parts["data"] = together(slot, both) - slot
+            units = max(1.0, case.model.count / axes.stages)
+            gather = units * gather_s(num_bytes / units, group, inside, case.cluster, constants)
+            forward, backward = stage.forward_s + head[0], stage.backward_s + head[1]
+            repeated = case.micro_batches * (exposed(forward, gather) + exposed(backward, 2 * gather))
+            return repeated + exposed(slot, summed)
+        return exposed(slot, 2 * gather_s(num_bytes, group, inside, case.cluster, constants) + summed)

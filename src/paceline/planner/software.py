@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-__all__ = ["EAGER", "FUSED", "MEGATRON", "UNFUSED_ATTENTION", "Software"]
+__all__ = ["EAGER", "FUSED", "MEGATRON", "UNFUSED_ATTENTION", "Software", "paceline"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,8 +14,9 @@ class Software:
     torch). `attention`: "flash" (FlashAttention-2, scaled_dot_product_attention), "vendor" (cuDNN, FlashAttention-3),
     or "unfused", which writes all scores. `skips_pairs`: attention skips pairs that a causal model masks.
     `hides_tensor`: products and tensor-parallel communication run at once, if `sequence` is split. `hides_sends`: so do
-    sends between interleaved stages. `selective`: what "selective" recompute repeats. `gradient_bytes`: of a gradient
-    that is not split, in all its copies.
+    sends between interleaved stages. `selective`: what "selective" recompute repeats. `weight_bytes` and
+    `gradient_bytes`: of those that are not split, in all their copies. `keeps_gathered`: ZeRO-3 parameters stay
+    gathered for a step where there are stages.
     """
 
     name: str
@@ -26,8 +27,9 @@ class Software:
     hides_sends: bool = False
     selective: Literal["operations", "attention"] = "operations"
     dropout: bool = False
+    weight_bytes: float = 2.0
     gradient_bytes: float = 4.0
-    keeps_gathered: bool = False  # ZeRO-3 parameters stay gathered for a step where there are stages
+    keeps_gathered: bool = False
 
 
 EAGER = Software(name="torch", kernels="single")
@@ -36,3 +38,8 @@ MEGATRON = Software(
     name="Megatron-Core", attention="vendor", hides_tensor=True, hides_sends=True, selective="attention"
 )
 UNFUSED_ATTENTION = Software(name="Megatron-LM of 2021", attention="unfused", skips_pairs=False, selective="attention")
+
+
+def paceline(*, compiles: bool) -> Software:
+    """What Paceline's own workers run: eager torch, or torch.compile; weights and gradients in 32 bit."""
+    return Software(name="paceline", kernels="fused" if compiles else "single", weight_bytes=4.0)

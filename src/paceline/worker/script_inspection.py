@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
+import itertools
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +22,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import default_collate
 
 from paceline import config
 from paceline.errors import PlanError, Reason
@@ -27,15 +30,20 @@ from paceline.parallel.check.memory_estimate import MemoryEstimate, estimate_mem
 from paceline.parallel.check.model_check import check_model
 from paceline.parallel.check.model_hints import ModelHints
 from paceline.parallel.check.remarks import Remark, remarks
+from paceline.parallel.fully_sharded.sharded_units import units_of
 from paceline.parallel.meta.fake_weights import fake_weights, filled_weights
+from paceline.parallel.meta.tensor_tree import tensors_in
+from paceline.parallel.meta.traced_costs import trace_costs
 from paceline.parallel.precision import convert
-from paceline.parallel.sample_input import as_sample, guess_sample
+from paceline.parallel.sample_input import SampleInput, as_sample, guess_sample
 from paceline.plan import CommandPlan, Job, Plan, read_plan
+from paceline.planner.model_costs import ModelCosts
 
 __all__ = ["InspectionReport", "InspectionWorker", "inspect_script"]
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
+FEW = 2  # samples on which costs are counted
 PACKAGE = "paceline"  # by name: its `run` is above this room
 
 
@@ -50,6 +58,8 @@ class InspectionReport:
     sizes: dict[str, list[MemoryEstimate]] = dataclasses.field(
         default_factory=dict[str, list[MemoryEstimate]]
     )  # by model
+    costs: dict[str, ModelCosts] = dataclasses.field(default_factory=dict[str, ModelCosts])  # by model, of one sample
+    costs_of: dict[str, str] = dataclasses.field(default_factory=dict[str, str])  # on which input they were counted
 
 
 def inspect_script(script: Path, *, args: Sequence[str], plan: CommandPlan, workers: int | None) -> InspectionReport:
@@ -91,6 +101,7 @@ class InspectionWorker:
         self._findings, self._fill = findings, fill
         self._models: dict[str, tuple[nn.Module, Any]] = {}  # by name, with its look
         self._optimizers: list[Optimizer] = []
+        self._forward: tuple[nn.Module, Callable[[Any], Any]] | None = None  # the stepper's, of a micro-batch
 
     def prepare(
         self, thing: T, *, name: str | None = None, buffers: Mapping[str, str] | None = None, **hints: Any
@@ -102,8 +113,21 @@ class InspectionWorker:
             self._optimizers.append(thing)
         return thing
 
-    def stepper(self, model: Any, *args: Any, **kwargs: Any) -> Callable[[Any], NoReturn]:
-        """Return what ends the script when it is called."""
+    def stepper(
+        self,
+        model: Any,
+        optimizer: Any = None,
+        loss: Callable[[Any, Any], Any] | None = None,
+        *,
+        forward: Callable[[Any, Any], Any] | None = None,
+        **options: Any,
+    ) -> Callable[[Any], NoReturn]:
+        """Note the stepper's forward, and return what ends the script when it is called."""
+        one = model[0] if isinstance(model, (list, tuple)) and len(model) == 1 else model
+        if isinstance(one, nn.Module) and forward is not None:
+            self._forward = one, functools.partial(forward, one)
+        elif isinstance(one, nn.Module) and loss is not None:
+            self._forward = one, lambda micro: loss(one(micro[0]), micro[1])
         if self.plan.layout.stages > 1 and not isinstance(model, nn.Module) and len(model) > 1:
             what = f"A stepper over {len(model)} models under Layout(stages=...): one pipeline is of one model."
             remedy = "Make a stepper for each, or one module of all that are trained together."
@@ -138,15 +162,31 @@ class InspectionWorker:
         """Return the value as often as there are workers."""
         return [value] * self.workers
 
-    def batches(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def batches(self, dataset: Any = None, *args: Any, **kwargs: Any) -> NoReturn:
+        """Count what a micro-batch of this data costs, and end the script."""
+        if self._forward is not None:
+            collate = kwargs.get("collate") or kwargs.get("collate_fn") or default_collate
+            with contextlib.suppress(Exception):  # the user's code without values: then a sample is counted
+                self._count(*self._forward, collate(_first(dataset)))
+        self._end()
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> NoReturn:
         """End the script."""
         self._end()
 
-    evaluate = backward = clip_gradients = batches
+    backward = clip_gradients = evaluate
+
+    def _count(self, model: nn.Module, forward: Callable[[Any], Any], micro: Any) -> None:
+        name = next(name for name, (other, _) in self._models.items() if other is model)
+        costs = trace_costs(model, lambda fake: forward(fake(micro)), samples=FEW, units=units_of(model))
+        self._findings.costs[name], self._findings.costs_of[name] = costs, "data"
 
     def close(self) -> None:
         """The script has come to its end, or to its first loop: count what workers would hold."""
         for name, (model, look) in self._models.items():
+            if name not in self._findings.costs:
+                with contextlib.suppress(Exception):  # as above; without costs nothing is predicted
+                    self._count_sample(name, model, look.sample)
             if look.errors:
                 continue  # no worker holds any of it
             own = {id(one) for one in model.parameters()}
@@ -154,6 +194,22 @@ class InspectionWorker:
                 one for one in self._optimizers if any(id(p) in own for g in one.param_groups for p in g["params"])
             ]
             self._findings.sizes[name] = estimate_memory(model, look, self.plan, optimizers)
+
+    def _count_sample(self, name: str, model: nn.Module, sample: SampleInput | None) -> None:
+        """Count on the sample that the script has given, or that was guessed, in place of its data."""
+        known = sample
+        if known is None:
+            with self._fill(model) if self._fill is not None else contextlib.nullcontext():
+                known = guess_sample(model, size=1)
+        given = known.args, dict(known.kwargs)
+        samples = next(int(one.shape[0]) for one in tensors_in(given) if one.dim())
+
+        def run(fake: Callable[[Any], Any]) -> Any:
+            args, kwargs = fake(given)
+            return model(*args, **kwargs)
+
+        self._findings.costs[name] = trace_costs(model, run, samples=samples, units=units_of(model))
+        self._findings.costs_of[name] = "sample"
 
     def _end(self, *_: Any) -> NoReturn:
         raise _InspectionDone
@@ -206,6 +262,15 @@ def _run(
             'End the script with: if __name__ == "__main__": paceline.run(train)'
         )
     return seen[0]
+
+
+def _first(dataset: Any) -> list[Any]:
+    """The first few samples, repeated where there are fewer."""
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        found = [dataset[index % len(dataset)] for index in range(FEW)]
+    else:
+        found = list(itertools.islice(dataset, FEW))
+    return [found[index % len(found)] for index in range(FEW)]
 
 
 def _findings(plan: Plan, workers: int | None) -> InspectionReport:

@@ -37,13 +37,13 @@ def test_operations_are_six_for_each_parameter_and_token_and_attention() -> None
 
 
 def test_products_are_two_operations_for_each_of_the_blocks_parameters() -> None:
-    block = transformer(**LLAMA_8B, sequence=8192, vocabulary=128256).block  # pyright: ignore[reportArgumentType]
+    block = transformer(**LLAMA_8B, sequence=8192, vocabulary=128256).blocks[0]  # pyright: ignore[reportArgumentType]
     flops = sum(one.flops(1.0) for one in block.matmuls)
     assert flops == pytest.approx(2 * (block.parameters - 4 * 4096))
 
 
 def test_kept_bytes_are_those_of_korthikanti() -> None:
-    block = transformer(layers=1, hidden=1024, heads=16, sequence=2048, vocabulary=100, dropout=True).block
+    block = transformer(layers=1, hidden=1024, heads=16, sequence=2048, vocabulary=100, dropout=True).blocks[0]
     assert (block.kept, block.kept_split) == (10 * 1024, 24 * 1024)
 
 

@@ -65,13 +65,13 @@ def test_parts_add_up_to_the_step(axes: Axes, recompute: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
-@pytest.mark.parametrize(("stages", "micros"), [(2, 4), (4, 8), (4, 32)])
+@pytest.mark.parametrize(("stages", "micros"), [(2, 4), (4, 8), (4, 32), (4, 1), (4, 3)])
 def test_idle_time_is_that_of_the_schedules_that_are_executed(schedule: str, stages: int, micros: int) -> None:
     chunks = 2 if schedule == "interleaved" else 1
     pipeline = build(schedule, num_workers=stages, num_micro=micros, stages_per_worker=chunks)
     timeline = simulate(pipeline, StageCost(forward=1 / chunks, backward_input=1 / chunks, backward_weight=1 / chunks))
     axes = Axes(stages=stages, chunks=chunks, schedule=schedule)  # pyright: ignore[reportArgumentType]
-    assert timeline.makespan - 3 * micros == pytest.approx(3 * idle_slots(axes))
+    assert timeline.makespan - 3 * micros == pytest.approx(3 * idle_slots(axes, micros))
 
 
 def test_the_factor_scales_all_parts() -> None:

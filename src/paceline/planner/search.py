@@ -1,0 +1,144 @@
+"""Which plans a number of workers could run, and how they rank: every layout, micro-batch and recompute, priced.
+
+What rules forbid is left out. The rest is priced, which takes a tenth of a millisecond each, and ranked: what fits
+first, then what may fit, then what does not, by the memory that it lacks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+from paceline.plan import Batch, Compute, Layout, Plan
+from paceline.planner.cluster import Cluster
+from paceline.planner.constants import Calibration
+from paceline.planner.memory import MemoryPrediction, Verdict, predict_memory, verdict
+from paceline.planner.model_costs import ModelCosts
+from paceline.planner.plan_case import case_of
+from paceline.planner.predict import Case, Prediction, Workload
+
+__all__ = ["PricedPlan", "candidates", "price", "search"]
+
+ORDER: dict[Verdict, int] = {"fits": 0, "unsure": 1, "does not fit": 2}
+MOST_SHARD = 512  # workers that split one replica's state
+SPREADS = {"none": 0.25, "memory none": 0.25}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PricedPlan:
+    """A plan with what it is predicted to cost, and whether it fits."""
+
+    plan: Plan
+    case: Case
+    step: Prediction
+    memory: MemoryPrediction
+    fits: Verdict
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.plan.batch.size / self.step.step_s
+
+
+def price(
+    plan: Plan,
+    model: ModelCosts,
+    cluster: Cluster,
+    calibration: Calibration,
+    *,
+    workers: int,
+    state: float | None = None,
+) -> PricedPlan:
+    """Predict one plan. `state`: bytes of weights, gradients and optimizer, where they are known exactly."""
+    case = case_of(plan, model, cluster, workers=workers)
+    memory = predict_memory(case, state=state)
+    half_width = calibration.spreads.get("memory none", SPREADS["memory none"])
+    return PricedPlan(
+        plan=plan,
+        case=case,
+        step=Workload(case).predict(calibration.constants),
+        memory=memory,
+        fits=verdict(case, memory, half_width=half_width),
+    )
+
+
+def candidates(plan: Plan, model: ModelCosts, *, workers: int, per_host: int) -> Iterator[Plan]:
+    """Yield the plans that so many workers could run with this plan's batch and precision, and that no rule forbids.
+
+    Tensor parallel stays within a host and divides attention's heads; stages do not outnumber blocks.
+    """
+    heads = [block.attention.heads for block in model.blocks if block.attention is not None]
+    tensors = [n for n in _divisors(workers) if n <= per_host and heads and all(h % n == 0 for h in heads)] or [1]
+    for tensor in tensors:
+        for stages in _divisors(workers // tensor):
+            if stages > model.count:
+                continue
+            data = workers // (tensor * stages)
+            for layout in _layouts(tensor, stages, data):
+                for micro in _micro_batches(plan.batch, data, least=stages):
+                    for recompute in ("none", "blocks"):
+                        compute = dataclasses.replace(plan.compute, recompute=recompute)
+                        batch = dataclasses.replace(plan.batch, micro=micro)
+                        yield from _allowed(plan, layout, batch, compute, workers)
+
+
+def _layouts(tensor: int, stages: int, data: int) -> Iterator[Layout]:
+    """Layouts whose replicas, together with shards, make up `data`."""
+    for sequence in (False, True) if tensor > 1 else (False,):
+        for schedule in ("1f1b", "zero-bubble") if stages > 1 else ("1f1b",):
+            for shard in [n for n in _divisors(data) if n in (1, data) or n == 8]:
+                for zero in (3, 1) if 1 < shard <= MOST_SHARD else (3,):
+                    yield Layout(
+                        replicas=data // shard,
+                        shard=shard,
+                        zero=zero,
+                        tensor=tensor,
+                        sequence=sequence,
+                        stages=stages,
+                        schedule=schedule,
+                    )
+
+
+def _allowed(plan: Plan, layout: Layout, batch: Batch, compute: Compute, workers: int) -> Iterator[Plan]:
+    made = dataclasses.replace(plan, layout=layout, batch=batch, compute=compute)
+    if not made.check(workers=workers):
+        yield made
+
+
+def _micro_batches(batch: Batch, data: int, *, least: int) -> list[int]:
+    """Powers of two that give every data-parallel worker as many micro-batches, and at least as many as stages."""
+    share = batch.size // data
+    if share < least or batch.size % data:
+        return []
+    return [1 << power for power in range(int(math.log2(share // least)) + 1) if share % (1 << power) == 0]
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def search(
+    plan: Plan, model: ModelCosts, cluster: Cluster, calibration: Calibration, *, workers: int
+) -> Sequence[PricedPlan]:
+    """Return the best candidate of each layout, the best first; the same each time. Of equal ones the simpler plan
+    comes first.
+
+    One layout has several candidates: its micro-batches, recompute, and schedules.
+    """
+    found = sorted(
+        (
+            price(one, model, cluster, calibration, workers=workers)
+            for one in candidates(plan, model, workers=workers, per_host=cluster.devices_per_host)
+        ),
+        key=_rank,
+    )
+    best: dict[Layout, PricedPlan] = {}
+    for one in found:
+        best.setdefault(dataclasses.replace(one.plan.layout, schedule="1f1b", sequence=False), one)
+    return list(best.values())
+
+
+def _rank(one: PricedPlan) -> tuple[float, ...]:
+    order = ORDER[one.fits]
+    cost = one.memory.peak if one.fits == "does not fit" else one.step.step_s
+    return (order, round(math.log(cost), 3), len(str(one.plan)))

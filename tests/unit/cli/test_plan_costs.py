@@ -1,0 +1,139 @@
+"""`paceline plan SCRIPT --cluster NAME`: what a step costs, other plans, and what is said where that is not known."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.main import main
+
+SCRIPT = """
+import paceline, torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+
+def forward(model, micro):
+    return F.mse_loss(model(micro[0]), micro[1])
+
+
+def train(worker):
+    {make}
+    model = worker.prepare(model)
+    optim = worker.prepare(torch.optim.AdamW(model.parameters()))
+    step = worker.stepper(model, optim, {stepper})
+    for batch in worker.batches(TensorDataset(torch.zeros(64, 48, 512), torch.zeros(64, 48, 512))):
+        step(batch)
+
+
+if __name__ == "__main__":
+    paceline.run(train, plan="shard=4+batch(size=32,micro=4)")
+"""
+SMALL = """
+[devices.small]
+memory_gb = 1.0
+memory_gb_s = 500.0
+tflops = { bf16 = 50.0 }
+best_matmul = { bf16 = 0.8 }
+attention = { flash = 20.0, vendor = 25.0 }
+units = 40
+watts = 200
+link_gb_s = 10.0
+network_gb_s = 1.0
+source = "made up"
+
+[clusters.lab]
+device = "small"
+hosts = 2
+devices_per_host = 2
+network_gb_s = 1.25
+source = "made up"
+"""
+ENCODER = "model = nn.TransformerEncoder(nn.TransformerEncoderLayer(512, 8, 2048, batch_first=True), 6)"
+
+
+def told(
+    capsys: pytest.CaptureFixture[str], folder: Path, *words: str, make: str = ENCODER, stepper: str = "forward=forward"
+) -> tuple[int, str, str]:
+    script = folder / "train.py"
+    script.write_text(SCRIPT.format(make=make, stepper=stepper))
+    status = main(["plan", str(script), *words])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+@pytest.mark.parametrize("stepper", ["forward=forward", "F.mse_loss"])
+def test_a_step_is_predicted_from_the_scripts_own_data(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, stepper: str
+) -> None:
+    status, out, _ = told(capsys, tmp_path, "--workers", "4", "--cluster", "h100x8-ib", stepper=stepper)
+    assert status == 0
+    assert "cluster  h100x8-ib: 1 x 8 h100, 80 GB each" in out
+    # 6 blocks of 12 h^2, 48 tokens, 6 operations each, and attention: 0.0054 + 0.00004
+    assert re.search(r"model +model: 18\.9 M parameters, 6 blocks, 0\.00552 TFLOP a sample\n", out), out
+    assert re.search(r"step +[\d.]+ m?s \(80 % band: .* samples/s, \d+ % of the peak", out), out
+    assert "matrix products of the blocks" in out
+    assert re.search(r"memory +[\d.]+ of 80 GB: it fits", out), out
+    ranked = out.split("the fastest first\n")[1].splitlines()
+    assert ranked[0].split() == ["s", "a", "step", "samples/s", "GB", "fits", "plan"]
+    times = [float(line.split()[0]) for line in ranked[1:]]
+    assert len(times) > 2
+    assert times == pytest.approx(sorted(times), rel=2e-3)
+
+
+def test_time_and_money_for_so_much_data(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ("--workers", "4", "--cluster", "h100x8-ib", "--samples", "1e9", "--price", "2.5")
+    _, out, _ = told(capsys, tmp_path, *words)
+    speed = float(re.search(r"([\d.,]+) samples/s", out)[1].replace(",", ""))  # pyright: ignore[reportOptionalSubscript]
+    money = float(re.search(r"total .*, ([\d.,]+) at 2\.5 a device and hour", out)[1].replace(",", ""))  # pyright: ignore[reportOptionalSubscript]
+    assert money == pytest.approx(1e9 / speed / 3600 * 4 * 2.5, rel=1e-3)
+
+
+def test_what_does_not_fit_is_said_and_fails(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(SMALL)
+    words = ("--workers", "1", "--plan", "batch(size=32,micro=4)", "--cluster", str(tmp_path / "small.toml"))
+    status, out, _ = told(capsys, tmp_path, *words)
+    assert status == 2
+    assert "of 1 GB: it does not fit" in out
+    assert "No plan fits these devices. Least memory:" in out
+
+
+def test_without_a_stepper_a_small_input_is_counted_and_that_is_said(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    make = f"{ENCODER}\n    worker.prepare(model, sample=(torch.zeros(2, 16, 512),))\n    return"
+    status, out, _ = told(capsys, tmp_path, "--workers", "4", "--cluster", "h100x8-ib", make=make)
+    assert status == 0
+    assert "(counted on a small input, not on the script's data)" in out
+
+
+def test_a_cluster_of_ones_own_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(SMALL)
+    status, out, _ = told(capsys, tmp_path, "--workers", "4", "--cluster", f"{tmp_path / 'small.toml'}:lab")
+    assert status == 2
+    assert "cluster  lab: 2 x 2 small, 1 GB each, 1.25 GB/s between hosts" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--cluster", "h100x8-lb"), r"No cluster is called 'h100x8-lb'\. Did you mean 'h100x8-ib'"),
+        (("--cluster", "nowhere.toml"), "Cannot read nowhere.toml"),
+        (("--cluster", "h100x8-ib", "--price", "-1"), "--price is -1; it must be above 0"),
+        (("--cluster", "h100x8-ib", "--set", "plan.compute.precision=fp64"), "no rates for precision=fp64"),
+    ],
+)
+def test_mistakes_are_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, words: tuple[str, ...], says: str
+) -> None:
+    status, _, err = told(capsys, tmp_path, "--workers", "4", *words)
+    assert status == 2
+    assert re.search(says, err), err
+
+
+def test_a_cluster_needs_a_script(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "replicas=2", "--cluster", "h100x8-ib"]) == 2
+    assert "--cluster goes with a script" in capsys.readouterr().err

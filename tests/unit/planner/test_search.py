@@ -1,0 +1,104 @@
+"""The search over plans: what is priced, in which order, and that no case is without an answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import pytest
+
+from paceline.errors import PlanError
+from paceline.plan import Batch, Cast, Compute, Layout, LocalSGD, Plan
+from paceline.planner.cluster import Cluster, catalogue
+from paceline.planner.constants import built_in
+from paceline.planner.model_costs import ModelCosts, transformer
+from paceline.planner.plan_case import case_of
+from paceline.planner.search import candidates, price, search
+
+LLAMA = transformer(
+    layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, gated=True, sequence=4096, vocabulary=128256
+)
+HUGE = transformer(layers=128, hidden=25600, heads=160, sequence=2048, vocabulary=51200)  # a trillion parameters
+PLAN = Plan(batch=Batch(size=512), compute=Compute(precision="bf16"))
+
+
+def h100(hosts: int) -> Cluster:
+    return catalogue().cluster("h100x8-ib", hosts=hosts)
+
+
+@pytest.mark.parametrize(("model", "workers"), [(LLAMA, 8), (LLAMA, 64), (LLAMA, 12)])
+def test_candidates_are_plans_that_no_rule_forbids(model: ModelCosts, workers: int) -> None:
+    plan = dataclasses.replace(PLAN, batch=Batch(size=workers * 8))
+    found = list(candidates(plan, model, workers=workers, per_host=8))
+    assert len(found) == len(set(map(str, found))) > 10
+    for one in found:
+        assert not one.check(workers=workers)
+        assert one.layout.tensor <= 8
+        assert (one.batch.size, one.compute.precision) == (plan.batch.size, "bf16")
+        assert one.batch.num_micro % (workers // (one.layout.tensor * one.layout.stages)) == 0
+
+
+def test_what_fits_comes_first_and_the_faster_one_before() -> None:
+    found = search(PLAN, LLAMA, h100(8), built_in(), workers=64)
+    order = [("fits", "unsure", "does not fit").index(one.fits) for one in found]
+    assert order == sorted(order)
+    assert found[0].fits == "fits"
+    times = [one.step.step_s for one in found if one.fits == "fits"]
+    assert times == pytest.approx(sorted(times), rel=2e-3)
+    layouts = [dataclasses.replace(one.plan.layout, schedule="1f1b", sequence=False) for one in found]
+    assert len(layouts) == len(set(layouts))
+    assert found == search(PLAN, LLAMA, h100(8), built_in(), workers=64)
+
+
+def test_where_nothing_fits_the_least_memory_comes_first() -> None:
+    found = search(dataclasses.replace(PLAN, batch=Batch(size=8)), HUGE, h100(1), built_in(), workers=8)
+    assert found
+    assert {one.fits for one in found} == {"does not fit"}
+    peaks = [one.memory.peak for one in found]
+    assert peaks == pytest.approx(sorted(peaks), rel=2e-3)
+
+
+def test_a_trillion_parameters_on_many_devices_take_seconds() -> None:
+    began = time.process_time()
+    found = search(dataclasses.replace(PLAN, batch=Batch(size=4096)), HUGE, h100(256), built_in(), workers=2048)
+    assert time.process_time() - began < 10
+    assert found[0].fits == "fits"
+    assert found[0].plan.layout.shard * found[0].plan.layout.stages * found[0].plan.layout.tensor >= 64
+
+
+def test_a_plan_becomes_a_case() -> None:
+    plan = Plan(layout=Layout(shard=4, tensor=2), batch=Batch(size=64, micro=4), wire=Cast(dtype="bf16"))
+    case = case_of(plan, LLAMA, h100(1), workers=8)
+    assert (case.axes.data, case.micro_batch, case.micro_batches) == (4, 4, 4)
+    assert (case.precision, case.value_bytes, case.wire_bytes) == ("fp32", 4, 2.0)
+    assert case.software.kernels == "single"
+    compiled = dataclasses.replace(plan, compute=Compute(precision="bf16", recompute="blocks", compile=True))
+    case = case_of(dataclasses.replace(compiled, layout=Layout(shard=8)), LLAMA, h100(1), workers=8)
+    assert (case.precision, case.recompute, case.software.kernels) == ("bf16", "full", "fused")
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        (Plan(compute=Compute(precision="fp64")), "fp64"),
+        (Plan(sync=LocalSGD(every=4)), "LocalSGD"),
+        (Plan(compute=Compute(offload="optimizer")), "offload=optimizer"),
+        (Plan(layout=Layout(tensor=3)), "does not take 8 workers"),
+    ],
+)
+def test_what_the_cost_model_does_not_know_is_refused(plan: Plan, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        case_of(plan, LLAMA, h100(1), workers=8)
+
+
+def test_more_workers_than_devices_are_refused() -> None:
+    with pytest.raises(PlanError, match="16 workers, and the cluster has 8"):
+        case_of(Plan(), LLAMA, h100(1), workers=16)
+
+
+def test_known_state_replaces_the_estimated_one() -> None:
+    plan = dataclasses.replace(PLAN, layout=Layout(shard=8), batch=Batch(size=64, micro=1))
+    usual = price(plan, LLAMA, h100(1), built_in(), workers=8)
+    known = price(plan, LLAMA, h100(1), built_in(), workers=8, state=10e9)
+    assert known.memory.parts["state"] == 10e9 != usual.memory.parts["state"]
+    assert known.step == usual.step
