@@ -1,4 +1,4 @@
-"""The planner's cost model against published measurements.
+"""How well the planner's cost model predicts published measurements.
 
     python benchmarks/published.py --fit ROWS --out constants.toml [--leave-out-source TITLE] [--plot FILE.svg]
     python benchmarks/published.py --constants constants.toml --rows ROWS [--json] [--leave-out-source]
@@ -14,7 +14,7 @@ where rows have measurements. `--leave-out-source`: as if no source were known. 
 of each source, model and device is measured, and corrects the others. `--baseline mfu`: instead, the same share of the
 peak for all rows of a device and precision.
 
-Rows are a JSON list or JSON lines, in the form of `benchmarks/data/published.jsonl`.
+Rows are a JSON list or JSON lines, in the form of `benchmarks/data/published.jsonl`, which is fitted by default.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from driving.options import options_of
 from paceline.planner.constants import Calibration, load_calibration, write_calibration
 from paceline.planner.memory import predict_memory
 from tables.answers import DEFAULT_SPREADS, RECEIPT_SHARE, Answer, answer, receipts
@@ -44,6 +45,7 @@ from tables.report import Tried, error_line, held, memory_lines, rank_lines, tri
 from tables.rows import load_rows, measured_gb, read_row
 
 Row = Mapping[str, Any]
+ROWS = Path(__file__).parent / "data" / "published.jsonl"
 
 
 def main() -> int:
@@ -59,12 +61,12 @@ def main() -> int:
     parser.add_argument("--baseline", choices=["mfu"])
     parser.add_argument("--rank", action="store_true")
     parser.add_argument("--memory", action="store_true")
-    args = parser.parse_args()
-    if (args.fit is None) == (args.rows is None):
+    args = options_of(parser, takes="20 seconds", quick={})
+    if args.fit is not None and args.rows is not None:
         parser.error("give --fit ROWS, or --rows ROWS")
-    if args.fit is not None:
-        return fit_rows(load_rows(args.fit), args)
-    return try_rows(load_rows(args.rows), args)
+    if args.rows is not None:
+        return try_rows(load_rows(args.rows), args)
+    return fit_rows(load_rows(args.fit or ROWS), args)
 
 
 # Fitting.

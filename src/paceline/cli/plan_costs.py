@@ -75,9 +75,9 @@ def print_costs(found: InspectionReport, name: str, *, price_per_hour: float | N
 
 
 def _model_text(model: ModelCosts) -> str:
-    flops = model.model_flops(model.sequence)
+    flops = count_text(int(model.model_flops(model.sequence)))
     blocks = f"{model.count} blocks" if model.rest is not None else "one unit"
-    return f"{model.parameters / 1e6:,.1f} M parameters, {blocks}, {flops / 1e12:.3g} TFLOP a sample"
+    return f"{count_text(model.parameters)} parameters, {blocks}, {flops} operations a sample (forward and backward)"
 
 
 def _step_lines(one: PricedPlan, calibration: Calibration) -> Iterator[str]:

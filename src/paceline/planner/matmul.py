@@ -1,7 +1,7 @@
 """How full a device is with one matrix product.
 
-A product is cut into tiles that are dealt to the device's multiprocessors in waves; the last wave is rarely full, and
-tiles at the edges are not either ("wave and tile quantization", NVIDIA's matrix multiplication guide). Small tiles fill
+A product is cut into tiles, which the device's multiprocessors take in waves; the last wave is rarely full, and tiles
+at the edges are not either ("wave and tile quantization", NVIDIA's matrix multiplication guide). Small tiles fill
 better and each computes worse.
 """
 

@@ -202,12 +202,12 @@ class Kubernetes:
             raise LaunchError(failed)
         return answer
 
-    def _cluster(self, record: EngineRecord | None = None) -> Cluster:
+    def _cluster(self, record: EngineRecord | None = None) -> ApiServer:
         namespace = None if record is None else str(record.handle["namespace"])
-        return Cluster(context=self.context, namespace=namespace or self.namespace)
+        return ApiServer(context=self.context, namespace=namespace or self.namespace)
 
 
-class Cluster:
+class ApiServer:
     """The API server, for the objects of runs. What it refuses is a LaunchError with its words."""
 
     def __init__(self, *, context: str | None, namespace: str | None) -> None:
@@ -405,7 +405,7 @@ class Cluster:
 class PodConsole:
     """What the pods of a run print; pods that come later are followed as well."""
 
-    def __init__(self, cluster: Cluster, name: str) -> None:
+    def __init__(self, cluster: ApiServer, name: str) -> None:
         self._cluster, self._name = cluster, name
         self._lines = queue.SimpleQueue[str]()
         self._followed: dict[str, threading.Thread] = {}
