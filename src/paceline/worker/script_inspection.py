@@ -43,6 +43,7 @@ __all__ = ["InspectionReport", "InspectionWorker", "inspect_script"]
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
+LARGE = 1 << 28  # parameters; a forward of more takes seconds
 FEW = 2  # samples on which costs are counted
 PACKAGE = "paceline"  # by name: its `run` is above this room
 
@@ -100,6 +101,7 @@ class InspectionWorker:
         self.plan, self.workers = findings.plan, findings.workers
         self._findings, self._fill = findings, fill
         self._models: dict[str, tuple[nn.Module, Any]] = {}  # by name, with its look
+        self._samples: dict[str, SampleInput | None] = {}  # that the script has given, or that were guessed
         self._optimizers: list[Optimizer] = []
         self._forward: tuple[nn.Module, Callable[[Any], Any]] | None = None  # the stepper's, of a micro-batch
 
@@ -186,7 +188,7 @@ class InspectionWorker:
         for name, (model, look) in self._models.items():
             if name not in self._findings.costs:
                 with contextlib.suppress(Exception):  # as above; without costs nothing is predicted
-                    self._count_sample(name, model, look.sample)
+                    self._count_sample(name, model, self._samples.get(name))
             if look.errors:
                 continue  # no worker holds any of it
             own = {id(one) for one in model.parameters()}
@@ -197,11 +199,9 @@ class InspectionWorker:
 
     def _count_sample(self, name: str, model: nn.Module, sample: SampleInput | None) -> None:
         """Count on the sample that the script has given, or that was guessed, in place of its data."""
-        known = sample
-        if known is None:
-            with self._fill(model) if self._fill is not None else contextlib.nullcontext():
-                known = guess_sample(model, size=1)
-        given = known.args, dict(known.kwargs)
+        if sample is None:
+            return
+        given = sample.args, dict(sample.kwargs)
         samples = next(int(one.shape[0]) for one in tensors_in(given) if one.dim())
 
         def run(fake: Callable[[Any], Any]) -> Any:
@@ -219,15 +219,17 @@ class InspectionWorker:
         convert(model, self.plan.compute.precision)
         look = check_model(model, self.plan, device=CPU, hints=hints, fill=self._fill)
         self._findings.refusals += look.refusals
+        given = as_sample(hints.sample) if hints.sample is not None else None
         with self._fill(model) if self._fill is not None else contextlib.nullcontext():
             known = look.sample
-            if known is None and not look.errors:
-                known = as_sample(hints.sample) if hints.sample is not None else None
+            if known is None and not look.errors and not _is_large(model):
                 with contextlib.suppress(PlanError):  # this layout needs none
-                    known = known or guess_sample(model, size=1)
+                    known = given or guess_sample(model, size=1)
             if not look.errors or known is not None:
                 self._findings.remarks += remarks(model, look, self.plan.layout, sample=known)
         self._models[full] = model, look
+        if given is not None or known is not None:
+            self._samples[full] = given or known
 
 
 def _run(
@@ -262,6 +264,11 @@ def _run(
             'End the script with: if __name__ == "__main__": paceline.run(train)'
         )
     return seen[0]
+
+
+def _is_large(model: nn.Module) -> bool:
+    """Whether one forward on a small input takes long, and the model is not run only to remark on it."""
+    return sum(one.numel() for one in model.parameters()) > LARGE
 
 
 def _first(dataset: Any) -> list[Any]:

@@ -111,7 +111,7 @@ def _tied(model: nn.Module, checked: ModelCheck, layout: Layout) -> Iterator[Rem
 def _unused(model: nn.Module, root: str, sample: SampleInput | None) -> Iterator[Remark]:
     """Yield trainable parameters that no gradient of the sample reaches; whole modules if none of theirs is reached."""
     if sample is None:
-        what = "no small input could be guessed, so unused parts are not known; pass worker.prepare(sample=)."
+        what = "no small input could be guessed, or the model is large: unused parts are not known."
         yield Remark(module=root, what=what)
         return
     with torch.enable_grad():

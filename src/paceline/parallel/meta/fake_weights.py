@@ -3,7 +3,7 @@
 Within `fake_weights`, a parameter goes to the meta device as soon as a module registers it. So a model of any size is
 made in the memory of its largest parameter; buffers, data and everything else are real. Within `filled_weights`, each
 meta parameter is one small number that is seen at every place (strides of 0). Shapes, types, devices and costs of a
-forward are as with real weights.
+forward are as with real weights. Within `fake_values` there are no numbers at all.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode  # torch documents it, and has no public name for it
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline.parallel.meta.meta_device import absent, swapped
 
-__all__ = ["fake_weights", "filled_weights"]
+__all__ = ["fake_of", "fake_values", "fake_weights", "filled_weights"]
 
 REGISTER = nn.Module.register_parameter  # torch's own
 NUMBER = 0.02  # neither 0, by which models may divide, nor large
@@ -51,6 +52,23 @@ def filled_weights(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         nn.Module.register_parameter = former
+
+
+@contextlib.contextmanager
+def fake_values(model: nn.Module) -> Iterator[FakeTensorMode]:
+    """Within it, the model computes with fake tensors on the CPU: shapes and graphs without values, in no time.
+
+    Code that looks at values raises. Real tensors may be given to it.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, swapped(model.modules(), lambda one: fake_of(mode, one)):
+        yield mode
+
+
+def fake_of(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    """Return a tensor, or parameter, of the same shape and type without values."""
+    with mode:
+        plain = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return nn.Parameter(plain, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else plain
 
 
 def _of_one_number(tensor: Tensor) -> Tensor:

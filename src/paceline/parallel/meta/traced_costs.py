@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode  # torch documents it, and has no public name for it
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode  # as above
+from torch.utils._python_dispatch import TorchDispatchMode  # torch documents it, and has no public name for it
 
-from paceline.parallel.meta.meta_device import own_tensors, swapped
+from paceline.parallel.meta.fake_weights import fake_of, fake_values
+from paceline.parallel.meta.meta_device import own_tensors
 from paceline.parallel.meta.tensor_tree import map_tensors, tensors_in
 from paceline.planner.model_costs import Attention, Block, Matmul, ModelCosts
 
@@ -70,23 +70,15 @@ def trace_costs(
     for unit, found in _parameters_of(model, named).items():
         counts[unit].parameters = found
     recorder = _Recorder(counts)
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake, swapped(model.modules(), lambda one: _fake(fake, one)):
+    with fake_values(model) as mode:
         own = {id(tensor) for _, _, tensor in own_tensors(model.modules())}
 
         def without_values(value: Any) -> Any:
-            return map_tensors(value, lambda one: _fake(fake, one))
+            return map_tensors(value, lambda one: fake_of(mode, one))
 
         with recorder.watching(named), recorder.keeping(own), recorder, _attention_seen(recorder):
             run(without_values)
     return _as_costs([counts[unit] for unit in named], counts[None], samples)
-
-
-def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
-    if isinstance(tensor, nn.Parameter):
-        with mode:
-            return nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype), requires_grad=tensor.requires_grad)
-    with mode:
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
 def _parameters_of(model: nn.Module, units: Sequence[nn.Module]) -> dict[nn.Module | None, int]:
