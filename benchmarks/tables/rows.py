@@ -89,8 +89,9 @@ class _Assumptions:
 
 
 def read_row(row: Row) -> Reading:
-    """Return the row as a case; every row has one."""
+    """Return the row as a case; every row has one. Numbers of 0 and below count as missing."""
     notes = _Assumptions()
+    row = {**row, **{part: _positive(row.get(part) or {}) for part in ("model", "cluster", "layout", "batch")}}
     title = str(row["source"]["title"])
     device = _device(row, notes)
     devices = int(notes.take("cluster.n_gpus", row["cluster"].get("n_gpus"), 8, "one host"))
@@ -115,6 +116,13 @@ def read_row(row: Row) -> Reading:
         ),
         assumed=tuple(notes.said),
     )
+
+
+def _positive(part: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: None if isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0 else value
+        for key, value in part.items()
+    }
 
 
 def _device(row: Row, notes: _Assumptions) -> Device:

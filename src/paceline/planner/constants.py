@@ -95,8 +95,8 @@ CONSTANTS = (
         name="link",
         unit="share",
         meaning="bus bandwidth of collectives within a host, over the link's rate in one direction",
-        guess=0.65,
-        low=0.45,
+        guess=0.75,
+        low=0.6,
         high=1.0,
         source="nccl-tests on A100 and H100 hosts: 0.75 to 0.85 from 1 GB, less at tens of MB",
     ),
@@ -112,11 +112,12 @@ CONSTANTS = (
     Constant(
         name="latency",
         unit="s",
-        meaning="time of a collective that moves nothing, for each doubling of its members",
-        guess=3e-5,
+        meaning="time of a collective beyond that of its bytes, for each doubling of its members: launch, and waiting "
+        "for those that come late",
+        guess=5e-5,
         low=1e-6,
-        high=1e-4,
-        source="nccl-tests at small sizes: 20 to 50 us within a host",
+        high=8e-5,
+        source="nccl-tests at small sizes take 20 to 50 us within a host, where all members start at once",
     ),
     Constant(
         name="overlap",

@@ -48,9 +48,7 @@ PARTS = {
 }
 
 VALUE = 2  # bytes of a value in 16 bit
-SCORE_PASSES = (
-    13.0  # bytes of a score in an unfused attention's forward: product, scaled masked softmax, dropout, product
-)
+SCORE_PASSES = 8.0  # bytes of a score in an unfused attention's forward: written, softmax's two, read
 BACKWARD_MOVES = 1.7  # element-wise traffic of backward over that of forward
 BACKWARD_SCORES = 1.6
 # Fused attention computes scores again in backward: 2.5 times forward's operations. Kernels are measured in both
@@ -61,6 +59,7 @@ UNFUSED_RATE = 0.7  # of batched products of attention, over that of large ones
 OFF_GRID_RATE = 0.5  # head sizes that are no multiple of 8: operands are not aligned to 16 bytes
 OPTIMIZER_BYTES = 32.0  # per parameter: 12 bytes of state and master weights read and written, gradient, weight
 LAUNCH_S = 8e-6  # for the host to launch an operation of eager torch: 5 to 10 us (PyTorch's CUDA graphs blog, 2021)
+MOST_FOLLOWED = 256  # stages of a schedule that is followed action by action
 HEAD_BYTES = 8.0  # per word of the vocabulary: logits in 16 bit and 32 bit, softmax
 
 
@@ -144,7 +143,7 @@ def idle_slots(axes: Axes, micro_batches: float) -> float:
     forward and both parts of backward cost the same (ZB-H1 of Qi et al. 2023); nothing at twice the memory (ZB-2p).
     With fewer micro-batches than stages, the schedule itself is followed.
     """
-    if axes.stages > 1 and micro_batches < axes.stages and axes.schedule != "zero-bubble-2p":
+    if 1 <= micro_batches < axes.stages <= MOST_FOLLOWED and axes.schedule != "zero-bubble-2p":
         return _followed(axes.schedule, axes.stages, axes.chunks, math.ceil(micro_batches))
     slots = (axes.stages - 1) / axes.chunks
     return {"zero-bubble": slots / 3, "zero-bubble-2p": 0.0}.get(axes.schedule, slots)
