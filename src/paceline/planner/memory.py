@@ -39,7 +39,6 @@ SCORE_BYTES, MASKED_SCORE_BYTES = (
     5.0,
 )  # kept per score by unfused attention: softmax; also dropout's mask and result
 QUERY_STATISTICS = 4.0  # bytes per token and head that fused attention keeps
-GATHERED_UNITS = 2.0  # ZeRO-3: the unit that computes, and the next one
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,33 +97,36 @@ def state_bytes(
 def predict_memory(case: Case, factor: float = 1.0, *, state: float | None = None) -> MemoryPrediction:
     """Return the fullest worker's bytes; `factor` is measured over predicted. `state`: where it is known exactly."""
     axes, software, model = case.axes, case.software, case.model
-    members = axes.shard * axes.experts * axes.context
+    group = axes.shard * axes.context  # rows of experts are split among these, all others also among `experts`
     parts = dict.fromkeys(MEMORY_PARTS, 0.0)
-    parts["state"] = state or state_bytes(
-        case.held_parameters,
-        zero=axes.zero,
-        members=members,
-        weight_bytes=software.weight_bytes,
-        gradient_bytes=VALUE if case.precision == "fp16" else software.gradient_bytes,
-        copied_bytes=VALUE if case.precision == "fp16" else 0.0,  # gradients in 32 bit, less those in 16 bit
-        keeps_gathered=software.keeps_gathered and axes.stages > 1,
+    parts["state"] = state or sum(
+        state_bytes(
+            held,
+            zero=axes.zero,
+            members=members,
+            weight_bytes=software.weight_bytes,
+            gradient_bytes=VALUE if case.precision == "fp16" else software.gradient_bytes,
+            copied_bytes=VALUE if case.precision == "fp16" else 0.0,  # gradients in 32 bit, less those in 16 bit
+            keeps_gathered=software.keeps_gathered and axes.stages > 1,
+        )
+        for held, members in ((case.held_dense, group * axes.experts), (case.held_experts, group))
     )
     kept, largest = 0.0, 0.0
     for block in model.blocks:
         each, working = _block_bytes(case, block, case.recompute)
         kept, largest = kept + block.count * each, max(largest, working)
-    first = model.count / axes.stages - (
-        1 - 2 / axes.stages if case.has_short_ends else 0.0
-    )  # blocks of the first stage
-    parts["kept"] = in_flight(case) * kept / model.count * first
+    blocks = model.count / axes.stages  # of the first stage
+    blocks = blocks - 1 + 2 / axes.stages if case.has_short_ends else blocks * case.unevenness
+    parts["kept"] = in_flight(case) * kept / model.count * blocks
     parts["working"] = largest
-    if model.rest is not None:
-        parts["kept"] += _block_bytes(case, model.rest, "none")[0]
-    if state is None and axes.zero == 3 and members > 1:
-        unit = max(model.vocabulary * model.hidden, *(block.parameters for block in model.blocks))
-        parts["working"] += GATHERED_UNITS * unit / axes.tensor * VALUE
+    if model.rest is not None:  # near the loss, values are in 32 bit, too, and have gradients of their size
+        parts["logits"] = _block_bytes(case, model.rest, "none")[0] / case.value_bytes * LOGIT_BYTES
+    if state is None and axes.zero == 3 and group > 1:
+        ends = model.rest.parameters if model.rest is not None else model.vocabulary * model.hidden
+        unit = max(ends, *(block.parameters - block.expert_parameters for block in model.blocks))
+        parts["working"] += software.gathered_units * unit / axes.tensor * software.weight_bytes
     if axes.stages == 1:
-        parts["logits"] = case.micro_tokens * model.vocabulary / axes.tensor * LOGIT_BYTES
+        parts["logits"] += case.micro_tokens * model.vocabulary / axes.tensor * LOGIT_BYTES
     parts["gaps"] = sum(parts.values()) * GAPS
     parts["runtime"] = RUNTIME
     parts = {name: value * factor for name, value in parts.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from paceline.errors import PlanError
-from paceline.plan import AllReduce, Cast, Plan
+from paceline.plan import AllReduce, Cast, Plan, Raw
 from paceline.planner.axes import Axes
 from paceline.planner.cluster import Cluster
 from paceline.planner.model_costs import ModelCosts
@@ -21,13 +21,15 @@ def case_of(plan: Plan, model: ModelCosts, cluster: Cluster, *, workers: int) ->
     """Return what a step of this plan is on so many workers of a cluster.
 
     Each data-parallel worker runs its share of the batch's micro-batches, the largest one where they do not divide.
-    Raises PlanError for a plan that the cost model does not know (fp64, any sync but all-reduce, offload), and for more
-    workers than the cluster has devices.
+    Raises PlanError for a plan that the cost model does not know (fp64, any sync but all-reduce, any wire but raw and
+    cast, offload), and for more workers than the cluster has devices.
     """
     if plan.compute.precision == "fp64":
         raise PlanError("The cost model has no rates for precision=fp64: predict with fp32 or bf16.")
     if not isinstance(plan.sync, AllReduce):
         raise PlanError(f"The cost model does not know sync={plan.sync}: predict with allreduce.")
+    if not isinstance(plan.wire, (Raw, Cast)):
+        raise PlanError(f"The cost model does not know wire={plan.wire}: predict with raw or cast.")
     if plan.compute.offload != "none":
         raise PlanError(f"The cost model does not know offload={plan.compute.offload}: predict with offload=none.")
     if workers > cluster.devices:

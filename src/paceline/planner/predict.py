@@ -114,16 +114,29 @@ class Case:
         return stages > 2 and count % stages != 0 and (count + 2) % stages == 0
 
     @property
-    def held_parameters(self) -> float:
-        """Parameters of the fullest worker, if nothing but tensor, experts and stages divides them."""
+    def unevenness(self) -> float:
+        """Blocks of the fullest stage over those of the average one."""
+        return math.ceil(self.model.count / self.axes.stages) * self.axes.stages / self.model.count
+
+    @property
+    def held_dense(self) -> float:
+        """Parameters of the fullest worker but its experts, if nothing but tensor and stages divides them."""
         axes, model = self.axes, self.model
-        total = 0.0
-        for block in model.blocks:
-            dense = block.parameters - block.expert_parameters
-            total += block.count * (dense + block.expert_parameters / axes.experts)
+        total = sum(block.count * (block.parameters - block.expert_parameters) for block in model.blocks)
         ends = model.vocabulary * model.hidden * (1 if axes.stages > 1 or model.tied else 2)
         ends += model.rest.parameters if model.rest is not None else 0
         return (total / axes.stages + ends) / axes.tensor
+
+    @property
+    def held_experts(self) -> float:
+        """Parameters of one worker's experts, if nothing but tensor, experts and stages divides them."""
+        axes = self.axes
+        total = sum(block.count * block.expert_parameters for block in self.model.blocks)
+        return total / (axes.stages * axes.tensor * axes.experts)
+
+    @property
+    def held_parameters(self) -> float:
+        return self.held_dense + self.held_experts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,9 +221,10 @@ class Workload:
             if case.has_short_ends:  # the others have more blocks, and the last one the head
                 slot = stage.all_s * (1 + 2 / case.model.count)
                 parts["head"] = (slot - stage.all_s) * micros
-            slot += send
+            uneven = 0.0 if case.has_short_ends else stage.all_s * (case.unevenness - 1)
+            slot += send + uneven
             parts["sends"] = send * micros
-            parts["idle"] = idle_slots(axes, micros) * (stage.all_s + sum(head) / axes.stages + send)
+            parts["idle"] = idle_slots(axes, micros) * (stage.all_s + sum(head) / axes.stages + send) + uneven * micros
         parts["data"] = self._data_s(constants, stage, head, slot)
         parts["optimizer"] = self._optimizer_s()
         total = sum(parts.values())
@@ -299,6 +313,8 @@ class Workload:
             moved = scores * SCORE_PASSES / device.memory_bandwidth * self._passes(constants)
             return dense + moved, 2 * dense + BACKWARD_SCORES * moved
         rate = device.attention[case.software.attention] * constants.attention
+        if case.precision == "fp32":
+            rate *= device.peak_of("fp32") / device.peak["bf16"]
         rate *= SMALL_HEAD_RATE if attention.head_size < SMALL_HEADS else 1.0
         needed = flops * (0.5 if attention.causal and case.software.skips_pairs else 1.0)
         return needed / rate * FORWARD_ATTENTION, needed / rate * BACKWARD_ATTENTION
@@ -333,8 +349,9 @@ class Workload:
 
     def _optimizer_s(self) -> float:
         case = self.case
-        axes = case.axes
-        held = case.held_parameters / (axes.shard * axes.experts * axes.context if axes.zero else 1)
+        axes, held = case.axes, case.held_parameters
+        if axes.zero:
+            held = (case.held_dense / axes.experts + case.held_experts) / (axes.shard * axes.context)
         return held * OPTIMIZER_BYTES / case.cluster.device.memory_bandwidth
 
     # Communication.

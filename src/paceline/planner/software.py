@@ -16,7 +16,7 @@ class Software:
     `hides_tensor`: products and tensor-parallel communication run at once, if `sequence` is split. `hides_sends`: so do
     sends between interleaved stages. `selective`: what "selective" recompute repeats. `weight_bytes` and
     `gradient_bytes`: of those that are not split, in all their copies. `keeps_gathered`: ZeRO-3 parameters stay
-    gathered for a step where there are stages.
+    gathered for a step where there are stages. `gathered_units`: of ZeRO-3, at once: the one that computes, and others.
     """
 
     name: str
@@ -30,6 +30,7 @@ class Software:
     weight_bytes: float = 2.0
     gradient_bytes: float = 4.0
     keeps_gathered: bool = False
+    gathered_units: float = 2.0
 
 
 EAGER = Software(name="torch", kernels="single")
@@ -42,4 +43,4 @@ UNFUSED_ATTENTION = Software(name="Megatron-LM of 2021", attention="unfused", sk
 
 def paceline(*, compiles: bool) -> Software:
     """What Paceline's own workers run: eager torch, or torch.compile; weights and gradients in 32 bit."""
-    return Software(name="paceline", kernels="fused" if compiles else "single", weight_bytes=4.0)
+    return Software(name="paceline", kernels="fused" if compiles else "single", weight_bytes=4.0, gathered_units=3.0)
