@@ -48,7 +48,7 @@ The text is parts joined by "+", defaults left out:
   raw | cast(dtype=bf16) | cast(dtype=fp16)                what travels between them
   batch(size=N,micro=N,shuffle=true,drop_last=false,seed=N)  the global batch, and the micro-batches it is cut into
   compute(precision=fp32|bf16|fp64,recompute=none|blocks,compile=false)
-Exit status 2: the plan breaks a rule, or a model cannot be cut."""
+Exit status 2: the plan breaks a rule, a model cannot be cut, or it does not fit the cluster."""
 
 
 def add(commands: Commands) -> None:
@@ -87,6 +87,9 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan and its broken rules; returns 2 when there are any."""
+    for option, other in (("samples", "cluster"), ("price", "samples")):
+        if getattr(arguments, option) is not None and getattr(arguments, other) is None:
+            raise config.PlanError(f"--{option} goes with --{other}.")
     if _is_script(arguments.text):
         return check_script(
             Path(arguments.text),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.config import load_toml
 from paceline.errors import PlanError
 from paceline.planner.cluster import Cluster, catalogue, load_catalogue
 from paceline.planner.constants import Calibration, built_in
@@ -23,7 +25,6 @@ __all__ = ["cluster_for", "print_costs"]
 
 SHOWN = 8  # plans of the ranking
 SMALL = 0.01  # parts of a step below it are left out
-BARS = {"sample": " (counted on a small input, not on the script's data)"}
 
 
 def cluster_for(name: str, workers: int) -> tuple[str, Cluster]:
@@ -33,43 +34,59 @@ def cluster_for(name: str, workers: int) -> tuple[str, Cluster]:
     """
     path, _, wanted = name.partition(":")
     known = catalogue()
-    if path.endswith(".toml"):
-        own = load_catalogue(Path(path), base=known)
-        names = [one for one in own.clusters if one not in known.clusters]
-        wanted = wanted or (names[0] if len(names) == 1 else "")
-        if not wanted:
-            raise PlanError(f"{path} describes {len(names)} clusters: name one of them, as {path}:NAME.")
-        known = own
-    else:
-        wanted = name
-    found = known.cluster(wanted)
-    return wanted, known.cluster(wanted, hosts=max(found.hosts, math.ceil(workers / found.devices_per_host)))
+    if not path.endswith(".toml"):
+        found = known.cluster(name)
+        return name, dataclasses.replace(found, hosts=max(found.hosts, math.ceil(workers / found.devices_per_host)))
+    names = list(load_toml(Path(path)).get("clusters", {}))
+    wanted = wanted or (names[0] if len(names) == 1 else "")
+    if not wanted:
+        raise PlanError(f"{path} describes {len(names)} clusters: name one of them, as {path}:NAME.")
+    found = load_catalogue(Path(path), base=known).cluster(wanted)
+    if wanted in names and workers > found.devices:
+        raise PlanError(
+            f"{path}: [clusters.{wanted}] has {found.hosts} hosts of {found.devices_per_host} devices, too few for "
+            f"{workers} workers: give it hosts = {math.ceil(workers / found.devices_per_host)}."
+        )
+    return wanted, found
 
 
 def print_costs(found: InspectionReport, name: str, *, price_per_hour: float | None, samples: float | None) -> bool:
     """Print what a step costs on a cluster; return False where the plan surely does not fit."""
     label, cluster = cluster_for(name, found.workers)
     if not found.costs:
+        name, why = next(iter(found.not_counted.items()), ("the script", "it prepares no model"))
         raise PlanError(
-            "What a step costs could not be counted: the script's forward looks at values. Give worker.prepare(model, "
-            "sample=...) an input of the usual size."
+            f"What a step of {name} costs could not be counted: {why or 'its loop has no stepper, and no sample'}. It "
+            "is counted without values, in the forward of worker.stepper(...) on the script's data, or else on "
+            "worker.prepare(model, sample=...)."
         )
-    model_name, model = next(iter(found.costs.items()))
+    model_name, model = max(found.costs.items(), key=lambda one: one[1].model_flops(one[1].sequence))
+    others = [one for one in (*found.costs, *found.not_counted) if one != model_name]
+    is_data = model_name not in found.not_counted
     device = cluster.device
     print(f"\ncluster  {label}: {cluster.hosts} x {cluster.devices_per_host} {device.name}, ", end="")
     print(f"{device.memory / 1e9:.0f} GB each, {cluster.network / 1e9:g} GB/s between hosts")
-    note = BARS.get(found.costs_of[model_name], "")
-    print(f"model    {model_name}: {_model_text(model)}{note}")
+    print(f"model    {model_name}: {_model_text(model)}")
+    if not is_data:
+        why = found.not_counted[model_name] or "the loop has no worker.stepper"
+        print(f"         counted on a small input or the sample, not on the script's data: {why}")
+    if others:
+        print(f"         only this model is priced, the largest one; not {', '.join(dict.fromkeys(others))}")
     calibration = built_in()
     state = max((one.peak or 0 for one in found.sizes.get(model_name, [])), default=0) or None
     own = price(found.plan, model, cluster, calibration, workers=found.workers, state=state)
     print(*_step_lines(own, calibration), sep="\n")
-    if samples is not None:
+    if samples is not None and not is_data:
+        print("total    not known: samples of the script's data may cost more than what was counted")
+    elif samples is not None:
         seconds = samples / own.samples_per_s
         money = "" if price_per_hour is None else f", {seconds / 3600 * found.workers * price_per_hour:,.2f} at "
         money += "" if price_per_hour is None else f"{price_per_hour:g} a device and hour"
         print(f"total    {count_text(int(samples))} samples: {duration_text(seconds)}{money}")
-    ranked = search(found.plan, model, cluster, calibration, workers=found.workers)
+    ranked = [
+        own if one.plan == own.plan else one
+        for one in search(found.plan, model, cluster, calibration, workers=found.workers)
+    ]
     print(*_ranking(ranked, own), sep="\n")
     return own.fits != "does not fit"
 
@@ -85,7 +102,7 @@ def _step_lines(one: PricedPlan, calibration: Calibration) -> Iterator[str]:
     step = one.step.step_s
     yield (
         f"step     {duration_text(step)} (80 % band: {duration_text(step / wide)} to {duration_text(step * wide)}), "
-        f"{one.samples_per_s:,.4g} samples/s, {one.step.mfu * 100:.0f} % of the peak"
+        f"{count_text(one.samples_per_s)} samples/s, {one.step.mfu * 100:.0f} % of the devices' peak in bf16"
     )
     for name, value in sorted(one.step.parts.items(), key=lambda part: -part[1]):
         if value / step >= SMALL:
@@ -117,8 +134,10 @@ def _ranking(ranked: Sequence[PricedPlan], own: PricedPlan) -> Iterator[str]:
         yield "\nNo plan fits these devices. Least memory:"
     else:
         yield "\nThe best plan of each layout, with this batch and precision, the fastest first"
-    yield "  s a step   samples/s    GB  fits    plan"
+    yield "    a step       samples/s      GB  fits   plan"
     for one in ranked[:SHOWN]:
         fits = {"fits": "yes", "unsure": "maybe", "does not fit": "no"}[one.fits]
-        gigabytes = one.memory.peak / 1e9
-        yield f"  {one.step.step_s:8.4g}  {one.samples_per_s:10.4g} {gigabytes:5.1f}  {fits:6}  {one.plan}"
+        cells = f"{duration_text(one.step.step_s):>12} {count_text(one.samples_per_s):>10} {one.memory.peak / 1e9:7.1f}"
+        mine = "   <- the script's" if one.plan == own.plan else ""
+        yield f"{cells}  {fits:5}  {one.plan}{mine}"
+    yield "Whether the model can be cut so: paceline plan SCRIPT --check --plan PLAN"

@@ -15,6 +15,7 @@ from paceline.errors import PlanError
 __all__ = ["Catalogue", "Cluster", "Device", "catalogue", "load_catalogue"]
 
 GB = 1e9
+PRECISIONS = {"bf16", "fp16", "fp8", "fp32"}
 BUILT_IN = Path(__file__).with_name("catalogue.toml")
 
 
@@ -127,7 +128,7 @@ def load_catalogue(path: Path, *, base: Catalogue | None = None) -> Catalogue:
         devices[name] = _read(path, f"devices.{name}", lambda table=table, name=name: _device(name, table))
         aliases |= {str(other).lower(): name for other in table.get("names", [])}
     for name, table in tables.get("clusters", {}).items():
-        clusters[name] = _read(path, f"clusters.{name}", lambda table=table: _cluster(table, devices))
+        clusters[name] = _read(path, f"clusters.{name}", lambda table=table: _cluster(table, devices, aliases))
     return Catalogue(devices=devices, clusters=clusters, aliases=aliases)
 
 
@@ -136,30 +137,64 @@ def _read(path: Path, where: str, make: Any) -> Any:
         return make()
     except KeyError as error:
         raise PlanError(f"{path}: [{where}] lacks {error.args[0]!r}, or names what is not there.") from error
-    except (TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise PlanError(f"{path}: [{where}] is not understood: {error}.") from error
 
 
+def _number(table: Mapping[str, Any], key: str, *, most: float = math.inf) -> float:
+    value = table[key]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= most or math.isinf(value):
+        raise ValueError(
+            f"{key} is {value!r}; give a number above 0" + (f" and at most {most:g}" if most < 1e9 else "")
+        )
+    return float(value)
+
+
+def _whole(table: Mapping[str, Any], key: str) -> int:
+    if not isinstance(table[key], int) or isinstance(table[key], bool):
+        raise ValueError(f"{key} is {table[key]!r}; give a whole number")
+    return int(_number(table, key))
+
+
+def _known(table: Mapping[str, Any], keys: set[str]) -> None:
+    for key in table.keys() - keys:
+        raise ValueError(f"{key!r} is not known.{suggest(key, keys)}")
+
+
+DEVICE_KEYS = {
+    *("names", "memory_gb", "memory_gb_s", "tflops", "best_matmul", "attention", "units", "watts", "link_gb_s"),
+    *("network_gb_s", "source"),
+}
+CLUSTER_KEYS = {"device", "hosts", "devices_per_host", "network_gb_s", "source"}
+
+
 def _device(name: str, table: Mapping[str, Any]) -> Device:
+    _known(table, DEVICE_KEYS)
+    peak, best, attention = (dict(table[key]) for key in ("tflops", "best_matmul", "attention"))
+    _known(peak, PRECISIONS)
+    for part in (peak, best):
+        _number(part, "bf16")
     return Device(
         name=name,
-        memory=float(table["memory_gb"]) * GB,
-        memory_bandwidth=float(table["memory_gb_s"]) * GB,
-        peak={str(key): float(value) * 1e12 for key, value in table["tflops"].items()},
-        best_matmul={str(key): float(value) for key, value in table["best_matmul"].items()},
-        attention={str(key): float(value) * 1e12 for key, value in table["attention"].items()},
-        units=int(table["units"]),
-        watts=float(table["watts"]),
-        link=float(table["link_gb_s"]) * GB,
-        network=float(table["network_gb_s"]) * GB,
+        memory=_number(table, "memory_gb") * GB,
+        memory_bandwidth=_number(table, "memory_gb_s") * GB,
+        peak={key: _number(peak, key) * 1e12 for key in peak},
+        best_matmul={key: _number(best, key, most=1) for key in best},
+        attention={key: _number(attention, key) * 1e12 for key in ("flash", "vendor")},
+        units=_whole(table, "units"),
+        watts=_number(table, "watts"),
+        link=_number(table, "link_gb_s") * GB,
+        network=_number(table, "network_gb_s") * GB,
         source=str(table["source"]),
     )
 
 
-def _cluster(table: Mapping[str, Any], devices: Mapping[str, Device]) -> Cluster:
+def _cluster(table: Mapping[str, Any], devices: Mapping[str, Device], aliases: Mapping[str, str]) -> Cluster:
+    _known(table, CLUSTER_KEYS)
+    name = str(table["device"])
     return Cluster(
-        device=devices[str(table["device"])],
-        hosts=int(table["hosts"]),
-        devices_per_host=int(table["devices_per_host"]),
-        network=float(table["network_gb_s"]) * GB,
+        device=devices[aliases.get(name.lower(), name)],
+        hosts=_whole(table, "hosts"),
+        devices_per_host=_whole(table, "devices_per_host"),
+        network=_number(table, "network_gb_s") * GB,
     )

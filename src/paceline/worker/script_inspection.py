@@ -60,7 +60,9 @@ class InspectionReport:
         default_factory=dict[str, list[MemoryEstimate]]
     )  # by model
     costs: dict[str, ModelCosts] = dataclasses.field(default_factory=dict[str, ModelCosts])  # by model, of one sample
-    costs_of: dict[str, str] = dataclasses.field(default_factory=dict[str, str])  # on which input they were counted
+    not_counted: dict[str, str] = dataclasses.field(
+        default_factory=dict[str, str]
+    )  # why not on the script's data, by model; "": it has no stepper
 
 
 def inspect_script(script: Path, *, args: Sequence[str], plan: CommandPlan, workers: int | None) -> InspectionReport:
@@ -168,8 +170,10 @@ class InspectionWorker:
         """Count what a micro-batch of this data costs, and end the script."""
         if self._forward is not None:
             collate = kwargs.get("collate") or kwargs.get("collate_fn") or default_collate
-            with contextlib.suppress(Exception):  # the user's code without values: then a sample is counted
+            try:
                 self._count(*self._forward, collate(_first(dataset)))
+            except Exception as error:  # the user's code, without values
+                self._findings.not_counted[self._name_of(self._forward[0])] = _first_line(error)
         self._end()
 
     def evaluate(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -179,16 +183,21 @@ class InspectionWorker:
     backward = clip_gradients = evaluate
 
     def _count(self, model: nn.Module, forward: Callable[[Any], Any], micro: Any) -> None:
-        name = next(name for name, (other, _) in self._models.items() if other is model)
         costs = trace_costs(model, lambda fake: forward(fake(micro)), samples=FEW, units=units_of(model))
-        self._findings.costs[name], self._findings.costs_of[name] = costs, "data"
+        self._findings.costs[self._name_of(model)] = costs
+
+    def _name_of(self, model: nn.Module) -> str:
+        return next(name for name, (other, _) in self._models.items() if other is model)
 
     def close(self) -> None:
         """The script has come to its end, or to its first loop: count what workers would hold."""
         for name, (model, look) in self._models.items():
             if name not in self._findings.costs:
-                with contextlib.suppress(Exception):  # as above; without costs nothing is predicted
+                self._findings.not_counted.setdefault(name, "")
+                try:
                     self._count_sample(name, model, self._samples.get(name))
+                except Exception as error:  # as above
+                    self._findings.not_counted[name] = self._findings.not_counted[name] or _first_line(error)
             if look.errors:
                 continue  # no worker holds any of it
             own = {id(one) for one in model.parameters()}
@@ -209,7 +218,6 @@ class InspectionWorker:
             return model(*args, **kwargs)
 
         self._findings.costs[name] = trace_costs(model, run, samples=samples, units=units_of(model))
-        self._findings.costs_of[name] = "sample"
 
     def _end(self, *_: Any) -> NoReturn:
         raise _InspectionDone
@@ -264,6 +272,10 @@ def _run(
             'End the script with: if __name__ == "__main__": paceline.run(train)'
         )
     return seen[0]
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _is_large(model: nn.Module) -> bool:

@@ -78,9 +78,39 @@ def test_convolutions_count_as_products() -> None:
     assert flops == 2 * (10 * 10 * 16 * 27 + 8 * 8 * 16 * (4 * 9))
 
 
-def test_recurrent_layers_count_as_products() -> None:
-    found = traced(nn.LSTM(8, 16, batch_first=True), torch.zeros(2, 10, 8))
-    assert sum(one.flops(1) for one in found.blocks[0].matmuls) == 2 * 10 * (8 * 64 + 16 * 64)
+@pytest.mark.parametrize(("layer", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
+def test_recurrent_layers_are_one_kernel(layer: type[nn.RNNBase], gates: int) -> None:
+    found = traced(layer(8, 16, batch_first=True), torch.zeros(2, 1000, 8))
+    block = found.blocks[0]
+    assert sum(one.flops(1) for one in block.matmuls) == 2 * 1000 * gates * (8 * 16 + 16 * 16)
+    assert block.launches < 10
+
+
+def test_transposed_convolutions_count_as_products() -> None:
+    found = traced(nn.ConvTranspose2d(16, 8, 4, stride=2, padding=1, groups=2), torch.zeros(4, 16, 10, 10))
+    assert sum(one.flops(1) for one in found.blocks[0].matmuls) == 2 * 10 * 10 * 16 * 4 * 16
+
+
+def test_a_mask_is_no_part_of_what_passes_between_blocks() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.layer(x) * mask.sum(dim=-1, keepdim=True)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x, torch.ones(len(x), 64, 64))
+            return x
+
+    assert {block.hidden for block in traced(Model(), torch.zeros(2, 64, 8)).blocks} == {64 * 8}
 
 
 def test_torchs_own_attention_is_seen_as_attention() -> None:

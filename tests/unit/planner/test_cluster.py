@@ -74,8 +74,14 @@ def test_a_file_of_ones_own_adds_to_the_catalogue(tmp_path: Path) -> None:
         ('device = "mine"', 'device = "yours"', r"clusters.two-hosts\] lacks 'yours'"),
         ("units = 40", 'units = "many"', "not understood"),
         ("[devices.mine]", "[device.mine]", "table 'device'"),
-        ("hosts = 2", "hosts = 0", "at least 1"),
+        ("hosts = 2", "hosts = 0", "hosts is 0; give a number above 0"),
+        ("hosts = 2", "hosts = 1.5", "give a whole number"),
         ("network_gb_s = 1.25", "network_gb_s = 0.0", "above 0"),
+        ("tflops = { bf16 = 50.0 }", "tflops = 50.0", "not understood"),
+        ("tflops = { bf16 = 50.0 }", "tflops = { fp16 = 50.0 }", "lacks 'bf16'"),
+        ("best_matmul = { bf16 = 0.8 }", "best_matmul = { bf16 = 80 }", "at most 1"),
+        ("memory_gb = 10.0", "memory_gb = -1", "memory_gb is -1; give a number above 0"),
+        ("watts = 200", "wats = 200", "'wats' is not known. Did you mean 'watts'"),
     ],
 )
 def test_a_mistake_in_it_is_named(tmp_path: Path, old: str, new: str, says: str) -> None:

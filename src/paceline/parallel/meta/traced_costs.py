@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import TorchDispatchMode  # torch documents it, and has no public name for it
 
 from paceline.parallel.meta.fake_weights import fake_of, fake_values
@@ -31,7 +32,6 @@ VALUE = 2  # bytes of a kept value in 16 bit
 PRODUCTS = {aten.mm: (0, 1), aten.addmm: (1, 2), aten.bmm: (0, 1), aten.baddbmm: (1, 2)}  # where the operands are
 LOOKS = (aten._unsafe_view, aten.detach, aten.empty, aten.empty_like)  # move nothing
 LOOKUPS = (aten.embedding, aten.index, aten.gather)  # read what they write, and not the whole table
-RECURRENT = (aten.mkldnn_rnn_layer, aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu)
 
 
 @dataclasses.dataclass(slots=True)
@@ -76,7 +76,7 @@ def trace_costs(
         def without_values(value: Any) -> Any:
             return map_tensors(value, lambda one: fake_of(mode, one))
 
-        with recorder.watching(named), recorder.keeping(own), recorder, _attention_seen(recorder):
+        with recorder.watching(model, named), recorder.keeping(own), recorder, _attention_seen(recorder):
             run(without_values)
     return _as_costs([counts[unit] for unit in named], counts[None], samples)
 
@@ -108,12 +108,12 @@ class _Recorder(TorchDispatchMode):
         return self._counts[self._running[-1]]
 
     @contextlib.contextmanager
-    def watching(self, units: Sequence[nn.Module]) -> Iterator[None]:
-        """Within it, it is known which unit runs."""
+    def watching(self, model: nn.Module, units: Sequence[nn.Module]) -> Iterator[None]:
+        """Within it, it is known which unit runs; a recurrent layer is one kernel, as makers' libraries have it."""
 
         def enter(unit: nn.Module, args: Any, kwargs: Any) -> None:
             self._running.append(unit)
-            wide = max((one for one in tensors_in((args, kwargs)) if one.dim() > 1), key=Tensor.numel, default=None)
+            wide = next((one for one in tensors_in((args, kwargs)) if one.dim() > 1 and one.is_floating_point()), None)
             if wide is not None and not self.here.width:
                 self.here.width, self.here.rows = wide.shape[-1], wide.numel() / wide.shape[-1]
 
@@ -122,11 +122,24 @@ class _Recorder(TorchDispatchMode):
 
         handles = [unit.register_forward_pre_hook(enter, with_kwargs=True) for unit in units]
         handles += [unit.register_forward_hook(leave) for unit in units]
+        for layer in {layer for layer in model.modules() if isinstance(layer, nn.RNNBase)}:
+            handles += [layer.register_forward_pre_hook(self._recur), layer.register_forward_hook(self._recurred)]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _recur(self, layer: nn.Module, args: Any) -> None:
+        given = args[0].data if isinstance(args[0], PackedSequence) else args[0]
+        steps, weights = given.numel() / given.shape[-1], [one for one in layer.parameters() if one.dim() == 2]
+        self.here.matmuls += [(steps, int(one.shape[1]), int(one.shape[0])) for one in weights]
+        self.here.kept_split += VALUE * steps * sum(one.shape[0] for one in weights)  # the gates
+        self.here.launches += 1
+        self.is_paused = True
+
+    def _recurred(self, layer: nn.Module, args: Any, output: Any) -> None:
+        self.is_paused = False
 
     @contextlib.contextmanager
     def keeping(self, own: set[int]) -> Iterator[None]:
@@ -173,13 +186,12 @@ class _Recorder(TorchDispatchMode):
             self.here.matmuls.append((float(batch * left.shape[-2]), int(left.shape[-1]), int(right.shape[-1])))
         elif packet is aten.convolution:
             weight, groups = args[1], args[8]
-            rows = result.numel() / weight.shape[0] * groups
-            self.here.matmuls.append((rows, math.prod(weight.shape[1:]), weight.shape[0] // groups))
-        elif packet in RECURRENT:
-            steps = args[0].numel() / args[0].shape[-1]
-            given = args[1:5] if packet is aten.mkldnn_rnn_layer else args[2]
-            weights = [one for one in tensors_in(given) if one.dim() == 2]
-            self.here.matmuls += [(steps, int(one.shape[1]), int(one.shape[0])) for one in weights]
+            if args[6]:  # transposed: each place of the input makes a whole kernel of outputs
+                rows, inner = args[0].numel() / weight.shape[0] * groups, weight.shape[0] // groups
+                self.here.matmuls.append((rows, inner, math.prod(weight.shape[1:])))
+            else:
+                rows = result.numel() / weight.shape[0] * groups
+                self.here.matmuls.append((rows, math.prod(weight.shape[1:]), weight.shape[0] // groups))
         else:
             inputs = [] if packet in LOOKUPS else tensors_in((args, kwargs))
             self._count_moves(inputs, results)
