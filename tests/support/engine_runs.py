@@ -34,7 +34,8 @@ DATA = TensorDataset(X, X.abs().sum(dim=1).long() % 3)
 
 
 def forward(model, micro):
-    time.sleep({sleep_s})  # a step lasts, so that the test can act in the middle of it
+    if not os.path.exists("hurry"):
+        time.sleep({sleep_s})  # a step lasts, so that the test can act in the middle of it
     return F.cross_entropy(model(micro[0]), micro[1])
 
 
@@ -55,7 +56,9 @@ if __name__ == "__main__":
 
 
 def write_program(folder: Path, *, samples: int = 480, sleep_s: float = 0.02) -> Path:
-    """Write a training script of `samples / 24` steps; with a file `fail` beside it, it fails."""
+    """Write a training script of `samples / 24` steps; with a file `fail` beside it, it fails, and with
+    `hurry` it sleeps no more.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "train.py"
     path.write_text(PROGRAM.format(samples=samples, sleep_s=sleep_s))

@@ -71,7 +71,7 @@ def test_slots_that_do_not_make_up_the_workers_end_the_start(tmp_path: Path) -> 
 def test_a_host_joins_a_run_whose_other_host_is_on_the_same_machine_and_one_that_is_lost_comes_back(
     tmp_path: Path,
 ) -> None:
-    program = write_program(tmp_path, samples=7200, sleep_s=0.02)
+    program = write_program(tmp_path, samples=14400, sleep_s=0.02)
     options = ("--hosts", "1", "--workers", "1", "--plan", "replicas=1-2+batch(size=24,micro=4)")
 
     def at_work() -> int:
@@ -95,8 +95,9 @@ def test_a_host_joins_a_run_whose_other_host_is_on_the_same_machine_and_one_that
             until(lambda: at_work() == 1, "the second one goes on")
             with host(program, *options) as again:
                 until(lambda: newcomers() == 2, "the first one is back")
+                (tmp_path / "hurry").touch()
                 ends = [ended(other), ended(again)]
     assert [code for code, _ in ends] == [0, 0], ends
     record = json.loads((tmp_path / "r" / "run.json").read_text())
     assert [attempt["attempt"] for attempt in record["attempts"]] == [1]
-    assert sorted(losses(tmp_path / "r")) == list(range(1, 301))
+    assert sorted(losses(tmp_path / "r")) == list(range(1, 601))
