@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import quick
 from forked import World
 from layout_runs import (
     EXACT,
@@ -90,7 +91,7 @@ def without(worker: Any) -> dict[int, float]:
     ("before", "after"),
     [
         pytest.param(Layout(replicas=2), Layout(context=2), id="dp2-to-context2"),
-        pytest.param(Layout(context=4), Layout(tensor=2), id="context4-to-tensor2"),
+        quick.further(Layout(context=4), Layout(tensor=2), id="context4-to-tensor2"),
         pytest.param(Layout(replicas=2, context=2), Layout(shard=2), id="2xcontext2-to-shard2"),
     ],
 )

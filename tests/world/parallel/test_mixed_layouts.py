@@ -66,7 +66,7 @@ MIXTURES = [
     Layout(stages=2, tensor=2, sequence=True, schedule="zero-bubble"),
     Layout(replicas=2, stages=2, tensor=2, schedule="interleaved", stages_per_worker=2),
     Layout(shard=2, context=2),
-    Layout(replicas=2, stages=2, context=2),
+    quick.further(Layout(replicas=2, stages=2, context=2)),
     quick.further(Layout(shard=2, zero=1, stages=2, schedule="interleaved", stages_per_worker=2)),
     Layout(shard=2, zero=2, stages=2, schedule="gpipe"),
     Layout(shard=2, stages=2, tensor=2, sequence=True),

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
+import quick
 import stage_models
 from forked import WorkersFailed, World
 from paceline.errors import PlanError
@@ -60,7 +61,7 @@ def test_every_schedule_trains_like_one_process(world: World, oracle: dict[str, 
     assert_same(world(run, workers_of(layout), plan_of(layout)), oracle)
 
 
-@pytest.mark.parametrize("layout", [Layout(stages=2), Layout(replicas=2, stages=2)], ids=str)
+@pytest.mark.parametrize("layout", [quick.further(Layout(stages=2)), Layout(replicas=2, stages=2)], ids=str)
 def test_losses_as_sum_and_count_are_weighed_by_their_counts(world: World, tmp_path: Path, layout: Layout) -> None:
     batch = Batch(size=16, micro=6)  # three micro-batches: one replica has two of them
     expected = beside(tmp_path).one_process(by_sums, Plan(batch=batch, compute=EXACT))
