@@ -56,11 +56,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the further cases, or all others; and put files of long tests first, so that no process is left with
-    one of them when the others have nothing to do."""
+    """Leave out the further cases, or all others; with `--quick` also the thorough tests. Put files of long tests first,
+    so that no process is left with one of them when the others have nothing to do."""
     wanted: dict[bool, list[pytest.Item]] = {True: [], False: []}
     for item in items:
-        wanted[(item.get_closest_marker("further") is not None) == config.getoption("--further")].append(item)
+        is_left_out = config.getoption("--quick") and item.get_closest_marker("thorough") is not None
+        is_wanted = (item.get_closest_marker("further") is not None) == config.getoption("--further")
+        wanted[is_wanted and not is_left_out].append(item)
     config.hook.pytest_deselected(items=wanted[False])
     items[:] = wanted[True]
     places = {folder: place for place, folder in enumerate(ORDER)}

@@ -1,9 +1,9 @@
 """How many sizes, seeds and cases a test tries: fewer in `make check`, most in `make test`, all in `make test-long`.
 
 A property that is proved for hundreds of sizes takes seconds. `make test` proves it for all of them; between two edits
-(`--quick`) every `step`-th is enough, with the first and the last. A claim on real workers that holds for twenty
-combinations takes a minute. `make test` tries every path, and some of the combinations; the mark `further` leaves the
-rest to `make test-long` (`--further`).
+(`--quick`) every `step`-th is enough, with the first and the last, and tests marked `thorough` are left out. A claim on
+real workers that holds for twenty combinations takes a minute. `make test` tries every path, and some of the
+combinations; the mark `further` leaves the rest to `make test-long` (`--further`).
 """
 
 from __future__ import annotations

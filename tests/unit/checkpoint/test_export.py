@@ -133,6 +133,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+@pytest.mark.thorough
 def test_an_export_holds_little_more_than_the_largest_tensor(tmp_path: Path) -> None:
     large = nn.Module()
     for number in range(12):

@@ -220,6 +220,7 @@ def test_what_was_moved_is_not_kept_alive(members: Callable[..., Members]) -> No
     assert members(2).each(work) == [True, True]
 
 
+@pytest.mark.thorough
 def test_who_moves_something_else_is_named(members: Callable[..., Members]) -> None:
     def kinds(group: SharedGroup) -> None:
         out = torch.empty(2, 4)

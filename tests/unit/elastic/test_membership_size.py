@@ -56,6 +56,7 @@ def test_resize_outside_of_the_plan_is_refused_with_what_it_allows(replicas: int
         made(4, least=2).resize(replicas, 1.0)
 
 
+@pytest.mark.thorough
 def test_a_thousand_workers_are_decided_about_within_the_limit_for_ten_thousand() -> None:
     """In time of this thread's own, so that a busy machine does not count."""
     membership, took = made(1000, most=1000), list[float]()

@@ -265,6 +265,7 @@ def test_every_port_where_strangers_can_come_has_a_long_queue(loop: EventLoop) -
             one.close()
 
 
+@pytest.mark.thorough
 def test_a_stranger_gets_no_thread_and_a_flood_drives_out_the_oldest_of_its_own_address() -> None:
     admitted, refused = queue.SimpleQueue[socket.socket](), queue.SimpleQueue[tuple[str, str]]()
 

@@ -62,6 +62,7 @@ def killed_at(line: int, path: Path) -> bool:
     return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
 
 
+@pytest.mark.thorough
 def test_a_kill_at_any_line_of_a_sealing_loses_and_doubles_nothing(tmp_path: Path) -> None:
     path, last, kills = tmp_path / "log.jsonl", 10, 0
     log = LineLog(path, sealing=SEALING)

@@ -152,6 +152,7 @@ def damaged(line: str, data: st.DataObject) -> str:
 
 @given(data=st.data())
 @settings(max_examples=quick.examples(60), deadline=None, phases=[Phase.generate])
+@pytest.mark.thorough
 def test_no_damage_of_a_run_file_ends_a_command_in_a_traceback(
     whole_run: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:

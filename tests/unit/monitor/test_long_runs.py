@@ -130,6 +130,7 @@ KINDS = ["nothing", "lost line", "double line", "lost samples", "double samples"
     window=st.integers(1, 9),
 )
 @settings(max_examples=60, deadline=None)
+@pytest.mark.thorough
 def test_the_audit_of_sealed_ledgers_says_what_it_says_of_all_lines(
     tmp_path_factory: pytest.TempPathFactory,
     kind: str,
@@ -302,6 +303,7 @@ def test_a_kind_of_event_that_comes_all_the_time_is_summed_up() -> None:
     assert sums[1]["sums"]["seconds"] == 0.5 * 968 and (sums[1]["first_step"], sums[1]["last_step"]) == (17, 984)
 
 
+@pytest.mark.thorough
 def test_a_supervisors_log_stays_small_and_keeps_each_worker_that_came_or_was_lost(tmp_path: Path) -> None:
     run = tmp_path / "run"
     record = RunRecord.begin_attempt(run, job={}, workers=2)

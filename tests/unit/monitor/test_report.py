@@ -239,6 +239,7 @@ def test_a_stall_is_level_and_no_slope_however_long_the_run(tmp_path: Path, num_
     assert len(points) <= NUM_COLUMNS
 
 
+@pytest.mark.thorough
 def test_the_page_of_a_long_run_is_small(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", num_steps=20_000)
     assert main(["report", str(run.path)]) == 0

@@ -79,6 +79,7 @@ turn()
 """
 
 
+@pytest.mark.thorough
 def test_a_process_of_busy_threads_lives_through_any_number_of_requests(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", BUSY, str(tmp_path)], stdout=subprocess.PIPE) as process:
         try:

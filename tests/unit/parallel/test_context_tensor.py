@@ -33,6 +33,7 @@ def test_models_are_shared_and_cut_at_once_and_nothing_is_gathered(kind: str) ->
     assert plan.attentions and not plan.operations and not plan.gathered
 
 
+@pytest.mark.thorough
 def test_a_workers_own_heads_go_round_a_ring_where_they_do_not_divide() -> None:
     assert shared(Own(num_key_heads=4)).attentions == {"heads": 2}  # two heads each
     assert shared(Own(num_key_heads=4), cut_by=4).attentions == {"ring": 2}  # one head each

@@ -72,6 +72,7 @@ def test_a_block_may_run_twice_under_one_autocast(keep: Keep) -> None:
         torch.testing.assert_close(gradient, expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
 
 
+@pytest.mark.thorough
 def test_selective_keeps_less_than_all_and_more_than_the_inputs() -> None:
     all_of_it = _forward_bytes(made(0.1, None))
     selected = _forward_bytes(made(0.1, "costly"))

@@ -62,6 +62,7 @@ def test_nothing_that_was_measured_is_read(rows: list[Row]) -> None:
         assert answer(read_row(hidden), built_in()).to_json() == answer(read_row(row), built_in()).to_json()
 
 
+@pytest.mark.thorough
 def test_rows_that_are_not_in_the_fit_are_predicted(rows: list[Row]) -> None:
     found = fitting.samples(complete(rows))
     kept, others = fitting.folds(found)[0]
@@ -128,6 +129,7 @@ def command(*words: str, cwd: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.thorough
 def test_the_command_answers_rows_in_their_order(tmp_path: Path, rows: list[Row]) -> None:
     some = tmp_path / "some.json"
     some.write_text(json.dumps(rows[:30]))

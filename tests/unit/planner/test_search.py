@@ -38,6 +38,7 @@ def test_candidates_are_plans_that_no_rule_forbids(model: ModelCosts, workers: i
         assert one.batch.num_micro % (workers // (one.layout.tensor * one.layout.stages)) == 0
 
 
+@pytest.mark.thorough
 def test_what_fits_comes_first_and_the_faster_one_before() -> None:
     found = search(PLAN, LLAMA, h100(8), built_in(), workers=64)
     order = [("fits", "unsure", "does not fit").index(one.fits) for one in found]
@@ -58,6 +59,7 @@ def test_where_nothing_fits_the_least_memory_comes_first() -> None:
     assert peaks == pytest.approx(sorted(peaks), rel=2e-3)
 
 
+@pytest.mark.thorough
 def test_a_trillion_parameters_on_many_devices_take_seconds() -> None:
     began = time.process_time()
     found = search(dataclasses.replace(PLAN, batch=Batch(size=4096)), HUGE, h100(256), built_in(), workers=2048)

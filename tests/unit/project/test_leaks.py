@@ -56,6 +56,7 @@ def test_environment_is_put_back():
 
 
 @pytest.mark.timeout(90)
+@pytest.mark.thorough
 def test_every_kind_of_leak_fails_the_test_that_made_it(
     pytester: pytest.Pytester, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

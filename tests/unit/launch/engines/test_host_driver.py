@@ -107,6 +107,7 @@ def test_each_host_is_told_its_words_and_where_the_first_one_listens(
     assert HELLO not in shown
 
 
+@pytest.mark.thorough
 def test_hosts_that_cannot_be_reached_are_all_named_and_the_others_ended() -> None:
     a, b = FakeHost("a", living(10_000, 0, head=True)), FakeHost("b", dead("ssh: no route to host"))
     c = FakeHost("c", dead("warning", "paceline: Permission denied"))
@@ -120,6 +121,7 @@ def test_hosts_that_cannot_be_reached_are_all_named_and_the_others_ended() -> No
     assert a.ended and b.ended and c.ended
 
 
+@pytest.mark.thorough
 def test_a_host_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_driver, "START_S", 0.05)
     a, b = FakeHost("a", living(10_000, 0, head=True)), FakeHost("b", lambda host: LOST if host.ended else None)
