@@ -56,8 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the further cases, or all others; with `--quick` also the thorough tests. Put files of long tests first,
-    so that no process is left with one of them when the others have nothing to do."""
+    """Leave out the further cases, or all others; with `--quick` also the thorough tests. Put files of long tests
+    first, so that no process is left with one of them when the others have nothing to do."""
     wanted: dict[bool, list[pytest.Item]] = {True: [], False: []}
     for item in items:
         is_left_out = config.getoption("--quick") and item.get_closest_marker("thorough") is not None
