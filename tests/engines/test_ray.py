@@ -211,7 +211,7 @@ if __name__ == "__main__":
         space = {"lr": 0.1, "batch": 24, "fails": folder + "/failed"}
         run["failure_config"] = tune.FailureConfig(max_failures=1)
     if what == "population":
-        space |= {"lr": tune.grid_search([0.0001, 0.3]), "epochs": 4, "sleep_s": 0.1}
+        space |= {"lr": tune.grid_search([0.0001, 0.3]), "epochs": 4, "sleep_s": 0.3}
         config = tune.TuneConfig(
             metric="loss", mode="min", scheduler=PopulationBasedTraining(
                 time_attr="step", perturbation_interval=15, quantile_fraction=0.5, resample_probability=0.0,
