@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -133,13 +133,11 @@ def folds(found: Sequence[Sample], number: int = 5) -> list[tuple[list[Sample], 
     ]
 
 
-def errors_of_known(
-    found: Sequence[Sample], fitted: Callable[[Sequence[Sample]], Constants] = fit
-) -> list[tuple[Sample, float]]:
+def errors_of_known(found: Sequence[Sample]) -> list[tuple[Sample, float]]:
     """Return the error of each row, by a fit to the other rows with a factor of its source."""
     errors: list[tuple[Sample, float]] = []
     for kept, tried in folds(found):
-        constants = fitted(kept)
+        constants = fit(kept)
         factors = software_factors(kept, constants)
         errors += [(one, one.log_error(constants, factors.get(one.title, 1.0))) for one in tried]
     return errors

@@ -34,10 +34,8 @@ WEIGHT, MASTER, ADAM = 2.0, 4.0, 8.0  # bytes per parameter
 RUNTIME = 4e9  # CUDA context and libraries, some 1 GB; buffers of NCCL, workspaces of products
 GAPS = 0.1
 LOGIT_BYTES = 2.0 + 4.0 + 4.0  # in 16 bit, in 32 bit for the loss, and their gradient
-SCORE_BYTES, MASKED_SCORE_BYTES = (
-    2.0,
-    5.0,
-)  # kept per score by unfused attention: softmax; also dropout's mask and result
+# Kept per score by unfused attention: softmax; with dropout also its mask and result.
+SCORE_BYTES, MASKED_SCORE_BYTES = 2.0, 5.0
 QUERY_STATISTICS = 4.0  # bytes per token and head that fused attention keeps
 
 
