@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline import config
-from paceline.checkpoint.checkpoint_dir import COMMIT_MARKER, find, read_commit_marker
+from paceline.checkpoint.checkpoint_dir import COMMIT_MARKER, candidates, is_whole, read_commit_marker, step_of
 from paceline.errors import LaunchError, PlanError
 from paceline.launch.engines.ray import EXTRA, Ray
 from paceline.launch.engines.submission import Submission
@@ -34,6 +34,7 @@ __all__ = ["tune_trainable"]
 
 RUN = "run"  # directory of the trial
 LOOK_S = 1.0  # between two looks for checkpoints: steps may be fast
+SAVE_S = 10.0  # a result of a step that is saved waits as long for its checkpoint (the run does not wait)
 TAKEN = frozenset({"program", "args", "run_dir", "fresh", "head", "slots", "launcher"})
 
 
@@ -51,9 +52,11 @@ def tune_trainable(
 
     A trial takes a bundle of Ray's for each host. What `metrics.jsonl` has of a step (the loss, what `worker.report`
     noted, "step") goes to Tune as a result, and what the function returns as the last one, if it is a dict. New
-    checkpoints of the run go with the results where the trial's own node sees them; so a trial that is paused, moved,
-    or started again after a failure goes on from there, and one that takes over another's state (population based
-    training) goes on from that. A trial that Tune ends leaves at once.
+    checkpoints of the run go with the results where the trial's own node sees them, with `save_every` each with the
+    result of its own step; so a trial that is paused, moved, or started again after a failure goes on from there, and
+    one that takes over another's state goes on from that. Population based training asks a trial for the checkpoint
+    of its newest result only: let its `perturbation_interval` be a multiple of `save_every` and of `every`, with
+    `time_attr="step"`. A trial that Tune ends leaves at once.
 
     Example::
 
@@ -110,7 +113,7 @@ def _run_trial(
     directory = Path(tune.get_context().get_trial_dir())
     job = dataclasses.replace(job, run_dir=str(directory / RUN))
     _take_over(tune.get_checkpoint(), directory / RUN)
-    reports = _Reports(tune, directory, every=every)
+    reports = _Reports(tune, directory, every=every, save_every=job.save_every)
     chosen = plan(config) if callable(plan) else plan
 
     def start(submission: Submission) -> int:
@@ -145,47 +148,73 @@ def _call(function: Callable[..., Any], settings: dict[str, Any], worker: Worker
 
 
 class _Reports:
-    """A trial's results, with the checkpoints that are new."""
+    """A trial's results, with the checkpoints that are new: none that is of a later step than its result."""
 
-    def __init__(self, tune: Any, directory: Path, *, every: int) -> None:
-        self._tune, self._directory, self._every = tune, directory, every
-        self._checkpoint, self._looked_at = self._newest(), 0.0
+    def __init__(self, tune: Any, directory: Path, *, every: int, save_every: int | None) -> None:
+        self._tune, self._directory, self._every, self._save_every = tune, directory, every, save_every
+        self._reported, self._looked_at = self._newest(), 0.0
         self._last: dict[str, Any] = {}
 
     def take(self, row: dict[str, Any]) -> None:
         """Report a step. Raises SystemExit where Tune ends the trial."""
         self._last = {name: value for name, value in row.items() if value is not None}
-        if row["step"] % self._every == 0:
+        step = row["step"]
+        if step % self._every:
+            return
+        if self._save_every and step % self._save_every == 0:
+            self._report(self._last, self._checkpoint_of(step))
+        elif self._save_every or time.monotonic() - self._looked_at < LOOK_S:
             self._report(self._last)
+        else:
+            self._looked_at = time.monotonic()
+            self._report(self._last, self._newest(up_to=step))
 
     def finish(self, value: dict[str, Any] | None) -> None:
         """Report what the function returned, and the last checkpoint."""
-        if value is not None or self._newest() != self._checkpoint:
-            self._looked_at = 0.0
-            self._report(self._last | (value or {}))
+        newest = self._newest()
+        if value is not None or newest != self._reported:
+            self._report(self._last | (value or {}), newest)
 
-    def _newest(self) -> Path | None:
-        return find(self._directory / RUN / "checkpoints").newest
+    def _checkpoint_of(self, step: int) -> Path | None:
+        """Files are written behind the steps. The first checkpoint that does not come ends the waiting: this node may
+        not see them."""
+        until = time.monotonic() + SAVE_S
+        while (newest := self._newest(up_to=step)) is None or step_of(newest) < step:
+            if time.monotonic() >= until:
+                self._save_every = None
+                break
+            time.sleep(0.05)
+        return newest
 
-    def _report(self, result: dict[str, Any]) -> None:
-        now, newest = time.monotonic(), self._checkpoint
-        if now - self._looked_at >= LOOK_S:
-            self._looked_at, newest = now, self._newest()
-        if newest is None or newest == self._checkpoint:
+    def _newest(self, up_to: float = math.inf) -> Path | None:
+        found = [path for path in candidates(self._directory / RUN / "checkpoints") if not path.suffix]
+        return next((path for path in reversed(found) if step_of(path) <= up_to and is_whole(path)), None)
+
+    def _report(self, result: dict[str, Any], checkpoint: Path | None = None) -> None:
+        if checkpoint is None or checkpoint == self._reported:
             self._tune.report(result)
             return
-        self._checkpoint = newest
-        with _kept(newest) as copy:
-            self._tune.report(result, checkpoint=self._tune.Checkpoint.from_directory(copy))
+        with _kept(checkpoint) as copy:
+            if copy is None:
+                self._tune.report(result)
+            else:
+                self._reported = checkpoint
+                self._tune.report(result, checkpoint=self._tune.Checkpoint.from_directory(copy))
 
 
 @contextlib.contextmanager
-def _kept(checkpoint: Path) -> Iterator[Path]:
-    """A second name for the files of a checkpoint: the run may remove it before Tune has copied it."""
+def _kept(checkpoint: Path) -> Iterator[Path | None]:
+    """A second name for the files of a checkpoint: the run may remove it before Tune has copied it. None: it has."""
     copy = checkpoint.parent.parent / f"for-tune-{secrets.token_hex(4)}"
-    shutil.copytree(checkpoint, copy, copy_function=os.link)
     try:
-        yield copy
+        try:
+            shutil.copytree(checkpoint, copy, copy_function=os.link)
+        except (FileNotFoundError, shutil.Error):
+            if checkpoint.exists():
+                raise
+            yield None
+        else:
+            yield copy
     finally:
         shutil.rmtree(copy, ignore_errors=True)
 
