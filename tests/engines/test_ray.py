@@ -225,7 +225,8 @@ if __name__ == "__main__":
         if result.checkpoint:
             checkpoint = json.loads((Path(result.checkpoint.path) / "checkpoint.json").read_text())["step"]
         print("RESULT", json.dumps({
-            "lr": result.config["lr"], "steps": [int(step) for step in rows["step"]], "over_all": list(rows["over_all"]),
+            "lr": result.config["lr"], "steps": [int(step) for step in rows["step"]],
+            "over_all": list(rows["over_all"]),
             "score": result.metrics.get("score"), "workers": result.metrics.get("workers"), "checkpoint": checkpoint,
             "error": str(result.error or ""), "path": result.path,
         }))
