@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from paceline.launch.engines.slurm import Slurm
     from paceline.launch.engines.ssh import Ssh
     from paceline.lr_scaling import scaled_lr
+    from paceline.parallel.check.fits import fits
     from paceline.plan import (
         AllReduce,
         Batch,
@@ -87,6 +88,7 @@ __all__ = [
     "Worker",
     "WorkerError",
     "WorkersLostError",
+    "fits",
     "register_backend",
     "run",
     "scaled_lr",
@@ -131,6 +133,7 @@ _HOMES = {
     "paceline.launch.engines.slurm": ("Slurm",),
     "paceline.launch.engines.ssh": ("Ssh",),
     "paceline.lr_scaling": ("scaled_lr",),
+    "paceline.parallel.check.fits": ("fits",),
     "paceline.runs.run": ("run",),
     "paceline.runs.tune": ("tune_trainable",),
     "paceline.worker.data.step_batch": ("StepBatch",),

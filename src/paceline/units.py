@@ -77,6 +77,12 @@ def bytes_text(num_bytes: float) -> str:
     return _scaled(num_bytes, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), base=1024)
 
 
+def gigabytes_text(num_bytes: float) -> str:
+    """Return decimal gigabytes without the unit, three digits: "0.289", "14.5", "80", "1280"."""
+    value = num_bytes / 1e9
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.3g}"
+
+
 def count_text(count: float) -> str:
     """Return a count in decimal units, three digits: "950", "12.3 k", "10.7 M", "1.20 G"."""
     return _scaled(count, ("", "k", "M", "G", "T"), base=1000)

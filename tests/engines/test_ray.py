@@ -226,7 +226,7 @@ if __name__ == "__main__":
             checkpoint = json.loads((Path(result.checkpoint.path) / "checkpoint.json").read_text())["step"]
         print("RESULT", json.dumps({
             "lr": result.config["lr"], "steps": [int(step) for step in rows["step"]],
-            "over_all": list(rows["over_all"]),
+            "losses": list(rows["loss"]), "over_all": list(rows["over_all"]),
             "score": result.metrics.get("score"), "workers": result.metrics.get("workers"), "checkpoint": checkpoint,
             "error": str(result.error or ""), "path": result.path,
         }))

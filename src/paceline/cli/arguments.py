@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import collections
+import itertools
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -47,21 +49,27 @@ def split_script(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple
 
     After the script, our options are ours wherever they stand; everything else goes to the script in its order, and
     after "--" really everything. An option that looks like a misspelt one of ours is refused, because passing it on
-    would hide the mistake, unless the script's text has that very word: then it is the script's own.
+    would hide the mistake, unless the script's text has that very word: then it is the script's own. Where an option
+    takes several values, all words NAME=VALUE behind it are its own.
     """
     takes_value = {option: action.nargs != 0 for action in _options(parser) for option in action.option_strings}
+    takes_several = {one for action in _options(parser) if action.nargs == "+" for one in action.option_strings}
     ours: list[str] = []
     script_args: list[str] = []
     script: str | None = None
-    rest = iter(words)
-    for word in rest:
+    left = collections.deque(words)
+    while left:
+        word = left.popleft()
         option, equals, _ = word.partition("=")
         if word == "--" and script is not None:
-            script_args += rest
+            script_args += left
+            break
+        if option in takes_several and not equals:
+            ours += [f"{option}={left.popleft()}" for _ in range(_num_assignments(left))] or [word]
         elif option in takes_value:
             ours.append(word)
             if takes_value[option] and not equals:
-                ours += [value for value in [next(rest, None)] if value is not None]
+                ours += [left.popleft()] if left else []
         elif script is None:
             _refuse_unknown(word, option, takes_value, command=parser.prog)
             ours.append(word)
@@ -71,6 +79,11 @@ def split_script(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple
                 _refuse_slip(option, takes_value)
             script_args.append(word)
     return ours, tuple(script_args)
+
+
+def _num_assignments(words: Iterable[str]) -> int:
+    """How many words NAME=VALUE come first."""
+    return sum(1 for _ in itertools.takewhile(lambda word: "=" in word and not word.startswith("-"), words))
 
 
 def _refuse_unknown(word: str, option: str, ours: Iterable[str], *, command: str) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from paceline import config, settings
 from paceline.cli.arguments import Commands, add_command
-from paceline.cli.plan_costs import print_costs
+from paceline.cli.plan_costs.question import CostQuestion, add_options, print_answer, read_question
 from paceline.errors import PlanError
 from paceline.plan import AllReduce, Batch, CommandPlan, Compute, ParameterServer, Plan
 from paceline.schedule.allreduce.build import ALGORITHMS, build, num_chunks_of
@@ -76,20 +76,14 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("--check", action="store_true", help="say only what is wrong")
     parser.add_argument("--draw", action="store_true", help="draw how replicas sum, if the plan names an algorithm")
-    parser.add_argument(
-        "--cluster", metavar="NAME|FILE", help="with a script: predict what a step costs on this cluster"
-    )
-    parser.add_argument("--samples", metavar="N", help="with --cluster: how long so many samples take")
-    parser.add_argument("--price", metavar="X", help="with --samples: what they cost, at so much a device and hour")
+    add_options(parser)
     parser.add_argument("--hosts", metavar="N", help="with --draw: so many hosts (default: one for each replica)")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan and its broken rules; returns 2 when there are any."""
-    for option, other in (("samples", "cluster"), ("price", "samples")):
-        if getattr(arguments, option) is not None and getattr(arguments, other) is None:
-            raise config.PlanError(f"--{option} goes with --{other}.")
+    question = read_question(arguments)
     if _is_script(arguments.text):
         return check_script(
             Path(arguments.text),
@@ -97,13 +91,10 @@ def run(arguments: argparse.Namespace) -> int:
             plan=CommandPlan.of(None if arguments.plan is None else Plan.parse(arguments.plan), arguments.overrides),
             workers=_workers(arguments.workers),
             is_short=arguments.check,
-            cluster=arguments.cluster,
-            price=_positive(arguments.price, "--price"),
-            samples=_positive(arguments.samples, "--samples"),
+            question=question,
         )
-    for option in ("cluster", "price", "samples"):
-        if getattr(arguments, option) is not None:
-            raise config.PlanError(f"--{option} goes with a script: what a step costs depends on the script's model.")
+    if question is not None:
+        raise config.PlanError("--cluster goes with a script: what a step costs depends on the script's model.")
     if arguments.plan is not None:
         raise config.PlanError(f"--plan goes with a script; without one, write: paceline plan {arguments.plan!r}.")
     plan = settings.apply(Plan.parse(arguments.text), *arguments.overrides)
@@ -138,15 +129,6 @@ def _workers(text: str | None) -> int | None:
     if workers < 1:
         raise config.PlanError(f"--workers is {workers}; it must be at least 1.")
     return workers
-
-
-def _positive(text: str | None, name: str) -> float | None:
-    if text is None:
-        return None
-    number = config.parse_value(text, float, path=name)
-    if not 0 < number < float("inf"):
-        raise config.PlanError(f"{name} is {text}; it must be above 0.")
-    return number
 
 
 def _drawing(plan: Plan, workers: int, hosts: str | None) -> str:
@@ -191,14 +173,11 @@ def check_script(
     plan: CommandPlan,
     workers: int | None,
     is_short: bool,
-    cluster: str | None = None,
-    price: float | None = None,
-    samples: float | None = None,
+    question: CostQuestion | None = None,
 ) -> int:
     """Print what was found; returns 2 where something stands against it. `is_short`: leave the plan itself out.
 
-    `cluster`: also print what a step costs there, how long so many `samples` take, and their `price` at so much a
-    device and hour.
+    `question`: what is asked about costs, which is answered below.
     """
     if not script.is_file():
         raise PlanError(f"There is no script {script}.")
@@ -216,7 +195,7 @@ def check_script(
     for name, sizes in found.sizes.items():
         print(f"\nEach worker holds of {name}, beside activations (by formula)")
         print(_sizes_table(sizes, found.plan.compute))
-    fits = cluster is None or print_costs(found, cluster, price_per_hour=price, samples=samples)
+    fits = question is None or print_answer(found, question)
     return 2 if found.refusals or not fits else 0
 
 

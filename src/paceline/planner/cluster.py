@@ -15,6 +15,7 @@ from paceline.errors import PlanError
 __all__ = ["Catalogue", "Cluster", "Device", "catalogue", "load_catalogue"]
 
 GB = 1e9
+RUNTIME = 4e9  # CUDA context and libraries, some 1 GB; buffers of NCCL, workspaces of products
 PRECISIONS = {"bf16", "fp16", "fp8", "fp32"}
 BUILT_IN = Path(__file__).with_name("catalogue.toml")
 
@@ -38,6 +39,7 @@ class Device:
     link: float
     network: float
     source: str
+    runtime: float = RUNTIME
 
     def peak_of(self, precision: str) -> float:
         """The peak in a precision; in one that the device lacks, that of bf16."""
@@ -163,7 +165,7 @@ def _known(table: Mapping[str, Any], keys: set[str]) -> None:
 
 DEVICE_KEYS = {
     *("names", "memory_gb", "memory_gb_s", "tflops", "best_matmul", "attention", "units", "watts", "link_gb_s"),
-    *("network_gb_s", "source"),
+    *("network_gb_s", "source", "runtime_gb"),
 }
 CLUSTER_KEYS = {"device", "hosts", "devices_per_host", "network_gb_s", "source"}
 
@@ -186,6 +188,7 @@ def _device(name: str, table: Mapping[str, Any]) -> Device:
         link=_number(table, "link_gb_s") * GB,
         network=_number(table, "network_gb_s") * GB,
         source=str(table["source"]),
+        runtime=_number(table, "runtime_gb") * GB if "runtime_gb" in table else RUNTIME,
     )
 
 

@@ -31,7 +31,6 @@ MEMORY_PARTS = {
 Verdict = Literal["fits", "does not fit", "unsure"]
 
 WEIGHT, MASTER, ADAM = 2.0, 4.0, 8.0  # bytes per parameter
-RUNTIME = 4e9  # CUDA context and libraries, some 1 GB; buffers of NCCL, workspaces of products
 GAPS = 0.1
 LOGIT_BYTES = 2.0 + 4.0 + 4.0  # in 16 bit, in 32 bit for the loss, and their gradient
 # Kept per score by unfused attention: softmax; with dropout also its mask and result.
@@ -126,7 +125,7 @@ def predict_memory(case: Case, factor: float = 1.0, *, state: float | None = Non
     if axes.stages == 1:
         parts["logits"] += case.micro_tokens * model.vocabulary / axes.tensor * LOGIT_BYTES
     parts["gaps"] = sum(parts.values()) * GAPS
-    parts["runtime"] = RUNTIME
+    parts["runtime"] = case.cluster.device.runtime
     parts = {name: value * factor for name, value in parts.items()}
     return MemoryPrediction(peak=sum(parts.values()), parts=parts)
 

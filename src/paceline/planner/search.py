@@ -17,8 +17,9 @@ from paceline.planner.memory import MemoryPrediction, Verdict, predict_memory, v
 from paceline.planner.model_costs import ModelCosts
 from paceline.planner.plan_case import case_of
 from paceline.planner.predict import Case, Prediction, Workload
+from paceline.units import gigabytes_text
 
-__all__ = ["PricedPlan", "candidates", "price", "search"]
+__all__ = ["PricedPlan", "candidates", "least_workers", "price", "remedy", "search"]
 
 ORDER: dict[Verdict, int] = {"fits": 0, "unsure": 1, "does not fit": 2}
 MOST_SHARD = 512  # workers that split one replica's state
@@ -136,6 +137,43 @@ def search(
     for one in found:
         best.setdefault(dataclasses.replace(one.plan.layout, schedule="1f1b", sequence=False), one)
     return list(best.values())
+
+
+def least_workers(
+    plan: Plan, model: ModelCosts, cluster: Cluster, calibration: Calibration, *, most: int = 4096
+) -> PricedPlan | None:
+    """Return a plan for as few of such devices as surely hold the model with this batch, or None up to `most` of them.
+
+    Tried are 1 to 8 workers and powers of two, with micro-batches of one sample and recompute.
+    """
+    lean = dataclasses.replace(plan, batch=dataclasses.replace(plan.batch, micro=1))
+    for workers in [*range(1, 8), *(1 << power for power in range(3, most.bit_length()))]:
+        enough = dataclasses.replace(cluster, hosts=math.ceil(workers / cluster.devices_per_host))
+        found = [
+            price(one, model, enough, calibration, workers=workers)
+            for one in candidates(lean, model, workers=workers, per_host=cluster.devices_per_host)
+            if one.batch.micro == 1 and one.compute.recompute == "blocks"
+        ]
+        best = min((one for one in found if one.fits == "fits"), key=_rank, default=None)
+        if best is not None:
+            return best
+    return None
+
+
+def remedy(plan: Plan, model: ModelCosts, cluster: Cluster, calibration: Calibration, *, workers: int) -> str:
+    """Say in words which plan surely fits with this batch and precision: of so many workers, or of as few as can be."""
+    for one in search(plan, model, cluster, calibration, workers=workers):
+        if one.fits == "fits":
+            return f"{gigabytes_text(one.memory.peak)} GB with {one.plan}"
+    least = least_workers(plan, model, cluster, calibration)
+    memory = gigabytes_text(cluster.device.memory)
+    if least is None:
+        return f"none with devices of {memory} GB and this batch: a smaller model, or devices of more memory"
+    count = least.case.axes.workers
+    return (
+        f"it needs at least {count} {'worker' if count == 1 else 'workers'} of {memory} GB: "
+        f"{gigabytes_text(least.memory.peak)} GB with {least.plan}"
+    )
 
 
 def _rank(one: PricedPlan) -> tuple[float, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -170,3 +171,109 @@ def test_mistakes_are_named(
 def test_a_cluster_needs_a_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "replicas=2", "--cluster", "h100x8-ib"]) == 2
     assert "--cluster goes with a script" in capsys.readouterr().err
+
+
+def test_two_clusters_are_compared_and_the_choice_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ("--cluster", "h100x8-ib", "--cluster", "a100x8-ib", "--samples", "1e9", "--workers", "8")
+    prices = ("--price", "h100x8-ib=4", "--price", "1", "--plan", "batch(size=32,micro=4)")
+    status, out, _ = told(capsys, tmp_path, *words, *prices)
+    assert status == 0
+    table = out.split("\ncase ")[1].split("\n\n")[0].splitlines()
+    assert table[0].split() == ["a", "step", "samples/s", "1.00", "G", "samples", "cost", "GB", "fits", "plan"]
+    assert [line.split()[0] for line in table[1:] if line[0] != " "] == ["h100x8-ib", "a100x8-ib"]
+    assert sum("<- the script's" in line for line in table) == 2
+    fastest = re.search(r"The fastest that fits: h100x8-ib: .*\n  (\S+)\n", out)
+    cheapest = re.search(r"The cheapest that fits: a100x8-ib: (.*), ([\d,.]+)\n  (\S+)\n", out)
+    assert fastest is not None and cheapest is not None, out
+    costs = [float(line.split()[-5].replace(",", "")) for line in table[1:] if "<-" not in line]
+    assert float(cheapest[2].replace(",", "")) == min(costs)
+
+
+def test_what_if_has_a_row_for_each_case(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ("--workers", "4", "--cluster", "h100x8-ib", "--what-if", "workers=4,64", "batch=32,7", "link=25Gbit")
+    status, out, _ = told(capsys, tmp_path, *words)
+    assert status == 0
+    table = out.split("\ncase ")[1].split("\n\n")[0].splitlines()[1:]
+    cases = [line.split(" link=25Gbit")[0] for line in table if line[0] != " "]
+    assert cases == ["workers=4 batch=32", "workers=4 batch=7", "workers=64 batch=32", "workers=64 batch=7"]
+    assert "no plan shares the batch evenly" in table[-1]
+    assert "shard=4 micro=4   <- the script's" in table[0]
+
+
+def test_a_slow_network_is_slower(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ("--workers", "16", "--cluster", "h100x8-ib", "--what-if", "link=1Gbit,400GB", "--check")
+    _, out, _ = told(capsys, tmp_path, *words)
+    slow, fast = (re.search(rf"link={link} +([\d.]+) (m?s)", out) for link in ("1Gbit", "400GB"))
+    assert slow is not None and fast is not None, out
+    seconds = [float(one[1]) / (1000 if one[2] == "ms" else 1) for one in (slow, fast)]
+    assert seconds[0] > 3 * seconds[1]
+
+
+@pytest.mark.parametrize(
+    ("memory_gb", "remedy"),
+    [
+        ("0.9", r"remedy   0\.\d+ GB with replicas=1\+"),
+        ("0.6", r"remedy   it needs at least \d+ workers of 0.6 GB: 0\.\d+ GB with "),
+        ("0.3", "remedy   none with devices of 0.3 GB"),
+    ],
+)
+def test_fits_says_no_and_what_would(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, memory_gb: str, remedy: str
+) -> None:
+    text = SMALL.replace("memory_gb = 1.0", f"memory_gb = {memory_gb}\nruntime_gb = 0.25")
+    (tmp_path / "small.toml").write_text(text)
+    words = ("--workers", "1", "--plan", "batch(size=32,micro=32)", "--cluster", str(tmp_path / "small.toml"), "--fits")
+    status, out, _ = told(capsys, tmp_path, *words)
+    assert status == 2
+    assert re.search(rf"memory   [\d.]+ of {memory_gb} GB: it does not fit", out), out
+    assert re.search(remedy, out), out
+    assert "The best plan of each layout" not in out
+
+
+def test_fits_says_yes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    status, out, _ = told(capsys, tmp_path, "--workers", "4", "--cluster", "h100x8-ib", "--fits")
+    assert status == 0
+    assert "of 80 GB: it fits" in out
+    assert "remedy" not in out
+
+
+def test_failures_take_their_share_of_time_and_money(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ("--workers", "4", "--cluster", "h100x8-ib", "--samples", "1e12", "--price", "1")
+    _, plain, _ = told(capsys, tmp_path, *words)
+    _, out, _ = told(capsys, tmp_path, *words, "--mtbf", "24", "--replace-s", "3600")
+    share = re.search(r"goodput  ([\d.]+) % of the time goes into steps that count, with 1 failures a day", out)
+    assert share is not None, out
+    money = [re.search(r"([\d.,]+) at 1 a device and hour", text) for text in (plain, out)]
+    assert money[0] is not None and money[1] is not None
+    before, after = (float(one[1].replace(",", "")) for one in money if one is not None)
+    assert after == pytest.approx(before / float(share[1]) * 100, rel=2e-3)
+
+
+def test_growth_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ("--workers", "4", "--cluster", "h100x8-ib", "--growth", str(tmp_path / "growth.svg"))
+    status, out, _ = told(capsys, tmp_path, *words)
+    assert status == 0
+    assert "samples per second on up to 32 workers" in out
+    root = ElementTree.parse(tmp_path / "growth.svg").getroot()
+    shown = [one.text or "" for one in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert [text.split(":")[0] for text in shown] == [f"{1 << power} workers" for power in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--what-if", "workers=3"), "--what-if goes with --cluster"),
+        (("--mtbf", "3"), "--mtbf goes with --cluster"),
+        (("--fits",), "--fits goes with --cluster"),
+        (("--cluster", "h100x8-ib", "--replace-s", "3"), "--replace-s goes with --mtbf"),
+        (("--cluster", "h100x8-ib", "--growth", "a.png"), "ends in .svg"),
+        (("--cluster", "h100x8-ib", "--samples", "1", "--price", "b=3"), "names no cluster of this question"),
+        (("--cluster", "h100x8-ib", "--what-if", "wrokers=3"), "Did you mean 'workers'"),
+    ],
+)
+def test_options_that_lack_what_they_need(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, words: tuple[str, ...], says: str
+) -> None:
+    status, _, err = told(capsys, tmp_path, *words)
+    assert status == 2
+    assert says in err

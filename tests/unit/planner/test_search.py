@@ -13,7 +13,7 @@ from paceline.planner.cluster import Cluster, catalogue
 from paceline.planner.constants import built_in
 from paceline.planner.model_costs import ModelCosts, transformer
 from paceline.planner.plan_case import case_of
-from paceline.planner.search import candidates, price, search
+from paceline.planner.search import candidates, least_workers, price, remedy, search
 
 LLAMA = transformer(
     layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, gated=True, sequence=4096, vocabulary=128256
@@ -104,3 +104,24 @@ def test_known_state_replaces_the_estimated_one() -> None:
     known = price(plan, LLAMA, h100(1), built_in(), workers=8, state=10e9)
     assert known.memory.parts["state"] == 10e9 != usual.memory.parts["state"]
     assert known.step == usual.step
+
+
+@pytest.mark.parametrize(("memory_gb", "least", "most"), [(80, 2, 8), (24, 8, 32)])
+def test_the_least_workers_hold_the_model_and_fewer_do_not(memory_gb: float, least: int, most: int) -> None:
+    cluster = h100(1)
+    cluster = dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, memory=memory_gb * 1e9))
+    found = least_workers(PLAN, LLAMA, cluster, built_in())
+    assert found is not None
+    assert found.fits == "fits"
+    assert least <= found.case.axes.workers <= most
+    fewer = found.case.axes.workers // 2
+    assert all(one.fits != "fits" for one in search(PLAN, LLAMA, cluster, built_in(), workers=fewer))
+    assert str(found.plan) in remedy(PLAN, LLAMA, cluster, built_in(), workers=1)
+
+
+def test_where_no_number_of_workers_is_enough_that_is_said() -> None:
+    cluster = h100(1)
+    cluster = dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, memory=4.1e9))
+    plan = dataclasses.replace(PLAN, batch=Batch(size=2))
+    assert least_workers(plan, HUGE, cluster, built_in()) is None
+    assert "a smaller model, or devices of more memory" in remedy(plan, HUGE, cluster, built_in(), workers=2)

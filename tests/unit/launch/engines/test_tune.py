@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,7 +123,7 @@ def test_results_have_what_is_known_and_each_new_checkpoint_once(
 ) -> None:
     monkeypatch.setattr(runs_tune, "LOOK_S", 0.0)
     checkpoint(tmp_path / "run", 1)
-    reports = runs_tune._Reports(tune, tmp_path, every=2)
+    reports = runs_tune._Reports(tune, tmp_path, every=2, save_every=None)
     for step in range(2, 7):
         if step == 4:
             checkpoint(tmp_path / "run", 3)
@@ -137,8 +140,47 @@ def test_results_have_what_is_known_and_each_new_checkpoint_once(
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoints"], "no copy is left"
 
 
+def test_with_save_every_a_result_waits_for_its_own_steps_checkpoint_and_takes_no_later_one(
+    tune: FakeTune, tmp_path: Path
+) -> None:
+    reports = runs_tune._Reports(tune, tmp_path, every=1, save_every=2)
+    checkpoint(tmp_path / "run", 2)
+    reports.take({"step": 1})
+    late = threading.Timer(0.2, lambda: checkpoint(tmp_path / "run", 4))
+    reports.take({"step": 2})
+    reports.take({"step": 3})
+    late.start()
+    reports.take({"step": 4})
+    late.join()
+    reports.finish(None)
+    files = ["checkpoint.json", "state.pt"]
+    assert tune.results == [({"step": 1}, None), ({"step": 2}, files), ({"step": 3}, None), ({"step": 4}, files)]
+
+
+def test_a_checkpoint_that_never_comes_is_waited_for_once(
+    tune: FakeTune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs_tune, "SAVE_S", 0.1)
+    reports = runs_tune._Reports(tune, tmp_path, every=1, save_every=1)
+    reports.take({"step": 1})
+    monkeypatch.setattr(runs_tune, "SAVE_S", 1e6)
+    reports.take({"step": 2})
+    assert tune.results == [({"step": 1}, None), ({"step": 2}, None)]
+
+
+def test_a_checkpoint_that_the_run_has_just_removed_is_left_out(
+    tune: FakeTune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports = runs_tune._Reports(tune, tmp_path, every=1, save_every=1)
+    gone = checkpoint(tmp_path / "run", 1)
+    monkeypatch.setattr(runs_tune.os, "link", lambda *_: shutil.rmtree(gone) or os.stat(gone))
+    reports.take({"step": 1})
+    assert tune.results == [({"step": 1}, None)]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoints"], "no copy is left"
+
+
 def test_without_news_nothing_is_added_at_the_end(tune: FakeTune, tmp_path: Path) -> None:
-    reports = runs_tune._Reports(tune, tmp_path, every=1)
+    reports = runs_tune._Reports(tune, tmp_path, every=1, save_every=None)
     reports.take({"step": 1})
     reports.finish(None)
     assert tune.results == [({"step": 1}, None)]

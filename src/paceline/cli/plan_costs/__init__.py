@@ -1,0 +1,1 @@
+"""What `paceline plan SCRIPT --cluster NAME` adds: what a step costs there, what fits, other plans and clusters."""

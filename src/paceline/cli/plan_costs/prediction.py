@@ -1,0 +1,139 @@
+"""One plan on one cluster: seconds and bytes of a step by part, what so much data takes, and the ranking of plans."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+from paceline import config
+from paceline.cli.plan_costs.subject import Subject
+from paceline.errors import PlanError
+from paceline.planner.constants import Calibration
+from paceline.planner.goodput import goodput
+from paceline.planner.memory import MEMORY_PARTS
+from paceline.planner.named_cluster import NamedCluster
+from paceline.planner.predict import PARTS
+from paceline.planner.search import PricedPlan
+from paceline.units import count_text, duration_text, gigabytes_text
+
+__all__ = ["FITS", "Prices", "memory_lines", "print_prediction"]
+
+SHOWN = 8  # plans of the ranking
+SMALL = 0.01  # parts of a step below it are left out
+FITS = {"fits": "yes", "unsure": "maybe", "does not fit": "no"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Prices:
+    """How much data there is, and what a device costs an hour, by the cluster's name ("": of all others)."""
+
+    samples: float | None = None
+    per_hour: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
+
+    @classmethod
+    def read(cls, words: Sequence[str], *, samples: float | None, of: Sequence[str]) -> Prices:
+        """Read "2.5", and "h100x8-ib=2.5" of one of the clusters `of`."""
+        found: dict[str, float] = {}
+        for word in words:
+            name, _, text = word.rpartition("=")
+            if name and name not in of:
+                raise PlanError(f"--price {word} names no cluster of this question: {', '.join(of)}.")
+            number = config.parse_value(text, float, path="--price")
+            if not 0 < number < float("inf"):
+                raise PlanError(f"--price is {text}; it must be above 0.")
+            found[name] = number
+        return cls(samples=samples, per_hour=found)
+
+    def seconds(self, one: PricedPlan) -> float | None:
+        return None if self.samples is None else self.samples / one.samples_per_s
+
+    def money(self, one: PricedPlan, cluster: str, *, share: float = 1.0) -> float | None:
+        """What the samples cost, where `share` of the time goes into steps that count."""
+        price, seconds = self.per_hour.get(cluster, self.per_hour.get("")), self.seconds(one)
+        return None if price is None or seconds is None else seconds / share / 3600 * one.case.axes.workers * price
+
+    def price_of(self, cluster: str) -> float | None:
+        return self.per_hour.get(cluster, self.per_hour.get(""))
+
+
+def print_prediction(
+    subject: Subject, where: NamedCluster, prices: Prices, *, mtbf_s: float | None, replace_s: float
+) -> bool:
+    """Print what a step costs there; return False where the plan surely does not fit."""
+    print(f"\ncluster  {where}")
+    print(*subject.lines(), sep="\n")
+    own = subject.price(subject.plan, where.cluster, workers=subject.workers)
+    print(*_step_lines(own, subject.calibration), sep="\n")
+    print(*memory_lines(own), sep="\n")
+    share = 1.0
+    if mtbf_s is not None:
+        found = goodput(
+            own.case.axes,
+            per_host=where.cluster.devices_per_host,
+            step_s=own.step.step_s,
+            mtbf_s=mtbf_s,
+            replace_s=replace_s,
+        )
+        share = found.share
+        print(
+            f"goodput  {share * 100:.1f} % of the time goes into steps that count, with {found.failures_per_day:.2g} "
+            f"failures a day of {duration_text(sum(found.costs.values()))} each"
+        )
+        for name, value in found.costs.items():
+            print(f"         {duration_text(value):>12}  {name}")
+    if prices.samples is not None and not subject.is_data:
+        print("total    not known: samples of the script's data may cost more than what was counted")
+    elif prices.samples is not None:
+        seconds, money = (prices.seconds(own) or 0.0) / share, prices.money(own, where.name, share=share)
+        price = f", {money:,.2f} at {prices.price_of(where.name):g} a device and hour" if money is not None else ""
+        with_failures = " with failures" if mtbf_s is not None else ""
+        print(f"total    {count_text(int(prices.samples))} samples: {duration_text(seconds)}{with_failures}{price}")
+    print(*_ranking(subject, own, subject.best(subject.plan, where.cluster, workers=subject.workers)), sep="\n")
+    return own.fits != "does not fit"
+
+
+def _step_lines(one: PricedPlan, calibration: Calibration) -> Iterator[str]:
+    wide = math.exp(calibration.spreads["none"])
+    step = one.step.step_s
+    yield (
+        f"step     {duration_text(step)} (80 % band: {duration_text(step / wide)} to {duration_text(step * wide)}), "
+        f"{count_text(one.samples_per_s)} samples/s, {one.step.mfu * 100:.0f} % of the devices' peak in bf16"
+    )
+    for name, value in sorted(one.step.parts.items(), key=lambda part: -part[1]):
+        if value / step >= SMALL:
+            yield f"         {value / step * 100:3.0f} %  {PARTS[name]}"
+
+
+def memory_lines(one: PricedPlan) -> Iterator[str]:
+    """The memory of the fullest worker, its verdict and its parts."""
+    peak, memory = gigabytes_text(one.memory.peak), gigabytes_text(one.case.cluster.device.memory)
+    verdict = {
+        "fits": "it fits",
+        "unsure": "it may fit; the estimate is too close to say",
+        "does not fit": "it does not fit",
+    }[one.fits]
+    yield f"memory   {peak} of {memory} GB: {verdict}"
+    for name, value in sorted(one.memory.parts.items(), key=lambda part: -part[1]):
+        if value / one.memory.peak >= SMALL:
+            yield f"         {gigabytes_text(value):>6} GB  {MEMORY_PARTS[name]}"
+
+
+def _ranking(subject: Subject, own: PricedPlan, ranked: Sequence[PricedPlan]) -> Iterator[str]:
+    """The best plans with the script's batch and precision; where none fits, those that lack the least memory."""
+    if not ranked:
+        yield (
+            f"\nNo other plan shares {own.plan.batch.size} samples evenly among {own.case.axes.workers} workers: try "
+            "another batch size."
+        )
+        return
+    if ranked[0].fits == "does not fit":
+        yield "\nNo plan fits these devices. Least memory:"
+    else:
+        yield "\nThe best plan of each layout, with this batch and precision, the fastest first"
+    yield "    a step       samples/s      GB  fits   plan"
+    for one in ranked[:SHOWN]:
+        cells = f"{duration_text(one.step.step_s):>12} {count_text(one.samples_per_s):>10} {one.memory.peak / 1e9:7.1f}"
+        mine = "   <- the script's" if one.plan == own.plan else ""
+        yield f"{cells}  {FITS[one.fits]:5}  {one.plan}{mine}"
+    yield "Whether the model can be cut so: paceline plan SCRIPT --check --plan PLAN"

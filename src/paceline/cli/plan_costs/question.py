@@ -1,0 +1,140 @@
+"""What is asked about a script's costs, as the command's options say it, and the answer in its order."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline import config
+from paceline.cli.plan_costs.fits import print_fits
+from paceline.cli.plan_costs.growth import write_growth
+from paceline.cli.plan_costs.prediction import Prices, print_prediction
+from paceline.cli.plan_costs.subject import Subject
+from paceline.cli.plan_costs.what_if import print_what_if
+from paceline.errors import PlanError
+from paceline.planner.named_cluster import cluster_named
+from paceline.planner.what_if import read_changes
+
+if TYPE_CHECKING:
+    from paceline.worker.script_inspection import InspectionReport
+
+__all__ = ["OPTIONS", "CostQuestion", "add_options", "print_answer", "read_question"]
+
+OPTIONS = ("cluster", "samples", "price", "fits", "what_if", "mtbf", "replace", "growth")
+NEEDS = {"samples": "cluster", "price": "samples", "what_if": "cluster", "mtbf": "cluster", "growth": "cluster"}
+REPLACE_S = 300.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CostQuestion:
+    """`clusters` by the names that were given. `mtbf_s`: seconds between two failures of one host."""
+
+    clusters: Sequence[str]
+    prices: Prices
+    fits: bool = False
+    changes: dict[str, list[str]] = dataclasses.field(default_factory=dict[str, list[str]])
+    mtbf_s: float | None = None
+    replace_s: float = REPLACE_S
+    growth: Path | None = None
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `OPTIONS`."""
+    parser.add_argument(
+        "--cluster",
+        metavar="NAME|FILE",
+        action="append",
+        default=[],
+        help="with a script: predict what a step costs on this cluster; given several times: compare them",
+    )
+    parser.add_argument("--samples", metavar="N", help="with --cluster: how long so many samples take")
+    parser.add_argument(
+        "--price",
+        metavar="X",
+        action="append",
+        default=[],
+        help="with --samples: what they cost, at so much a device and hour; of one of several clusters: NAME=X",
+    )
+    parser.add_argument(
+        "--fits", action="store_true", help="with --cluster: say only whether it fits, and if not, what would"
+    )
+    parser.add_argument(
+        "--what-if",
+        metavar="NAME=VALUE,...",
+        action="append",
+        nargs="+",
+        default=[],
+        help="with --cluster: the same with other workers, batch, link, device_link, per_host, memory, device or "
+        "precision, as workers=16,32 link=25Gbit",
+    )
+    parser.add_argument(
+        "--mtbf", metavar="HOURS", help="with --cluster: one host fails once in so many hours; what is left of the time"
+    )
+    parser.add_argument(
+        "--replace-s", dest="replace", metavar="SECONDS", help="with --mtbf: until a host is replaced (default: 300)"
+    )
+    parser.add_argument(
+        "--growth", metavar="FILE.svg", help="with --cluster: draw how samples per second grow with the workers"
+    )
+
+
+def read_question(arguments: argparse.Namespace) -> CostQuestion | None:
+    """Return what the options ask, None if nothing; PlanError for options that lack what they need."""
+    for option, other in NEEDS.items():
+        if _is_given(arguments, option) and not _is_given(arguments, other):
+            raise PlanError(f"{_spelled(option)} goes with {_spelled(other)}.")
+    if arguments.replace is not None and arguments.mtbf is None:
+        raise PlanError("--replace-s goes with --mtbf.")
+    if arguments.fits and not arguments.cluster:
+        raise PlanError("--fits goes with --cluster: whether it fits depends on the devices.")
+    if not arguments.cluster:
+        return None
+    growth = None if arguments.growth is None else Path(arguments.growth)
+    if growth is not None and growth.suffix != ".svg":
+        raise PlanError(f"--growth writes an SVG drawing: give it a name that ends in .svg, not {growth.name!r}.")
+    return CostQuestion(
+        clusters=arguments.cluster,
+        prices=Prices.read(arguments.price, samples=_positive(arguments.samples, "--samples"), of=arguments.cluster),
+        fits=arguments.fits,
+        changes=read_changes(word for words in arguments.what_if for word in words),
+        mtbf_s=None if arguments.mtbf is None else (_positive(arguments.mtbf, "--mtbf") or 1.0) * 3600,
+        replace_s=_positive(arguments.replace, "--replace-s") or REPLACE_S,
+        growth=growth,
+    )
+
+
+def print_answer(found: InspectionReport, question: CostQuestion) -> bool:
+    """Print what was asked; return False where the plan surely does not fit any of the clusters."""
+    subject = Subject.of(found)
+    clusters = [cluster_named(name, found.workers) for name in question.clusters]
+    if question.fits:
+        return print_fits(subject, clusters)
+    if len(clusters) == 1 and not question.changes:
+        fits = print_prediction(
+            subject, clusters[0], question.prices, mtbf_s=question.mtbf_s, replace_s=question.replace_s
+        )
+    else:
+        fits = print_what_if(subject, clusters, question.changes, question.prices)
+    if question.growth is not None:
+        write_growth(question.growth, subject, clusters)
+    return fits
+
+
+def _is_given(arguments: argparse.Namespace, option: str) -> bool:
+    return getattr(arguments, option) not in (None, False, [])
+
+
+def _spelled(option: str) -> str:
+    return f"--{option.replace('_', '-')}"
+
+
+def _positive(text: str | None, name: str) -> float | None:
+    if text is None:
+        return None
+    number = config.parse_value(text, float, path=name)
+    if not 0 < number < float("inf"):
+        raise PlanError(f"{name} is {text}; it must be above 0.")
+    return number
