@@ -15,6 +15,7 @@ from paceline.errors import PlanError
 __all__ = ["Catalogue", "Cluster", "Device", "catalogue", "load_catalogue"]
 
 GB = 1e9
+LAUNCH_S = 8e-6  # in eager torch: 5 to 10 us (PyTorch's CUDA graphs blog, 2021)
 RUNTIME = 4e9  # CUDA context and libraries, some 1 GB; buffers of NCCL, workspaces of products
 PRECISIONS = {"bf16", "fp16", "fp8", "fp32"}
 BUILT_IN = Path(__file__).with_name("catalogue.toml")
@@ -40,6 +41,8 @@ class Device:
     network: float
     source: str
     runtime: float = RUNTIME
+    launch_s: float = LAUNCH_S
+    is_synchronous: bool = False
 
     def peak_of(self, precision: str) -> float:
         """The peak in a precision; in one that the device lacks, that of bf16."""
@@ -120,7 +123,7 @@ def load_catalogue(path: Path, *, base: Catalogue | None = None) -> Catalogue:
     Raises PlanError that names the file, the table and what is wrong with it.
     """
     tables = load_toml(path)
-    odd = tables.keys() - {"devices", "clusters"}
+    odd = tables.keys() - {"devices", "clusters", "pairs"}  # pairs: what `paceline doctor` notes of single ones
     if odd:
         raise PlanError(f"{path} has a table {sorted(odd)[0]!r}; it may have [devices.NAME] and [clusters.NAME].")
     devices = dict(base.devices) if base else {}
@@ -152,6 +155,12 @@ def _number(table: Mapping[str, Any], key: str, *, most: float = math.inf) -> fl
     return float(value)
 
 
+def _yes(table: Mapping[str, Any], key: str) -> bool:
+    if not isinstance(table.get(key, False), bool):
+        raise ValueError(f"{key} is {table[key]!r}; give true or false")
+    return table.get(key, False)
+
+
 def _whole(table: Mapping[str, Any], key: str) -> int:
     if not isinstance(table[key], int) or isinstance(table[key], bool):
         raise ValueError(f"{key} is {table[key]!r}; give a whole number")
@@ -165,7 +174,7 @@ def _known(table: Mapping[str, Any], keys: set[str]) -> None:
 
 DEVICE_KEYS = {
     *("names", "memory_gb", "memory_gb_s", "tflops", "best_matmul", "attention", "units", "watts", "link_gb_s"),
-    *("network_gb_s", "source", "runtime_gb"),
+    *("network_gb_s", "source", "runtime_gb", "launch_us", "synchronous"),
 }
 CLUSTER_KEYS = {"device", "hosts", "devices_per_host", "network_gb_s", "source"}
 
@@ -189,6 +198,8 @@ def _device(name: str, table: Mapping[str, Any]) -> Device:
         network=_number(table, "network_gb_s") * GB,
         source=str(table["source"]),
         runtime=_number(table, "runtime_gb") * GB if "runtime_gb" in table else RUNTIME,
+        launch_s=_number(table, "launch_us") / 1e6 if "launch_us" in table else LAUNCH_S,
+        is_synchronous=_yes(table, "synchronous"),
     )
 
 

@@ -58,7 +58,6 @@ SMALL_HEADS, SMALL_HEAD_RATE = 80, 0.92  # head sizes below the first reach this
 UNFUSED_RATE = 0.7  # of batched products of attention, over that of large ones
 OFF_GRID_RATE = 0.5  # head sizes that are no multiple of 8: operands are not aligned to 16 bytes
 OPTIMIZER_BYTES = 32.0  # per parameter: 12 bytes of state and master weights read and written, gradient, weight
-LAUNCH_S = 8e-6  # for the host to launch an operation of eager torch: 5 to 10 us (PyTorch's CUDA graphs blog, 2021)
 MOST_FOLLOWED = 256  # stages of a schedule that is followed action by action
 HEAD_BYTES = 8.0  # per word of the vocabulary: logits in 16 bit and 32 bit, softmax
 
@@ -286,9 +285,15 @@ class Workload:
         backward["context"] = 2 * forward["context"]
         forward["experts"] = backward["experts"] = self._experts_s(block, constants)
         if case.software.kernels == "single":
-            forward["launches"] = max(0.0, block.launches * LAUNCH_S - sum(forward.values()))
-            backward["launches"] = max(0.0, 2 * block.launches * LAUNCH_S - sum(backward.values()))
+            forward["launches"] = self._launches_s(block.launches, sum(forward.values()))
+            backward["launches"] = self._launches_s(2 * block.launches, sum(backward.values()))
         return _Seconds(forward, backward, self._repeated(forward))
+
+    def _launches_s(self, launches: float, busy_s: float) -> float:
+        """Seconds that launching adds to those in which the device is busy."""
+        device = self.case.cluster.device
+        needed = launches * device.launch_s
+        return needed if device.is_synchronous else max(0.0, needed - busy_s)
 
     def _moved(self, block: Block, spread: int, constants: Constants) -> float:
         """Elements per token that element-wise operations move; `spread` workers split those between products."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from paceline.worker.parts import WorkerParts
 
-__all__ = ["RunMember"]
+__all__ = ["RunMember", "parts_of"]
 
 T = TypeVar("T")
 
@@ -69,3 +69,8 @@ class RunMember:
             worker.wait()
         """
         self._collectives.wait()
+
+
+def parts_of(member: RunMember) -> WorkerParts:
+    """Return what a worker is made of, for programs of Paceline's own that look beneath a training loop."""
+    return member._parts  # pyright: ignore[reportPrivateUsage]

@@ -10,7 +10,7 @@ from paceline.planner.axes import Axes
 from paceline.planner.cluster import Cluster, catalogue
 from paceline.planner.constants import Constants
 from paceline.planner.model_costs import Attention, Block, ModelCosts
-from paceline.planner.predict import LAUNCH_S, OPTIMIZER_BYTES, Case, Prediction, Workload
+from paceline.planner.predict import OPTIMIZER_BYTES, Case, Prediction, Workload
 from paceline.planner.software import EAGER, FUSED
 
 DEVICE = dataclasses.replace(catalogue().device("h100"), memory_bandwidth=1e12, link=100e9)
@@ -59,7 +59,7 @@ def test_tensor_parallel_splits_what_it_can() -> None:
 def test_a_small_step_waits_for_launches() -> None:
     tiny = dataclasses.replace(BLOCK, moved=0.0, moved_split=0.0, single=0.0, attention=None, parameters=1)
     found = step(Axes(), model=dataclasses.replace(MODEL, blocks=(tiny,)), software=EAGER)
-    assert found.parts["launches"] == pytest.approx(4 * 2 * 3 * 5 * LAUNCH_S)
+    assert found.parts["launches"] == pytest.approx(4 * 2 * 3 * 5 * DEVICE.launch_s)
     assert step(Axes(), model=dataclasses.replace(MODEL, blocks=(tiny,))).parts["launches"] == 0
 
 

@@ -26,7 +26,7 @@ class RunFiles:
     """
 
     def __init__(self, assignment: Assignment, job: Job) -> None:
-        self._assignment, self._job = assignment, job
+        self.assignment, self._job = assignment, job
         self.run_dir = Path(assignment.run_dir)
         self.worker_dir = Path(assignment.worker_dir)
         self._events_path = self.worker_dir / "events.jsonl"
@@ -52,7 +52,7 @@ class RunFiles:
 
     @property
     def attempt(self) -> int:
-        return self._assignment.attempt
+        return self.assignment.attempt
 
     @property
     def checkpoint_dir(self) -> Path:
@@ -127,7 +127,7 @@ class RunFiles:
     def finish(self, step: int, *, peak_memory_bytes: int, state_bytes: int) -> None:
         """Record that this worker has finished, and close all files. `state_bytes`: of the model and its optimizer."""
         finished = {"step": step, "peak_memory_bytes": peak_memory_bytes, "state_bytes": state_bytes}
-        self.emit(WorkerFinished(rank=self._assignment.rank, **finished))
+        self.emit(WorkerFinished(rank=self.assignment.rank, **finished))
         self.close()
         release_error_space(self.worker_dir)
 

@@ -1,0 +1,83 @@
+"""An examination as a cluster file, which `paceline plan --cluster FILE` reads."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+
+from paceline.doctor.measured import Examination, WorkerRates
+from paceline.planner.constants import Constants, built_in
+
+__all__ = ["cluster_toml"]
+
+CPU_RUNTIME = 0.4e9  # bytes of a process that has imported torch
+REFERENCE_WATTS = 400 / 312e12  # of an A100, for each operation: with it, no throttling is added to what was measured
+
+
+def cluster_toml(seen: Examination, *, name: str, when: str) -> str:
+    """Return the file's text: the slowest worker as the device, the slowest pair as the network.
+
+    The planner takes a share of each link and of the network, because published rates are nominal. What was measured is
+    already that share, so it is written as the rate of which it would be.
+    """
+    return "\n".join(_lines(seen, name, when)) + "\n"
+
+
+def _lines(seen: Examination, name: str, when: str) -> Iterator[str]:
+    constants = built_in().constants
+    slowest = min(seen.workers, key=lambda one: one.matmul["fp32"])
+    source = f"measured by paceline doctor on {when}, {len(seen.workers)} workers at once, torch {seen.torch}"
+    yield "# Measured by paceline doctor; the slowest worker and pair count. paceline plan SCRIPT --cluster THIS-FILE"
+    yield ""
+    yield f"[devices.{json.dumps(name)}]"
+    yield f"memory_gb = {min(one.memory for one in seen.workers) / 1e9:.4g}"
+    yield f"memory_gb_s = {min(one.memory_bandwidth for one in seen.workers) / 1e9:.4g}"
+    rates = ", ".join(f"{key} = {_least(seen, key) / constants.matmul / 1e12:.4g}" for key in slowest.matmul)
+    yield f"tflops = {{ {rates} }}"
+    yield f"best_matmul = {{ {', '.join(f'{key} = 1.0' for key in slowest.matmul)} }}"
+    attention = min(one.attention for one in seen.workers) / constants.attention / 1e12
+    yield f"attention = {{ flash = {attention:.4g}, vendor = {attention:.4g} }}"
+    yield "units = 1"
+    yield f"watts = {_least(seen, 'bf16') / constants.matmul * REFERENCE_WATTS:.4g}"
+    yield f"link_gb_s = {_link(seen, slowest, constants) / 1e9:.4g}"
+    yield f"network_gb_s = {_network(seen, slowest, constants) / 1e9:.4g}"
+    if slowest.device == "cpu":
+        yield f"runtime_gb = {CPU_RUNTIME / 1e9:.4g}"
+        yield f"launch_us = {statistics.median(one.launch_s for one in seen.workers) * 1e6:.4g}"
+        yield "synchronous = true"
+    yield f"source = {json.dumps(source)}"
+    yield ""
+    yield f"[clusters.{json.dumps(name)}]"
+    yield f"device = {json.dumps(name)}"
+    yield f"hosts = {seen.hosts}"
+    yield f"devices_per_host = {seen.per_host}"
+    yield f"network_gb_s = {_network(seen, slowest, constants) / 1e9:.4g}"
+    yield f"source = {json.dumps(source)}"
+    for pair in seen.pairs:
+        yield ""
+        yield "[[pairs]]"
+        yield f"hosts = {json.dumps([pair.first, pair.second])}"
+        if pair.error is not None:
+            yield f"error = {json.dumps(pair.error)}"
+            continue
+        yield f"latency_us = {(pair.latency_s or 0.0) * 1e6:.4g}"
+        yield f"gb_s = {(pair.bandwidth or 0.0) / 1e9:.4g}"
+        yield f"clock_ahead_ms = {(pair.clock_ahead_s or 0.0) * 1e3:.4g}"
+
+
+def _least(seen: Examination, precision: str) -> float:
+    return min(one.matmul[precision] for one in seen.workers)
+
+
+def _link(seen: Examination, slowest: WorkerRates, constants: Constants) -> float:
+    """Within a host: what an all-reduce reached, or, with one worker, half of what its memory moves."""
+    measured = seen.bus_bandwidth if seen.hosts == 1 else None
+    return (measured or slowest.memory_bandwidth / 2) / constants.link
+
+
+def _network(seen: Examination, slowest: WorkerRates, constants: Constants) -> float:
+    """Of a host: what its slowest pair reached, or the all-reduce if that is less; on one host as much as within it."""
+    rates = [pair.bandwidth for pair in seen.pairs if pair.bandwidth is not None]
+    rates += [seen.network_rate] if seen.network_rate is not None else []
+    return min(rates) / constants.network if rates else _link(seen, slowest, constants)

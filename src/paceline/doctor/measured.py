@@ -1,0 +1,91 @@
+"""What was measured, as plain data: of each worker, of each pair of hosts, of collectives among all workers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+__all__ = ["CollectiveTime", "Examination", "HostPair", "WorkerRates"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerRates:
+    """One worker, with all others at work at the same time. Bytes and operations are per second.
+
+    `matmul` by precision, in operations; `attention` of fused attention, forward and backward, causal, skipped pairs
+    not counted. `launch_s`: for one operation on a few elements. `memory`: bytes that it may take. `disk_write` and
+    `disk_read`: of a file in the run's directory. `interface` is that of the address at which peers reach this host;
+    `interface_rate` its bytes per second, where the kernel knows it.
+    """
+
+    rank: int
+    host: str
+    device: str  # "cpu", or the accelerator's name
+    threads: int
+    memory: float
+    matmul: Mapping[str, float]
+    memory_bandwidth: float
+    attention: float
+    launch_s: float
+    disk_write: float
+    disk_read: float
+    interface: str
+    interface_rate: float | None
+    faster_interface: str | None  # another one of this host that is up and at least twice as fast
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class HostPair:
+    """Two hosts, over TCP: seconds from one to the other, bytes per second, and how far the second's clock is ahead."""
+
+    first: str
+    second: str
+    latency_s: float | None
+    bandwidth: float | None
+    clock_ahead_s: float | None
+    error: str | None  # why they could not be measured
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CollectiveTime:
+    """One all-reduce among all workers, the median of several."""
+
+    num_bytes: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Examination:
+    """All of it; `took_s`: its seconds."""
+
+    workers: Sequence[WorkerRates]
+    hosts: int
+    pairs: Sequence[HostPair]
+    all_reduce: Sequence[CollectiveTime]
+    took_s: float
+    torch: str
+
+    @property
+    def per_host(self) -> int:
+        return -(-len(self.workers) // self.hosts)
+
+    @property
+    def network_rate(self) -> float | None:
+        """Bytes per second of a host's network in the largest all-reduce, in which 2 (h - 1) / h of the tensor's bytes
+        enter each of h hosts. None with one host.
+        """
+        if self.hosts < 2 or not self.all_reduce:
+            return None
+        largest = max(self.all_reduce, key=lambda one: one.num_bytes)
+        return 2 * (self.hosts - 1) / self.hosts * largest.num_bytes / largest.seconds
+
+    @property
+    def bus_bandwidth(self) -> float | None:
+        """Bytes per second of the largest all-reduce by which algorithms are compared: 2 (n - 1) / n of the tensor's
+        bytes pass each worker's link (nccl-tests call it busbw). None with one worker.
+        """
+        n = len(self.workers)
+        if n < 2 or not self.all_reduce:
+            return None
+        largest = max(self.all_reduce, key=lambda one: one.num_bytes)
+        return 2 * (n - 1) / n * largest.num_bytes / largest.seconds

@@ -1,0 +1,102 @@
+"""Pairs of hosts: rounds, the measurement over loopback, strangers, and hosts that are not there."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.doctor import host_pairs
+from paceline.doctor.host_pairs import HostEnd, interface_of, rounds
+
+SECRET = b"s" * 32
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[HostEnd, HostEnd]]:
+    pair = HostEnd("east", "127.0.0.1", SECRET), HostEnd("west", "127.0.0.1", SECRET)
+    yield pair
+    for end in pair:
+        end.close()
+
+
+@pytest.mark.parametrize("num_hosts", [2, 3, 4, 5, 8, 13])
+def test_rounds_have_each_pair_once_and_each_host_at_most_once_a_round(num_hosts: int) -> None:
+    found = list(rounds(num_hosts))
+    assert sorted(itertools.chain.from_iterable(found)) == list(itertools.combinations(range(num_hosts), 2))
+    for pairs in found:
+        members = list(itertools.chain.from_iterable(pairs))
+        assert len(members) == len(set(members))
+    assert len(found) == num_hosts - 1 + num_hosts % 2
+
+
+def test_a_pair_has_latency_bandwidth_and_clocks(ends: tuple[HostEnd, HostEnd]) -> None:
+    first, second = ends
+    thread = threading.Thread(target=second.answer)
+    thread.start()
+    found = first.measure("west", second.address, second.port, seconds=0.05)
+    thread.join(10)
+    assert not thread.is_alive()
+    assert (found.first, found.second, found.error) == ("east", "west", None)
+    assert found.latency_s is not None and 1e-6 < found.latency_s < 0.1
+    assert found.bandwidth is not None and found.bandwidth > 1e6
+    assert found.clock_ahead_s is not None and abs(found.clock_ahead_s) < 0.1
+
+
+def test_a_stranger_is_sent_away_and_the_peer_is_measured(ends: tuple[HostEnd, HostEnd]) -> None:
+    first, second = ends
+    thread = threading.Thread(target=second.answer)
+    thread.start()
+    with socket.create_connection((second.address, second.port)) as stranger:
+        stranger.settimeout(5)
+        stranger.sendall(bytes(64))  # a nonce, and no proof
+        assert len(stranger.recv(64, socket.MSG_WAITALL)) == 64
+        assert stranger.recv(1) == b"", "nothing is told"
+    assert first.measure("west", second.address, second.port, seconds=0.01).error is None
+    thread.join(10)
+
+
+def test_a_peer_with_another_secret_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_pairs, "LIMIT_S", 0.5)
+    mine, other = HostEnd("east", "127.0.0.1", SECRET), HostEnd("west", "127.0.0.1", b"other")
+    thread = threading.Thread(target=other.answer)
+    thread.start()
+    found = mine.measure("west", other.address, other.port, seconds=0.01)
+    thread.join(10)
+    mine.close()
+    other.close()
+    assert found.bandwidth is None
+    assert "secret" in (found.error or "") or "ended" in (found.error or "")
+
+
+def test_a_host_that_is_not_there_is_an_error_with_its_cause(ends: tuple[HostEnd, HostEnd]) -> None:
+    first, second = ends
+    port = second.port
+    second.close()
+    found = first.measure("west", "127.0.0.1", port, seconds=0.01)
+    assert found.error is not None
+    assert "refused" in found.error
+    assert (found.latency_s, found.bandwidth, found.clock_ahead_s) == (None, None, None)
+
+
+def test_an_answer_ends_when_nobody_comes(ends: tuple[HostEnd, HostEnd], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_pairs, "LIMIT_S", 0.05)
+    end = HostEnd("alone", "127.0.0.1", SECRET)
+    end.answer()
+    end.close()
+
+
+def test_the_interface_in_use_and_a_faster_one(tmp_path: Path) -> None:
+    for name, state, speed in [("lo", "up", "1000"), ("ib0", "up", "200000"), ("eth9", "down", "400000")]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "operstate").write_text(state)
+        (tmp_path / name / "speed").write_text(speed)
+    assert interface_of("127.0.0.1", net=tmp_path) == ("lo", 125e6, "ib0")
+    (tmp_path / "ib0" / "speed").write_text("1500")
+    assert interface_of("127.0.0.1", net=tmp_path) == ("lo", 125e6, None)
+    (tmp_path / "lo" / "speed").write_text("-1")
+    assert interface_of("127.0.0.1", net=tmp_path) == ("lo", None, None)
