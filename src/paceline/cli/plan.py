@@ -195,7 +195,7 @@ def check_script(
     for name, sizes in found.sizes.items():
         print(f"\nEach worker holds of {name}, beside activations (by formula)")
         print(_sizes_table(sizes, found.plan.compute))
-    fits = question is None or print_answer(found, question)
+    fits = question is None or print_answer(found, question, script=script, args=args)
     return 2 if found.refusals or not fits else 0
 
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline import config, environment
+from paceline import clock, config, environment
 from paceline.cli.arguments import Commands, Parser, add_command
 from paceline.errors import PlanError
 from paceline.plan import CommandPlan, Job, Plan, read_job_file
+from paceline.plan.command_plan import auto_base
 from paceline.plan.job import AUTO, flag_of, read_engine_table
-from paceline.plan.script_scan import workers_of_script
+from paceline.plan.script_scan import auto_plan_of_script, workers_of_script
 
 if TYPE_CHECKING:
     from paceline.launch.engines.engine import Engine
@@ -102,7 +104,10 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("program", metavar="SCRIPT.py|JOB.toml", help="a Python script, or a job file")
     parser.add_argument(
-        "--plan", metavar="TEXT", help="the plan, as one line of text; wins over the script's and the job file's"
+        "--plan",
+        metavar="TEXT",
+        help="the plan, as one line of text; wins over the script's and the job file's. auto: the fastest, chosen by "
+        "short runs on this machine",
     )
     parser.add_argument(
         "--set",
@@ -144,13 +149,22 @@ def run(arguments: argparse.Namespace) -> int:
     """Start the job, or show it with --dry-run; returns the run's exit status."""
     on, arguments.overrides = _engine_of(arguments)
     if on is not None:
+        if _settle_auto(arguments):
+            raise PlanError(
+                "plan='auto' runs plans on this machine. Measure an engine's hosts by paceline doctor --on ..., choose "
+                "with paceline plan SCRIPT --cluster FILE, and give the plan."
+            )
         return _run_on(on, arguments)
     if arguments.detach:
         raise PlanError("--detach leaves a job with an engine: add --on slurm, or --on kubernetes.")
+    is_auto = _settle_auto(arguments)
     job, plan, given = job_of(arguments)
     if arguments.dry_run:
         return show_dry_run(job, plan=plan)
     _refuse_in_world(job)
+    if is_auto:
+        plan = _chosen_plan(job, plan, arguments.overrides)
+        arguments.command_started = clock.now()  # the run's start-up is what comes from here on
     from paceline.launch.fork.warm_parent_client import WarmParent
 
     with WarmParent.start() as warm:  # before the next import: it imports torch meanwhile
@@ -159,6 +173,40 @@ def run(arguments: argparse.Namespace) -> int:
         return start(
             job, warm=warm, plan=plan, given=given, command_started=arguments.command_started, words=arguments.words
         )
+
+
+def _settle_auto(arguments: argparse.Namespace) -> bool:
+    """Return whether the command, or where it has no plan, the script's own call, asks for plan="auto". What stands
+    behind "auto+" becomes the command's plan.
+    """
+    if arguments.plan is not None:
+        base = auto_base(arguments.plan)
+        if base is not None:
+            arguments.plan = arguments.plan.partition("+")[2] or None
+        return base is not None
+    return not arguments.program.endswith(".toml") and auto_plan_of_script(Path(arguments.program)) is not None
+
+
+def _chosen_plan(job: Job, plan: CommandPlan, overrides: Sequence[str]) -> CommandPlan:
+    from paceline.runs.auto_plan import choose_plan
+
+    if job.workers is None:
+        job = dataclasses.replace(job, workers=workers_of_script(Path(job.program), args=job.args, say=_say))
+    return CommandPlan(
+        whole=choose_plan(
+            Path(job.program),
+            job,
+            base=plan.whole,
+            overrides=[] if plan.whole is not None else [text for text in overrides if _is_for_plan(text)],
+            args=job.args,
+            say=_say,
+        ),
+        is_chosen=True,
+    )
+
+
+def _say(text: str) -> None:
+    print(f"paceline: {text}", flush=True)
 
 
 def _engine_of(arguments: argparse.Namespace) -> tuple[Engine | None, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Iterator
 
@@ -11,7 +12,6 @@ from paceline.planner.constants import Constants, built_in
 
 __all__ = ["cluster_toml"]
 
-CPU_RUNTIME = 0.4e9  # bytes of a process that has imported torch
 REFERENCE_WATTS = 400 / 312e12  # of an A100, for each operation: with it, no throttling is added to what was measured
 
 
@@ -42,8 +42,12 @@ def _lines(seen: Examination, name: str, when: str) -> Iterator[str]:
     yield f"watts = {_least(seen, 'bf16') / constants.matmul * REFERENCE_WATTS:.4g}"
     yield f"link_gb_s = {_link(seen, slowest, constants) / 1e9:.4g}"
     yield f"network_gb_s = {_network(seen, slowest, constants) / 1e9:.4g}"
+    if seen.all_reduce:
+        smallest = min(seen.all_reduce, key=lambda one: one.num_bytes)
+        doublings = math.log2(len(seen.workers)) + 1
+        yield f"latency_us = {smallest.seconds / 2 / doublings * 1e6:.4g}  # an all-reduce is two collectives"
     if slowest.device == "cpu":
-        yield f"runtime_gb = {CPU_RUNTIME / 1e9:.4g}"
+        yield f"runtime_gb = {max(one.runtime for one in seen.workers) / 1e9:.4g}"
         yield f"launch_us = {statistics.median(one.launch_s for one in seen.workers) * 1e6:.4g}"
         yield "synchronous = true"
     yield f"source = {json.dumps(source)}"

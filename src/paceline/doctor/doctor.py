@@ -21,11 +21,12 @@ from paceline.doctor.cluster_file import cluster_toml
 from paceline.doctor.findings import ClusterFinding, findings
 from paceline.doctor.host_pairs import HostEnd, interface_of, rounds
 from paceline.doctor.measured import CollectiveTime, Examination, HostPair, WorkerRates
-from paceline.doctor.rates import attention_rate, launch_s, matmul_rates, memory_bandwidth
+from paceline.doctor.rates import attention_rate, launch_s, matmul_rates, memory_bandwidth, train_once
 from paceline.doctor.storage import disk_rates
 from paceline.host_memory import memory_limit_bytes
 from paceline.units import bytes_text, duration_text, gigabytes_text
 from paceline.worker.run_member import parts_of
+from paceline.worker.topology.device import peak_memory_bytes
 
 __all__ = ["CLUSTER_FILE", "examine", "report_lines"]
 
@@ -60,6 +61,8 @@ def examine(worker: paceline.Worker, *, seconds: float) -> Examination:
     began = time.monotonic()
     assignment = parts_of(worker).files.assignment
     device = worker.device
+    train_once(device)
+    runtime = float(peak_memory_bytes(device))
     worker.wait()
     matmul = matmul_rates(device, seconds=seconds)
     worker.wait()
@@ -79,6 +82,7 @@ def examine(worker: paceline.Worker, *, seconds: float) -> Examination:
         device=device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
         threads=torch.get_num_threads(),
         memory=_memory(device, assignment.local_workers),
+        runtime=runtime,
         matmul=matmul,
         memory_bandwidth=bandwidth,
         attention=attention,

@@ -13,7 +13,8 @@ class WorkerRates:
     """One worker, with all others at work at the same time. Bytes and operations are per second.
 
     `matmul` by precision, in operations; `attention` of fused attention, forward and backward, causal, skipped pairs
-    not counted. `launch_s`: for one operation on a few elements. `memory`: bytes that it may take. `disk_write` and
+    not counted. `launch_s`: for one operation on a few elements. `memory`: bytes that it may take, of
+    which a process without a model takes `runtime`. `disk_write` and
     `disk_read`: of a file in the run's directory. `interface` is that of the address at which peers reach this host;
     `interface_rate` its bytes per second, where the kernel knows it.
     """
@@ -23,6 +24,7 @@ class WorkerRates:
     device: str  # "cpu", or the accelerator's name
     threads: int
     memory: float
+    runtime: float
     matmul: Mapping[str, float]
     memory_bandwidth: float
     attention: float

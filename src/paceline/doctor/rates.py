@@ -8,13 +8,21 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["attention_rate", "launch_s", "matmul_rates", "memory_bandwidth"]
+__all__ = ["attention_rate", "launch_s", "matmul_rates", "memory_bandwidth", "train_once"]
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SMALL, LARGE = 1024, 8192  # sides of the matrices on a CPU, and on an accelerator
 LEAST_RUNS = 3
+
+
+def train_once(device: torch.device) -> None:
+    """Take one step of a tiny model, so that what torch loads for any training is in memory."""
+    model = nn.Linear(8, 8, device=device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 8, device=device)).sum().backward()
+    optimizer.step()
 
 
 def matmul_rates(device: torch.device, *, seconds: float) -> dict[str, float]:

@@ -25,10 +25,12 @@ class CommandPlan:
     """What command and job file say: a whole plan, which wins over the script's, or only some values of it.
 
     With a whole plan the values of `--set` are in it. Without one they are settings for the plan of the script.
+    `is_chosen`: the plan was chosen for plan="auto", from the script's own.
     """
 
     whole: Plan | None = None
     settings: tuple[Setting, ...] = ()
+    is_chosen: bool = False
 
     @classmethod
     def of(cls, plan: Plan | None, overrides: Sequence[str] = ()) -> CommandPlan:
@@ -50,7 +52,7 @@ class CommandPlan:
 
     def replaced(self, script: Plan) -> str:
         """Return a sentence about the parts of a script's plan that a whole plan replaces; "" where none is."""
-        if self.whole is None or self.whole == script:
+        if self.whole is None or self.whole == script or self.is_chosen:
             return ""
         parts = [
             f"{name} is {config.to_short(getattr(self.whole, name))}, not {config.to_short(getattr(script, name))}"
@@ -75,21 +77,36 @@ class CommandPlan:
     def to_table(self) -> dict[str, Any]:
         """Return plain data for JSON."""
         whole = None if self.whole is None else config.to_table(self.whole)
-        return {"whole": whole, "settings": [setting_to_table(setting) for setting in self.settings]}
+        settings = [setting_to_table(setting) for setting in self.settings]
+        return {"whole": whole, "settings": settings, "is_chosen": self.is_chosen}
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> CommandPlan:
         """Read what `to_table` wrote; every value is checked."""
         whole = None if table["whole"] is None else config.read(Plan, table["whole"], path="plan")
-        return cls(whole=whole, settings=tuple(setting_from_table(Plan, each) for each in table["settings"]))
+        return cls(
+            whole=whole,
+            settings=tuple(setting_from_table(Plan, each) for each in table["settings"]),
+            is_chosen=bool(table.get("is_chosen", False)),
+        )
+
+
+def auto_base(value: object) -> Plan | None:
+    """Return the plan beneath "auto", whose layout, micro-batch and recompute are to be chosen before the run: that of
+    "batch(size=64)" for "auto+batch(size=64)". None for any other plan.
+    """
+    if not isinstance(value, str):
+        return None
+    first, _, rest = value.strip().partition("+")
+    return Plan.parse(rest or "default") if first.strip() == "auto" else None
 
 
 def read_plan(value: object) -> Plan:
-    """Return the plan that a value means: a Plan, one line of text, or a table of parts."""
+    """Return the plan that a value means: a Plan, a line of text, or a table of parts; of "auto" what is beneath."""
     if isinstance(value, Plan):
         return value
     if isinstance(value, str):
-        return Plan.parse(value)
+        return auto_base(value) or Plan.parse(value)
     if isinstance(value, Mapping):
         return config.read(Plan, value, path="plan")
     raise PlanError(f"plan is {value!r}; it must be a table, or one line of text such as 'replicas=2'.")

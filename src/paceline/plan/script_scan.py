@@ -13,12 +13,13 @@ from pathlib import Path
 
 from paceline import config
 from paceline.errors import PlanError
+from paceline.plan.command_plan import auto_base, read_plan
 from paceline.plan.layout import Layout
 from paceline.plan.plan import Plan
 from paceline.settings import Setting, with_settings
 from paceline.units import shell_text
 
-__all__ = ["layout_of_script", "workers_of_script"]
+__all__ = ["auto_plan_of_script", "layout_of_script", "workers_of_script"]
 
 CALLS = ("paceline.run", "run")
 
@@ -74,6 +75,18 @@ def layout_of_script(script: Path, settings: Sequence[Setting] = ()) -> Layout |
     return with_settings(Plan(layout=layout or Layout()), own).layout if own else layout
 
 
+def auto_plan_of_script(script: Path) -> str | None:
+    """Return the text of the plan that the script's own call writes out, where it begins with "auto"."""
+    try:
+        text = _ScriptTree(ast.parse(script.read_bytes()))
+    except (OSError, SyntaxError, ValueError):
+        return None
+    call = text.first_call(CALLS)
+    given = {} if call is None else _keywords(call)
+    plan = text.text(given["plan"]) if "plan" in given else None
+    return plan if auto_base(plan) is not None else None
+
+
 class _Computed(Exception):
     """A value that only running the script would tell; the message is its source."""
 
@@ -112,6 +125,11 @@ class _ScriptTree:
         meant = self._meant(node)
         return isinstance(meant, ast.Constant) and meant.value is None
 
+    def text(self, node: ast.expr) -> str | None:
+        """The text that is written out, or None."""
+        meant = self._meant(node)
+        return meant.value if isinstance(meant, ast.Constant) and isinstance(meant.value, str) else None
+
     def layout(self, node: ast.expr) -> Layout | None:
         """The layout of a plan; None where the plan comes from elsewhere, so that nothing is known of it.
 
@@ -119,7 +137,7 @@ class _ScriptTree:
         """
         match plan := self._meant(node):
             case ast.Constant(value=str(text)):
-                return Plan.parse(text).layout
+                return read_plan(text).layout
             case ast.Call(func=function) if ast.unparse(function) in ("Plan", "paceline.Plan"):
                 given = _keywords(plan)
                 return self._layout(given["layout"]) if "layout" in given else Layout()

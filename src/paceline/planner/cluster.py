@@ -43,6 +43,7 @@ class Device:
     runtime: float = RUNTIME
     launch_s: float = LAUNCH_S
     is_synchronous: bool = False
+    latency: float | None = None
 
     def peak_of(self, precision: str) -> float:
         """The peak in a precision; in one that the device lacks, that of bf16."""
@@ -174,7 +175,7 @@ def _known(table: Mapping[str, Any], keys: set[str]) -> None:
 
 DEVICE_KEYS = {
     *("names", "memory_gb", "memory_gb_s", "tflops", "best_matmul", "attention", "units", "watts", "link_gb_s"),
-    *("network_gb_s", "source", "runtime_gb", "launch_us", "synchronous"),
+    *("network_gb_s", "source", "runtime_gb", "launch_us", "synchronous", "latency_us"),
 }
 CLUSTER_KEYS = {"device", "hosts", "devices_per_host", "network_gb_s", "source"}
 
@@ -200,6 +201,7 @@ def _device(name: str, table: Mapping[str, Any]) -> Device:
         runtime=_number(table, "runtime_gb") * GB if "runtime_gb" in table else RUNTIME,
         launch_s=_number(table, "launch_us") / 1e6 if "launch_us" in table else LAUNCH_S,
         is_synchronous=_yes(table, "synchronous"),
+        latency=_number(table, "latency_us") / 1e6 if "latency_us" in table else None,
     )
 
 

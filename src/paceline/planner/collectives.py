@@ -7,7 +7,12 @@ import math
 from paceline.planner.cluster import Cluster
 from paceline.planner.constants import Constants
 
-__all__ = ["exchange_s", "gather_s"]
+__all__ = ["exchange_s", "gather_s", "latency_s"]
+
+
+def latency_s(cluster: Cluster, constants: Constants) -> float:
+    """Seconds of a collective beyond its bytes, for each doubling of its members: the cluster's own if measured."""
+    return constants.latency if cluster.device.latency is None else cluster.device.latency
 
 
 def gather_s(num_bytes: float, members: int, inside: int, cluster: Cluster, constants: Constants) -> float:
@@ -23,7 +28,7 @@ def gather_s(num_bytes: float, members: int, inside: int, cluster: Cluster, cons
     groups = cluster.devices_per_host / inside
     network = cluster.network * constants.network
     remote = num_bytes * (hosts - 1) / hosts * groups / network if hosts > 1 else 0.0
-    return max(local, remote) + constants.latency * (math.log2(members) + 1)
+    return max(local, remote) + latency_s(cluster, constants) * (math.log2(members) + 1)
 
 
 def exchange_s(num_bytes: float, members: int, inside: int, cluster: Cluster, constants: Constants) -> float:
@@ -33,4 +38,4 @@ def exchange_s(num_bytes: float, members: int, inside: int, cluster: Cluster, co
     away = (members - inside) / members
     local = num_bytes * (inside - 1) / members / (cluster.device.link * constants.link)
     remote = num_bytes * away * cluster.devices_per_host / (cluster.network * constants.network)
-    return max(local, remote) + constants.latency * (math.log2(members) + 1)
+    return max(local, remote) + latency_s(cluster, constants) * (math.log2(members) + 1)

@@ -37,9 +37,12 @@ class Products:
         self.whole, self.per_depth = whole, per_depth
 
     def add(self, rows: float, columns: float, inner: float, units: int) -> None:
-        flops = 2.0 * rows * columns * inner / fill(rows, columns, units)
+        """Add one product; a device of no `units` cuts nothing into tiles, and is always full."""
+        flops = 2.0 * rows * columns * inner
+        if units:
+            flops /= fill(rows, columns, units)
+            self.per_depth += flops / inner
         self.whole += flops
-        self.per_depth += flops / inner
 
     def flops(self, depth: float) -> float:
         return self.whole + depth * self.per_depth

@@ -16,11 +16,14 @@ __all__ = ["NamedCluster", "cluster_named"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NamedCluster:
-    """A cluster with the name that the user gave, and the catalogue that it is from. `is_own`: from a file."""
+    """A cluster with the name that the user gave, and the catalogue that it is from. `receipts`: the file beside the
+    user's own, where measured steps are kept; None for a cluster of the catalogue.
+    """
 
     name: str
     cluster: Cluster
     known: Catalogue
+    receipts: Path | None = None
 
     def __str__(self) -> str:
         device = self.cluster.device
@@ -52,4 +55,4 @@ def cluster_named(name: str, workers: int) -> NamedCluster:
             f"{path}: [clusters.{wanted}] has {found.hosts} hosts of {found.devices_per_host} devices, too few for "
             f"{workers} workers: give it hosts = {math.ceil(workers / found.devices_per_host)}."
         )
-    return NamedCluster(name=wanted, cluster=found, known=known)
+    return NamedCluster(name=wanted, cluster=found, known=known, receipts=Path(path).with_suffix(".receipts.jsonl"))

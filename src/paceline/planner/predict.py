@@ -18,7 +18,7 @@ from typing import Literal
 from paceline.errors import PlanError
 from paceline.planner.axes import Axes
 from paceline.planner.cluster import Cluster
-from paceline.planner.collectives import exchange_s, gather_s
+from paceline.planner.collectives import exchange_s, gather_s, latency_s
 from paceline.planner.constants import Constants
 from paceline.planner.matmul import Products, products
 from paceline.planner.model_costs import Block, Matmul, ModelCosts
@@ -45,6 +45,7 @@ PARTS = {
     "data": "exposed data-parallel communication",
     "optimizer": "the optimizer's step",
     "straggle": "waiting for the slowest host",
+    "other": "what was measured beside all these",
 }
 
 VALUE = 2  # bytes of a value in 16 bit
@@ -195,7 +196,8 @@ class Workload:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        axes, units, model = case.axes, case.cluster.device.units, case.model
+        axes, device, model = case.axes, case.cluster.device, case.model
+        units = 0 if device.is_synchronous else device.units  # a CPU has caches in place of tiles
         self._products = [products(case.micro_tokens, block.matmuls, axes.tensor, units) for block in model.blocks]
         self._rest: tuple[Products, Products] | None = None
         if model.rest is not None:
@@ -269,6 +271,10 @@ class Workload:
         rate = self._rate(case.precision, constants)
         forward: dict[str, float] = {"products": work[0].flops(constants.depth) / rate}
         backward: dict[str, float] = {"products": work[1].flops(constants.depth) / rate}
+        if case.cluster.device.is_synchronous:  # weights come from memory: read, in backward read twice and written
+            weights = sum(layer.inputs * layer.outputs for layer in block.matmuls) / axes.tensor
+            forward["products"] += weights * case.value_bytes / bandwidth
+            backward["products"] += 3 * weights * case.value_bytes / bandwidth
         forward["attention"], backward["attention"] = self._attention(block, constants)
 
         spread = axes.tensor if axes.sequence else 1
@@ -397,20 +403,22 @@ class Workload:
         """Activations to the next stage and gradients back, for one micro-batch, through all chunks."""
         case, axes = self.case, self.case.axes
         if case.software.hides_sends and axes.chunks > 1:
-            return 2 * axes.chunks * constants.latency
+            return 2 * axes.chunks * latency_s(case.cluster, constants)
         num_bytes = case.micro_tokens * case.model.hidden * case.value_bytes / axes.tensor
         if axes.workers > case.cluster.devices_per_host:
             seconds = num_bytes * case.cluster.devices_per_host / (case.cluster.network * constants.network)
         else:
             seconds = num_bytes / (case.cluster.device.link * constants.link)
-        return 2 * axes.chunks * (seconds + constants.latency)
+        return 2 * axes.chunks * (seconds + latency_s(case.cluster, constants))
 
     def _data_s(self, constants: Constants, stage: _Seconds, head: tuple[float, float], slot: float) -> float:
         """Gradients are summed behind the last micro-batch; ZeRO-3 gathers parameters behind every one.
 
         Shards are gathered and summed within a replica's group, then replicas sum the shards that they have.
         """
-        case, axes, q = self.case, self.case.axes, constants.overlap
+        case, axes = self.case, self.case.axes
+        # A device that computes in its own program communicates there, too: nothing is hidden.
+        q = 1.0 if case.cluster.device.is_synchronous else constants.overlap
         num_bytes, per_host = case.held_parameters * case.wire_bytes, case.cluster.devices_per_host
 
         def exposed(compute: float, communication: float) -> float:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from paceline.plan import Batch, Compute, Layout, Plan
 from paceline.planner.cluster import Cluster
 from paceline.planner.constants import Calibration
+from paceline.planner.correction import UNCORRECTED, Correction
 from paceline.planner.memory import MemoryPrediction, Verdict, predict_memory, verdict
 from paceline.planner.model_costs import ModelCosts
 from paceline.planner.plan_case import case_of
@@ -28,13 +29,16 @@ SPREADS = {"none": 0.25, "memory none": 0.25}
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PricedPlan:
-    """A plan with what it is predicted to cost, and whether it fits."""
+    """A plan with what it is predicted to cost, and whether it fits. `estimated` is the cost model's own word, which
+    `step` corrects by what was measured on the cluster.
+    """
 
     plan: Plan
     case: Case
     step: Prediction
     memory: MemoryPrediction
     fits: Verdict
+    estimated: Prediction
 
     @property
     def samples_per_s(self) -> float:
@@ -49,17 +53,22 @@ def price(
     *,
     workers: int,
     state: float | None = None,
+    correction: Correction = UNCORRECTED,
 ) -> PricedPlan:
-    """Predict one plan. `state`: bytes of weights, gradients and optimizer, where they are known exactly."""
+    """Predict one plan. `state`: bytes of weights, gradients and optimizer, where they are known exactly. `correction`:
+    by what was measured on this cluster.
+    """
     case = case_of(plan, model, cluster, workers=workers)
     memory = predict_memory(case, state=state)
+    estimated = Workload(case).predict(calibration.constants)
     half_width = calibration.spreads.get("memory none", SPREADS["memory none"])
     return PricedPlan(
         plan=plan,
         case=case,
-        step=Workload(case).predict(calibration.constants),
+        step=correction.of_step(estimated),
         memory=memory,
         fits=verdict(case, memory, half_width=half_width),
+        estimated=estimated,
     )
 
 
@@ -119,17 +128,26 @@ def _divisors(number: int) -> list[int]:
 
 
 def search(
-    plan: Plan, model: ModelCosts, cluster: Cluster, calibration: Calibration, *, workers: int
+    plan: Plan,
+    model: ModelCosts,
+    cluster: Cluster,
+    calibration: Calibration,
+    *,
+    workers: int,
+    correct: Callable[[Plan], Correction] = lambda _: UNCORRECTED,
+    without: Collection[Plan] = (),
 ) -> Sequence[PricedPlan]:
     """Return the best candidate of each layout, the best first; the same each time. Of equal ones the simpler plan
     comes first.
 
-    One layout has several candidates: its micro-batches, recompute, and schedules.
+    `correct`: by what was measured of plans like a given one. One layout has several candidates: its micro-batches,
+    recompute, and schedules; those `without` which one asks are left out.
     """
     found = sorted(
         (
-            price(one, model, cluster, calibration, workers=workers)
+            price(one, model, cluster, calibration, workers=workers, correction=correct(one))
             for one in candidates(plan, model, workers=workers, per_host=cluster.devices_per_host)
+            if one not in without
         ),
         key=_rank,
     )

@@ -25,10 +25,12 @@ from paceline.launch.io.standard_streams import open_missing_streams
 from paceline.monitor.records.run_files import local_path
 from paceline.monitor.records.run_record import RunRecord
 from paceline.plan import CommandPlan, Job, Plan, read_plan
+from paceline.plan.command_plan import auto_base
 from paceline.plan.job import AUTO
 from paceline.plan.script_scan import workers_of_script
 from paceline.processes import this_host
 from paceline.runs.attempt import Attempt, begin_record, error_from_failures, qualified_name, wait_for_orphans
+from paceline.runs.auto_plan import choose_plan
 from paceline.runs.go_on import command_of_script, command_of_words, command_of_world, words_of_input
 from paceline.runs.monitor_thread import monitoring_thread, note_end, note_failure, note_left, reporting_thread
 from paceline.runs.own_frames import folds_own_frames
@@ -104,7 +106,8 @@ def run(
     command's value, or the default in brackets, counts. What the command sets wins over the script.
 
     :param function: called as `function(worker)` on every worker; functions of notebook cells work.
-    :param plan: what is computed: a `Plan`, or its text.
+    :param plan: what is computed: a `Plan`, or its text. "auto", or "auto+batch(size=64)": the script is looked at, and
+        the best layouts, micro-batches and recompute for `workers` are run for some steps here; the fastest is taken.
     :param workers: processes of the whole job, over all hosts (the plan's replicas times the workers of one, or 1).
     :param run_dir: where the run's files lie (`runs/<program>-<date>-<time>`); one with checkpoints is continued.
     :param fresh: start over in a `run_dir` that holds checkpoints (False).
@@ -186,6 +189,11 @@ def run(
         from paceline.runs.run_on_engine import run_on_engine
 
         return run_on_engine(engine, function, wanted, plan=chosen, fields=fields, given=tuple(said), say=_tell)
+    if auto_base(plan) is not None:
+        if world is not None or engine is not None or environment.engine() is not None:
+            where = world.source if world is not None else "an engine"
+            raise PlanError(f"plan='auto' runs plans on this machine, and {where} has started this one: give a plan.")
+        chosen = choose_plan(own_script(), wanted, args=sys.argv[1:], say=_tell)
     is_first, names_dir = next(_calls) == 0, run_dir is not None
     if is_first and (directory := environment.run_dir()) is not None:  # of the command that goes on with a run
         fields = {**fields, "run_dir": directory, "fresh": False}

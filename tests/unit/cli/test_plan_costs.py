@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from paceline.cli.main import main
+from paceline.cli.plan_costs import verify
 
 SCRIPT = """
 import paceline, torch
@@ -272,6 +275,86 @@ def test_growth_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     ],
 )
 def test_options_that_lack_what_they_need(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, words: tuple[str, ...], says: str
+) -> None:
+    status, _, err = told(capsys, tmp_path, *words)
+    assert status == 2
+    assert says in err
+
+
+def test_a_run_that_was_done_makes_a_receipt_and_the_next_prediction_follows_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "small.toml").write_text(SMALL.replace("memory_gb = 1.0", "memory_gb = 80.0"))
+    folder = tmp_path / "run" / "attempt_1" / "worker_0"
+    folder.mkdir(parents=True)
+    seconds = {"compute": 0.1, "communication": 0.02, "optimizer": 0.01, "data": 0.0, "total": 0.14}
+    rows = [json.dumps({"step": step, "seconds": seconds}) for step in range(1, 9)]
+    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    (folder / "events.jsonl").write_text(json.dumps({"event": "WorkerFinished", "peak_memory_bytes": 3e9}) + "\n")
+    words = ("--workers", "4", "--cluster", str(tmp_path / "small.toml"))
+    status, out, _ = told(capsys, tmp_path, *words, "--receipt", str(tmp_path / "run"))
+    assert status == 0
+    assert re.search(r"receipt +predicted +measured\n +step +\S+ \S+ +140 ms  [+-]\d+ %\n", out), out
+    assert re.search(r"memory +\S+ GB +3 GB  [+-]\d+ %", out), out
+    assert (tmp_path / "small.receipts.jsonl").exists()
+    _, out, _ = told(capsys, tmp_path, *words)
+    assert "corrected by 1 receipt of this model on 4 workers on this cluster" in out
+    assert re.search(r"step +140 ms \(80 % band", out), out
+    _, out, _ = told(capsys, tmp_path, *words[:1], "2", *words[2:], "--plan", "shard=2+batch(size=32,micro=4)")
+    assert "corrected by 1 receipt of this model on this cluster" in out
+
+
+def test_a_run_without_steps_makes_no_receipt(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ("--workers", "4", "--cluster", "h100x8-ib", "--receipt", str(tmp_path))
+    status, _, err = told(capsys, tmp_path, *words)
+    assert status == 2
+    assert "has no metrics.jsonl of at least 5 steps" in err
+
+
+def test_plans_are_run_and_ranked_by_what_was_measured(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "small.toml").write_text(SMALL.replace("memory_gb = 1.0", "memory_gb = 80.0"))
+    ran: list[str] = []
+
+    def run(command: Sequence[str]) -> str:
+        plan = command[command.index("--plan") + 1]
+        ran.append(plan)
+        if "stages" in plan:
+            return "the pipeline cannot be cut so"
+        folder = Path(command[command.index("--run-dir") + 1])
+        folder.mkdir()
+        total = 0.5 if "shard=4" in plan else 0.3
+        parts = {"compute": total - 0.1, "communication": 0.05, "optimizer": 0.05, "data": 0.0, "total": total}
+        rows = "\n".join(json.dumps({"step": step, "seconds": parts}) for step in range(1, 13))
+        (folder / "metrics.jsonl").write_text(rows)
+        return ""
+
+    monkeypatch.setattr(verify, "_problem_of", run)
+    words = ("--workers", "4", "--cluster", str(tmp_path / "small.toml"), "--verify", "100")
+    status, out, _ = told(capsys, tmp_path, *words)
+    assert status == 0
+    assert ran[0] == "replicas=1+shard=4+batch(micro=4)", "the script's plan is run first: the others learn from it"
+    assert len(ran) == len(set(ran)) > 3
+    table = out.split("the fastest first\n")[-1].split("\n\n")[0].splitlines()[1:]
+    assert table[0].split()[:2] == ["300", "ms"]
+    assert "stages" in table[-1]
+    assert table[-1].endswith("the pipeline cannot be cut so")
+    assert sum("<- the script's" in line for line in table) == 1
+    assert len((tmp_path / "small.receipts.jsonl").read_text().splitlines()) == sum("stages" not in one for one in ran)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--cluster", "h100x8-ib", "--verify", "2"), "name it as --cluster here"),
+        (("--cluster", "here", "--verify", "0"), "--verify is 0"),
+        (("--cluster", "here", "--cluster", "h100x8-ib", "--verify", "1"), "name only that"),
+        (("--verify", "1"), "--verify goes with --cluster"),
+    ],
+)
+def test_verifying_is_of_this_machine_only(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, words: tuple[str, ...], says: str
 ) -> None:
     status, _, err = told(capsys, tmp_path, *words)

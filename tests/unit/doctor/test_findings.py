@@ -26,6 +26,7 @@ def worker(rank: int, **changed: Any) -> WorkerRates:
         device="cpu",
         threads=2,
         memory=16e9,
+        runtime=0.3e9,
         matmul={"fp32": 1e11, "bf16": 2e11},
         memory_bandwidth=2e10,
         attention=5e10,
@@ -120,6 +121,8 @@ def test_the_cluster_file_is_read_back_as_the_slowest_of_all(tmp_path: Path) -> 
     assert device.peak_of("fp32") * constants.matmul == pytest.approx(9e10, rel=1e-3)
     assert device.memory == pytest.approx(12e9, rel=1e-3)
     assert device.is_synchronous
+    assert device.runtime == pytest.approx(0.3e9)
+    assert device.latency == pytest.approx(1e-4 / 2 / (2 + 1), rel=1e-3)
     assert device.launch_s == pytest.approx(3e-6)
     assert (device.peak["bf16"] / device.watts) == pytest.approx(312e12 / 400, rel=1e-3), "no throttling is added"
 

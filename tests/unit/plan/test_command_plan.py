@@ -11,6 +11,7 @@ import pytest
 from paceline import config, settings
 from paceline.errors import PlanError
 from paceline.plan import Batch, Cast, CommandPlan, Layout, LocalSGD, Nesterov, Plan, PowerSGD, Raw, TopK, read_plan
+from paceline.plan.command_plan import auto_base
 
 OVERRIDES = ("plan.batch.size=64", "plan.wire=cast(dtype=bf16)", "plan.layout.replicas=2-4")
 LATE = ("plan.wire.dtype=fp16", "plan.batch.micro=none", "plan.compute.offload_path=/fast/disk 2")
@@ -23,7 +24,9 @@ WHOLE = [
 ]
 
 
-@pytest.mark.parametrize("plan", [*(CommandPlan(whole=plan) for plan in WHOLE), CommandPlan.of(None, OVERRIDES)])
+@pytest.mark.parametrize(
+    "plan", [*(CommandPlan(whole=plan, is_chosen=plan == Plan()) for plan in WHOLE), CommandPlan.of(None, OVERRIDES)]
+)
 def test_a_plan_travels_as_json(plan: CommandPlan) -> None:
     assert CommandPlan.from_table(json.loads(json.dumps(plan.to_table()))) == plan
 
@@ -95,3 +98,34 @@ def test_a_plan_may_be_given_as_itself_as_text_or_as_a_table() -> None:
         assert read_plan(value) == plan
     with pytest.raises(PlanError, match="plan is 3; it must be a table, or one line of text"):
         read_plan(3)
+
+
+@pytest.mark.parametrize(
+    ("value", "base"),
+    [
+        ("auto", Plan()),
+        (" auto ", Plan()),
+        ("auto+batch(size=64)", Plan(batch=Batch(size=64))),
+        ("allreduce(algorithm=auto)", None),
+        ("replicas=2", None),
+        (Plan(), None),
+        (None, None),
+    ],
+)
+def test_what_is_beneath_auto(value: object, base: Plan | None) -> None:
+    assert auto_base(value) == base
+    if base is not None:
+        assert read_plan(value) == base
+
+
+def test_auto_is_the_first_term_only() -> None:
+    with pytest.raises(PlanError):
+        read_plan("batch(size=64)+auto")
+    with pytest.raises(PlanError):
+        read_plan("auto+batch(size=0)")
+
+
+def test_a_chosen_plan_replaces_the_scripts_without_a_remark() -> None:
+    script, chosen = Plan(batch=Batch(size=64)), Plan(layout=Layout(shard=2), batch=Batch(size=64))
+    assert "layout is" in CommandPlan(whole=chosen).replaced(script)
+    assert CommandPlan(whole=chosen, is_chosen=True).replaced(script) == ""

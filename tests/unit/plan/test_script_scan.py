@@ -9,7 +9,7 @@ import pytest
 from paceline.cli.run import show_dry_run
 from paceline.errors import PlanError
 from paceline.plan import CommandPlan, Job, Plan
-from paceline.plan.script_scan import workers_of_script
+from paceline.plan.script_scan import auto_plan_of_script, workers_of_script
 from paceline.settings import settings_of
 
 ELASTIC = "Plan(layout=Layout(replicas=(2, 4), shard=2), batch=Batch(size=b))"
@@ -97,3 +97,25 @@ def test_a_dry_run_knows_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (tmp_path / "train.py").write_text(f"paceline.run(train, plan={ELASTIC})")
     assert show_dry_run(Job(program=str(tmp_path / "train.py")), plan=CommandPlan()) == 0
     assert "start  8 workers on this host" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "plan"),
+    [
+        ("paceline.run(train, plan='auto')", "auto"),
+        ("p = 'auto+batch(size=64)'\npaceline.run(train, plan=p)", "auto+batch(size=64)"),
+        ("paceline.run(train, plan='replicas=2')", None),
+        ("paceline.run(train, plan=Plan())", None),
+        ("paceline.run(train)", None),
+        ("this is no Python", None),
+    ],
+)
+def test_whether_the_script_asks_for_auto(tmp_path: Path, text: str, plan: str | None) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    assert auto_plan_of_script(script) == plan
+
+
+def test_auto_has_no_workers_of_its_own(tmp_path: Path) -> None:
+    assert asked(tmp_path, "paceline.run(train, plan='auto+batch(size=64)')") == (None, [])
+    assert asked(tmp_path, "paceline.run(train, plan='auto', workers=4)") == (4, [])

@@ -63,6 +63,10 @@ def print_prediction(
     """Print what a step costs there; return False where the plan surely does not fit."""
     print(f"\ncluster  {where}")
     print(*subject.lines(), sep="\n")
+    correction = subject.correction(subject.plan, workers=subject.workers)
+    if correction.receipts:
+        told = "1 receipt" if correction.receipts == 1 else f"{correction.receipts} receipts"
+        print(f"         corrected by {told} of {correction.of} on this cluster")
     own = subject.price(subject.plan, where.cluster, workers=subject.workers)
     print(*_step_lines(own, subject.calibration), sep="\n")
     print(*memory_lines(own), sep="\n")

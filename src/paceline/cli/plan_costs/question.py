@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 from paceline import config
 from paceline.cli.plan_costs.fits import print_fits
 from paceline.cli.plan_costs.growth import write_growth
+from paceline.cli.plan_costs.here import HERE, this_machine
 from paceline.cli.plan_costs.prediction import Prices, print_prediction
 from paceline.cli.plan_costs.subject import Subject
+from paceline.cli.plan_costs.verify import print_receipt, print_verified
 from paceline.cli.plan_costs.what_if import print_what_if
 from paceline.errors import PlanError
 from paceline.planner.named_cluster import cluster_named
@@ -21,10 +23,10 @@ from paceline.planner.what_if import read_changes
 if TYPE_CHECKING:
     from paceline.worker.script_inspection import InspectionReport
 
-__all__ = ["OPTIONS", "CostQuestion", "add_options", "print_answer", "read_question"]
+__all__ = ["CostQuestion", "add_options", "print_answer", "read_question"]
 
-OPTIONS = ("cluster", "samples", "price", "fits", "what_if", "mtbf", "replace", "growth")
-NEEDS = {"samples": "cluster", "price": "samples", "what_if": "cluster", "mtbf": "cluster", "growth": "cluster"}
+OF_CLUSTERS = ("samples", "what_if", "mtbf", "growth", "verify", "receipt")
+NEEDS = {"price": "samples"} | dict.fromkeys(OF_CLUSTERS, "cluster")
 REPLACE_S = 300.0
 
 
@@ -39,16 +41,19 @@ class CostQuestion:
     mtbf_s: float | None = None
     replace_s: float = REPLACE_S
     growth: Path | None = None
+    verify: int = 0
+    receipt: Path | None = None
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `OPTIONS`."""
+    """Declare the options."""
     parser.add_argument(
         "--cluster",
         metavar="NAME|FILE",
         action="append",
         default=[],
-        help="with a script: predict what a step costs on this cluster; given several times: compare them",
+        help="with a script: predict what a step costs on this cluster, or here: this machine, measured; given several "
+        "times: compare them",
     )
     parser.add_argument("--samples", metavar="N", help="with --cluster: how long so many samples take")
     parser.add_argument(
@@ -79,6 +84,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--growth", metavar="FILE.svg", help="with --cluster: draw how samples per second grow with the workers"
     )
+    parser.add_argument(
+        "--verify", metavar="K", help="with --cluster here, or this machine's file: run the best K plans for some steps"
+    )
+    parser.add_argument(
+        "--receipt", metavar="RUN", help="with --cluster: compare the prediction with a run that was done there"
+    )
 
 
 def read_question(arguments: argparse.Namespace) -> CostQuestion | None:
@@ -103,13 +114,20 @@ def read_question(arguments: argparse.Namespace) -> CostQuestion | None:
         mtbf_s=None if arguments.mtbf is None else (_positive(arguments.mtbf, "--mtbf") or 1.0) * 3600,
         replace_s=_positive(arguments.replace, "--replace-s") or REPLACE_S,
         growth=growth,
+        verify=_plans_to_verify(arguments),
+        receipt=None if arguments.receipt is None else Path(arguments.receipt),
     )
 
 
-def print_answer(found: InspectionReport, question: CostQuestion) -> bool:
+def print_answer(found: InspectionReport, question: CostQuestion, *, script: Path, args: Sequence[str]) -> bool:
     """Print what was asked; return False where the plan surely does not fit any of the clusters."""
     subject = Subject.of(found)
-    clusters = [cluster_named(name, found.workers) for name in question.clusters]
+    clusters = [
+        this_machine(found.workers) if name == HERE else cluster_named(name, found.workers)
+        for name in question.clusters
+    ]
+    if len(clusters) == 1:
+        subject = subject.corrected(clusters[0])
     if question.fits:
         return print_fits(subject, clusters)
     if len(clusters) == 1 and not question.changes:
@@ -118,9 +136,29 @@ def print_answer(found: InspectionReport, question: CostQuestion) -> bool:
         )
     else:
         fits = print_what_if(subject, clusters, question.changes, question.prices)
+    if question.verify:
+        print_verified(subject, clusters[0], question.verify, script=script, args=args)
+    if question.receipt is not None:
+        print_receipt(subject, clusters[0], question.receipt)
     if question.growth is not None:
         write_growth(question.growth, subject, clusters)
     return fits
+
+
+def _plans_to_verify(arguments: argparse.Namespace) -> int:
+    if (arguments.verify is not None or arguments.receipt is not None) and len(arguments.cluster) > 1:
+        raise PlanError("--verify and --receipt are about one cluster: name only that.")
+    if arguments.verify is None:
+        return 0
+    number = config.parse_value(arguments.verify, int, path="--verify")
+    if not 1 <= number <= 100:
+        raise PlanError(f"--verify is {arguments.verify}; give the number of plans to run, 1 to 100.")
+    if arguments.cluster[0] != HERE and not arguments.cluster[0].partition(":")[0].endswith(".toml"):
+        raise PlanError(
+            f"--verify runs plans on this machine, which is not {arguments.cluster[0]}: name it as --cluster here, or "
+            "by the file that paceline doctor has made of it."
+        )
+    return number
 
 
 def _is_given(arguments: argparse.Namespace, option: str) -> bool:

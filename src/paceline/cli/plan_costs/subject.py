@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from paceline.errors import PlanError
 from paceline.plan import Plan
 from paceline.planner.cluster import Cluster
 from paceline.planner.constants import Calibration, built_in
+from paceline.planner.correction import Correction
 from paceline.planner.model_costs import ModelCosts
+from paceline.planner.named_cluster import NamedCluster
+from paceline.planner.receipt import Receipt, correction_of, read_receipts
 from paceline.planner.search import PricedPlan, price, search
 from paceline.units import count_text
 
@@ -25,7 +29,7 @@ class Subject:
     """A model's costs with the plan and the workers of its script.
 
     `state`: bytes of weights, gradients and optimizer on the fullest worker, where they are known. `remarks`: what is
-    left out, or was guessed. `is_data`: it was counted on the script's data.
+    left out, or was guessed. `is_data`: it was counted on the script's data. `receipts`: of the cluster.
     """
 
     name: str
@@ -36,6 +40,7 @@ class Subject:
     is_data: bool
     remarks: tuple[str, ...]
     calibration: Calibration
+    receipts: tuple[Receipt, ...] = ()
 
     @classmethod
     def of(cls, found: InspectionReport) -> Subject:
@@ -77,17 +82,50 @@ class Subject:
         for remark in self.remarks:
             yield f"         {remark}"
 
+    @property
+    def signature(self) -> str:
+        """What tells receipts of this model from others."""
+        return f"{self.name}/{self.model.parameters}/{self.model.model_flops(self.model.sequence):.4g}"
+
+    def corrected(self, where: NamedCluster) -> Subject:
+        """Return the subject with what receipts of its cluster say."""
+        if where.receipts is None:
+            return self
+        return dataclasses.replace(self, receipts=tuple(read_receipts(where.receipts)))
+
+    def correction(self, plan: Plan, *, workers: int) -> Correction:
+        """Return what receipts say about one plan."""
+        return correction_of(self.receipts, self.signature, micro=plan.batch.resolved_micro, workers=workers)
+
     def price(self, plan: Plan, cluster: Cluster, *, workers: int) -> PricedPlan:
         """Return what one plan costs; with the script's own cuts, its state is known exactly."""
         own = _cuts(plan) == _cuts(self.plan)
         state = self.state if own else None
-        return price(plan, self.model, cluster, self.calibration, workers=workers, state=state)
+        return price(
+            plan,
+            self.model,
+            cluster,
+            self.calibration,
+            workers=workers,
+            state=state,
+            correction=self.correction(plan, workers=workers),
+        )
 
-    def best(self, plan: Plan, cluster: Cluster, *, workers: int) -> list[PricedPlan]:
-        """Return the best plan of each layout with this plan's batch and precision, the fastest that fits first."""
+    def best(self, plan: Plan, cluster: Cluster, *, workers: int, without: Collection[Plan] = ()) -> list[PricedPlan]:
+        """Return the best plan of each layout with this plan's batch and precision, the fastest that fits first; none of
+        those `without` which one asks.
+        """
         return [
             self.price(plan, cluster, workers=workers) if one.plan == plan else one
-            for one in search(plan, self.model, cluster, self.calibration, workers=workers)
+            for one in search(
+                plan,
+                self.model,
+                cluster,
+                self.calibration,
+                workers=workers,
+                correct=functools.partial(self.correction, workers=workers),
+                without=without,
+            )
         ]
 
 

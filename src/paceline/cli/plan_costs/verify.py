@@ -1,0 +1,190 @@
+"""`--verify K`: the best plans, run for a few steps on this machine; `--receipt RUN`: a run that was done before."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.cli.plan_costs.subject import Subject
+from paceline.errors import PlanError
+from paceline.plan import Layout, Plan
+from paceline.planner.named_cluster import NamedCluster
+from paceline.planner.receipt import LEAST_STEPS, WARM_UP, MeasuredStep, Receipt, measured_step
+from paceline.planner.search import PricedPlan
+from paceline.units import count_text, duration_text
+
+__all__ = ["Verified", "measured_run", "print_receipt", "print_verified", "verified_plans"]
+
+STEPS = 12
+LIMIT_S = 300.0  # of one plan's run
+GRACE_S = 45.0  # for its workers to leave
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Verified:
+    """A plan that was run: its receipt, or why there is none."""
+
+    priced: PricedPlan
+    receipt: Receipt | None
+    problem: str = ""
+
+
+def _verified(subject: Subject, script: Path, args: Sequence[str], one: PricedPlan) -> Verified:
+    workers = one.case.axes.workers
+    with tempfile.TemporaryDirectory(prefix="paceline-verify-") as folder:
+        run_dir = Path(folder) / "run"
+        command = [sys.executable, "-m", "paceline", "run", str(script), "--plan", str(one.plan)]
+        command += ["--workers", str(workers), "--max-steps", str(STEPS), "--run-dir", str(run_dir)]
+        command += ["--save-every-s", "0", "--no-save-at-end", "--no-tensorboard", *(["--", *args] if args else [])]
+        problem = _problem_of(command)
+        if problem:
+            return Verified(priced=one, receipt=None, problem=problem)
+        measured = measured_run(run_dir)
+    if measured is None:
+        return Verified(priced=one, receipt=None, problem="it ended after too few steps to be measured")
+    receipt = Receipt.of(subject.signature, one, measured)
+    return Verified(priced=one, receipt=receipt)
+
+
+def _problem_of(command: Sequence[str]) -> str:
+    """Run a command to its end, and return why it failed, "" if it did not. It is ended in order after the limit."""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            _, errors = process.communicate(timeout=LIMIT_S)
+        except BaseException as error:
+            process.terminate()
+            try:
+                process.communicate(timeout=GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            return f"took more than {LIMIT_S:g} s for {STEPS} steps"
+    lines = [line for line in errors.splitlines() if line.strip()] or ["it failed"]
+    return lines[-1].removeprefix("paceline: ") if process.returncode else ""
+
+
+def measured_run(run_dir: Path) -> MeasuredStep | None:
+    """Return what a run's records say of its steps and its memory; None where it took too few steps."""
+    rows = _json_lines(run_dir / "metrics.jsonl")
+    peaks = [
+        event["peak_memory_bytes"]
+        for path in run_dir.glob("attempt_*/worker_*/events.jsonl")
+        for event in _json_lines(path)
+        if event.get("event") == "WorkerFinished"
+    ]
+    return measured_step(rows, peak=max(peaks, default=None))
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def verified_plans(
+    subject: Subject, where: NamedCluster, count: int, *, script: Path, args: Sequence[str]
+) -> list[Verified]:
+    """Run the script's plan, and one by one the best of the others, each predicted from all before; returns them in
+    this order.
+    """
+    with _ended_in_order():
+        return _run_plans(subject, where, count, script, args)
+
+
+@contextlib.contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """Within it SIGTERM ends this process as an exception does: with the run that it has started, and its folder."""
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    former = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+def _run_plans(subject: Subject, where: NamedCluster, count: int, script: Path, args: Sequence[str]) -> list[Verified]:
+    """The second plan has the script's cuts with another micro-batch, so that both are known; then each next one is the
+    best by what those before have shown.
+    """
+    found: list[Verified] = []
+    next_one: PricedPlan | None = subject.price(subject.plan, where.cluster, workers=subject.workers)
+    while next_one is not None and len(found) <= count:
+        found.append(_verified(subject, script, args, next_one))
+        if found[-1].receipt is not None:
+            subject = dataclasses.replace(subject, receipts=(*subject.receipts, found[-1].receipt))
+        ran = [one.priced.plan for one in found]
+        best = subject.best(subject.plan, where.cluster, workers=subject.workers, without=ran)
+        if len(found) == 1:
+            best.sort(key=lambda one: _cuts(one.plan) != _cuts(subject.plan))
+        next_one = next((one for one in best if one.fits != "does not fit" and not _is_same(one.plan, ran)), None)
+    return found
+
+
+def _is_same(plan: Plan, ran: Sequence[Plan]) -> bool:
+    """Whether a plan with the same cuts was run: the micro-batch and recompute of each are the best by prediction."""
+    return any(_cuts(plan) == _cuts(one) for one in ran[1:])
+
+
+def _cuts(plan: Plan) -> Layout:
+    return dataclasses.replace(plan.layout, schedule="1f1b", sequence=False)
+
+
+def print_verified(subject: Subject, where: NamedCluster, count: int, *, script: Path, args: Sequence[str]) -> None:
+    """Run the script's plan and the best ones, print what was measured, and keep only the receipts."""
+    print(f"\nRunning the script's plan and the best {count} for {STEPS} steps each ...", flush=True)
+    found = verified_plans(subject, where, count, script=script, args=args)
+    found.sort(key=lambda one: one.receipt.measured_s if one.receipt is not None else float("inf"))
+    print(*_verified_lines(found, subject.plan), sep="\n")
+    _keep([one.receipt for one in found if one.receipt is not None], where)
+
+
+def print_receipt(subject: Subject, where: NamedCluster, run_dir: Path) -> None:
+    """Print the script's plan as predicted beside a run of it, and keep the receipt beside the cluster's file.
+
+    Raises PlanError for a directory without enough measured steps.
+    """
+    measured = measured_run(run_dir)
+    if measured is None:
+        raise PlanError(
+            f"{run_dir} has no metrics.jsonl of at least {WARM_UP + LEAST_STEPS} steps: name the directory of a run of "
+            "this script, with the same plan and workers."
+        )
+    own = subject.price(subject.plan, where.cluster, workers=subject.workers)
+    receipt = Receipt.of(subject.signature, own, measured)
+    print("", *receipt.lines(), sep="\n")
+    _keep([receipt], where)
+
+
+def _keep(receipts: Sequence[Receipt], where: NamedCluster) -> None:
+    if where.receipts is None or not receipts:
+        return
+    for one in receipts:
+        one.append_to(where.receipts)
+    print(f"         kept in {where.receipts}: the next predictions for this cluster are corrected by it")
+
+
+def _verified_lines(found: Sequence[Verified], own: Plan) -> Iterator[str]:
+    """The measured ranking, and the receipt of the fastest."""
+    yield "\nMeasured on this machine, the fastest first"
+    yield "  measured    predicted    samples/s  plan"
+    for one in found:
+        predicted = duration_text(one.priced.step.step_s)
+        mine = "   <- the script's" if one.priced.plan == own else ""
+        if one.receipt is None:
+            yield f"{'-':>10}   {predicted:>10}   {'-':>10}  {one.priced.plan}: {one.problem}{mine}"
+            continue
+        rate = count_text(one.priced.plan.batch.size / one.receipt.measured_s)
+        yield f"{duration_text(one.receipt.measured_s):>10}   {predicted:>10}   {rate:>10}  {one.priced.plan}{mine}"
+    if found and found[0].receipt is not None:
+        yield ""
+        yield from found[0].receipt.lines()

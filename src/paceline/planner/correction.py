@@ -1,0 +1,52 @@
+"""Predictions corrected by what was measured on the same cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from paceline.planner.predict import Prediction
+
+__all__ = ["COMPUTE", "UNCORRECTED", "Correction"]
+
+# Parts that grow with the seconds of compute: the pipeline's bubble, and waiting for the slowest, are made of it.
+COMPUTE = ("products", "attention", "moves", "launches", "head", "recompute", "idle", "straggle")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Correction:
+    """By what seconds of compute, of the optimizer and of communication are multiplied, and what is added to each step.
+
+    `receipts`: from how many; `of`: whose they are, in words.
+    """
+
+    compute: float = 1.0
+    optimizer: float = 1.0
+    communication: float = 1.0
+    added_s: float = 0.0
+    receipts: int = 0
+    of: str = ""
+
+    def of_part(self, name: str) -> float:
+        """The factor of one part."""
+        if name in COMPUTE:
+            return self.compute
+        return self.optimizer if name == "optimizer" else self.communication
+
+    def of_step(self, estimated: Prediction) -> Prediction:
+        """Return the corrected prediction; utilisation and tokens per second follow the step."""
+        if not self.receipts:
+            return estimated
+        parts = {name: value * self.of_part(name) for name, value in estimated.parts.items()}
+        parts["other"] = self.added_s
+        step_s = sum(parts.values())
+        slower = step_s / estimated.step_s
+        return dataclasses.replace(
+            estimated,
+            step_s=step_s,
+            parts=parts,
+            tokens_per_s=estimated.tokens_per_s / slower,
+            mfu=estimated.mfu / slower,
+        )
+
+
+UNCORRECTED = Correction()
