@@ -42,8 +42,8 @@ def main() -> None:
             own, others = found[0], found[1:]
             error = [abs(one.priced.step.step_s / one.receipt.measured_s - 1) for one in others if one.receipt]
             space = [
-                abs(one.receipt.predicted_bytes / one.receipt.measured_bytes - 1)
-                for one in found
+                abs(one.priced.memory.peak / one.receipt.measured_bytes - 1)
+                for one in others
                 if one.receipt and one.receipt.measured_bytes
             ]
             measured = {str(one.priced.plan): one.receipt.measured_s for one in found if one.receipt}

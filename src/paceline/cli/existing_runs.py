@@ -1,4 +1,4 @@
-"""The commands about a run that exists already: status, logs, stop, resize, report and audit."""
+"""The commands about a run that exists already: status, logs, stop, resize, report, trace and audit."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from paceline import config, environment
 from paceline.cli.arguments import Commands, add_command
+from paceline.errors import PlanError
 
 if TYPE_CHECKING:
     from paceline.runs.submitted_run import SubmittedRun
@@ -21,7 +22,7 @@ ENGINE_FILE = "engine.json"
 
 def add(commands: Commands) -> None:
     """Declare the commands."""
-    for add_one in (_add_status, _add_logs, _add_stop, _add_resize, _add_report, _add_audit):
+    for add_one in (_add_status, _add_logs, _add_stop, _add_resize, _add_report, _add_trace, _add_audit):
         add_one(commands)
 
 
@@ -204,6 +205,43 @@ def _report(arguments: argparse.Namespace) -> int:
 
     page: Path | None = None if arguments.no_html else arguments.html or arguments.run_dir / "report.html"
     return main_report(arguments.run_dir, *arguments.others, json=arguments.json, page=page)
+
+
+def _add_trace(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "trace",
+        summary="write the steps of all workers as a timeline for Perfetto",
+        description="Write the newest steps of all workers as a timeline, with the clocks of hosts aligned, in the "
+        "trace event format that ui.perfetto.dev and chrome://tracing open. Of a predicted step: paceline plan SCRIPT "
+        "--cluster NAME --trace FILE.",
+        examples="  paceline trace RUN\n  paceline trace RUN --steps 100 --out trace.json\n\n"
+        "exit status: 0 written; 2 there is no such run, or it has no step",
+    )
+    parser.add_argument("run_dir", metavar="RUN", type=Path, help="the run's directory")
+    parser.add_argument(
+        "others", metavar="OTHER", nargs="*", type=Path, help="copies of the run's directories on other hosts"
+    )
+    parser.add_argument("--out", metavar="FILE", type=Path, help="where to write it (default: RUN/trace.json)")
+    parser.add_argument("--steps", metavar="N", default="1000", help="newest steps of each worker (default: 1000)")
+    parser.set_defaults(run=_trace)
+
+
+def _trace(arguments: argparse.Namespace) -> int:
+    """Write the timeline; returns the exit status."""
+    steps = config.parse_value(arguments.steps, int, path="--steps")
+    if steps < 1:
+        raise PlanError(f"--steps is {steps}; it must be at least 1.")
+    there = _submitted(arguments.run_dir)
+    if there is not None and not there.is_readable:
+        code = there.run_there("trace", there.record.run_dir_there, "--steps", str(steps))
+        if code == 0:
+            there.fetch("trace.json", arguments.out or arguments.run_dir / "trace.json")
+        return code
+    from paceline.monitor.report.trace import main_trace
+
+    out = arguments.out or arguments.run_dir / "trace.json"
+    return main_trace(arguments.run_dir, *arguments.others, out=out, steps=steps)
 
 
 def _add_audit(commands: Commands) -> None:

@@ -36,10 +36,14 @@ EXAMPLES = """\
   paceline plan "allreduce(algorithm=tree)" --workers 5 --draw      what each worker sends to which, round by round
   paceline plan train.py --check --plan "tensor=4"         what of the script's models cannot be cut so, and why
   paceline plan train.py --workers 64 --cluster h100x8-ib  what a step costs there, and which plan is the fastest
+  paceline plan train.py --cluster h100x8-ib --cluster a100x8-ib --samples 1e6 --price 3
+  paceline plan train.py --cluster a100x8-ib --what-if workers=8,16,32 link=25Gbit
+  paceline plan train.py --workers 2 --cluster here --verify 3
 
 With a script, it is run in this process up to its first loop over batches, with models that have no memory of their
 weights, and every model that it prepares is looked at: what cannot be cut, with the remedy; what is cut how much,
-what is tied or not used; and what each worker would hold. Nothing is trained, and no other process is started.
+what is tied or not used; and what each worker would hold. Nothing is trained, and no other process is started, but for
+--cluster here (paceline doctor) and --verify (some steps of each plan).
 
 The text is parts joined by "+", defaults left out:
   replicas=N                                               as many copies of the model (default: one for each worker)

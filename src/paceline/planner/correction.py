@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from paceline.planner.memory import MemoryPrediction
 from paceline.planner.predict import Prediction
 
 __all__ = ["COMPUTE", "UNCORRECTED", "Correction"]
@@ -14,7 +15,8 @@ COMPUTE = ("products", "attention", "moves", "launches", "head", "recompute", "i
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """By what seconds of compute, of the optimizer and of communication are multiplied, and what is added to each step.
+    """By what seconds of compute, of the optimizer and of communication are multiplied, and what is added to each step
+    and to a worker's memory.
 
     `receipts`: from how many; `of`: whose they are, in words.
     """
@@ -23,6 +25,7 @@ class Correction:
     optimizer: float = 1.0
     communication: float = 1.0
     added_s: float = 0.0
+    added_bytes: float = 0.0
     receipts: int = 0
     of: str = ""
 
@@ -47,6 +50,14 @@ class Correction:
             tokens_per_s=estimated.tokens_per_s / slower,
             mfu=estimated.mfu / slower,
         )
+
+    def of_memory(self, estimated: MemoryPrediction) -> MemoryPrediction:
+        """Return the corrected memory; what was measured beyond the prediction is the runtime's."""
+        if not self.added_bytes:
+            return estimated
+        parts = dict(estimated.parts)
+        parts["runtime"] = max(0.0, parts["runtime"] + self.added_bytes)
+        return MemoryPrediction(peak=sum(parts.values()), parts=parts)
 
 
 UNCORRECTED = Correction()

@@ -83,7 +83,7 @@ class Receipt:
             workers=priced.case.axes.workers,
             predicted_s=priced.estimated.step_s,
             predicted_parts={name: value for name, value in priced.estimated.parts.items() if value},
-            predicted_bytes=priced.memory.peak,
+            predicted_bytes=priced.estimated_bytes,
             measured_s=measured.step_s,
             measured_parts=dict(measured.parts),
             measured_bytes=measured.peak,
@@ -160,11 +160,13 @@ def correction_of(receipts: Sequence[Receipt], model: str, *, micro: int, worker
         close = [one for one in there if _away(one, micro) == away]
         compute = _ratio(close, "compute")
         rests = [_rest(one, compute) for one in close]
+        beyond = [one.measured_bytes - one.predicted_bytes for one in close if one.measured_bytes is not None]
         return Correction(
             compute=compute,
             optimizer=_ratio(close, "optimizer"),
             communication=statistics.median(share for share, _ in rests),
             added_s=statistics.median(added_s for _, added_s in rests),
+            added_bytes=statistics.median(beyond) if beyond else 0.0,
             receipts=len(close),
             of=f"this model on {workers} {'worker' if workers == 1 else 'workers'}",
         )

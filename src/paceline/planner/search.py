@@ -29,8 +29,8 @@ SPREADS = {"none": 0.25, "memory none": 0.25}
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PricedPlan:
-    """A plan with what it is predicted to cost, and whether it fits. `estimated` is the cost model's own word, which
-    `step` corrects by what was measured on the cluster.
+    """A plan with what it is predicted to cost, and whether it fits. `estimated` and `estimated_bytes` are the cost
+    model's own words, which `step` and `memory` correct by what was measured on the cluster.
     """
 
     plan: Plan
@@ -39,6 +39,7 @@ class PricedPlan:
     memory: MemoryPrediction
     fits: Verdict
     estimated: Prediction
+    estimated_bytes: float
 
     @property
     def samples_per_s(self) -> float:
@@ -59,7 +60,8 @@ def price(
     by what was measured on this cluster.
     """
     case = case_of(plan, model, cluster, workers=workers)
-    memory = predict_memory(case, state=state)
+    uncorrected = predict_memory(case, state=state)
+    memory = correction.of_memory(uncorrected)
     estimated = Workload(case).predict(calibration.constants)
     half_width = calibration.spreads.get("memory none", SPREADS["memory none"])
     return PricedPlan(
@@ -69,6 +71,7 @@ def price(
         memory=memory,
         fits=verdict(case, memory, half_width=half_width),
         estimated=estimated,
+        estimated_bytes=uncorrected.peak,
     )
 
 
@@ -141,7 +144,7 @@ def search(
     comes first.
 
     `correct`: by what was measured of plans like a given one. One layout has several candidates: its micro-batches,
-    recompute, and schedules; those `without` which one asks are left out.
+    recompute, and schedules. Plans of `without` are left out.
     """
     found = sorted(
         (

@@ -192,6 +192,7 @@ def test_where_the_heads_supervisor_is_killed_both_hosts_save_and_the_next_start
     assert_unharmed(run, like())
 
 
+@pytest.mark.further
 @needs_network
 def test_a_stopped_worker_of_another_host_that_came_after_the_first_ones_is_named(
     hosts: list[NamespaceHost], tmp_path: Path

@@ -144,6 +144,7 @@ def test_a_resize_grows_onto_the_spare_slots_of_a_host_that_came_later(
     assert min(late.ledger_steps()) > GATE
 
 
+@pytest.mark.further
 @needs_network
 def test_a_host_that_came_later_leaves_alone_as_the_others_do(hosts: list[NamespaceHost], tmp_path: Path) -> None:
     east, west = hosts

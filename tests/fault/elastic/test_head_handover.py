@@ -175,6 +175,7 @@ def test_a_host_that_is_asked_to_leave_while_another_takes_over_leaves_by_that_o
     assert not run.events("WorkerLost", "Restarted")
 
 
+@pytest.mark.further
 @needs_network
 def test_the_last_other_worker_is_lost_while_the_coordinators_host_leaves_and_all_go_on_from_memory(
     hosts: list[NamespaceHost], tmp_path: Path

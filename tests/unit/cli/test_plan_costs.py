@@ -270,6 +270,7 @@ def test_growth_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
         (("--fits",), "--fits goes with --cluster"),
         (("--cluster", "h100x8-ib", "--replace-s", "3"), "--replace-s goes with --mtbf"),
         (("--cluster", "h100x8-ib", "--growth", "a.png"), "ends in .svg"),
+        (("--cluster", "h100x8-ib", "--cluster", "a100x8-ib", "--mtbf", "3"), "--mtbf is about one cluster"),
         (("--cluster", "h100x8-ib", "--samples", "1", "--price", "b=3"), "names no cluster of this question"),
         (("--cluster", "h100x8-ib", "--what-if", "wrokers=3"), "Did you mean 'workers'"),
     ],
@@ -290,7 +291,7 @@ def test_a_run_that_was_done_makes_a_receipt_and_the_next_prediction_follows_it(
     folder.mkdir(parents=True)
     seconds = {"compute": 0.1, "communication": 0.02, "optimizer": 0.01, "data": 0.0, "total": 0.14}
     rows = [json.dumps({"step": step, "seconds": seconds}) for step in range(1, 9)]
-    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(rows) + '\n{"step": 9, "sec')
     (folder / "events.jsonl").write_text(json.dumps({"event": "WorkerFinished", "peak_memory_bytes": 3e9}) + "\n")
     words = ("--workers", "4", "--cluster", str(tmp_path / "small.toml"))
     status, out, _ = told(capsys, tmp_path, *words, "--receipt", str(tmp_path / "run"))
@@ -303,6 +304,17 @@ def test_a_run_that_was_done_makes_a_receipt_and_the_next_prediction_follows_it(
     assert re.search(r"step +140 ms \(80 % band", out), out
     _, out, _ = told(capsys, tmp_path, *words[:1], "2", *words[2:], "--plan", "shard=2+batch(size=32,micro=4)")
     assert "corrected by 1 receipt of this model on this cluster" in out
+
+
+def test_a_receipt_is_of_the_plan_that_the_run_had(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    seconds = {"compute": 0.1, "communication": 0.02, "optimizer": 0.01, "data": 0.0, "total": 0.14}
+    rows = "\n".join(json.dumps({"step": step, "seconds": seconds}) for step in range(1, 9))
+    (run_dir / "metrics.jsonl").write_text(rows)
+    (run_dir / "run.json").write_text(json.dumps({"plan": "shard=2+batch(size=32,micro=16)", "workers": 2}))
+    _, out, _ = told(capsys, tmp_path, "--workers", "4", "--cluster", "h100x8-ib", "--receipt", str(run_dir))
+    assert f"run      {run_dir}: replicas=1+shard=2+batch(micro=16), 6 steps on 2 workers" in out
 
 
 def test_a_run_without_steps_makes_no_receipt(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -360,3 +372,12 @@ def test_verifying_is_of_this_machine_only(
     status, _, err = told(capsys, tmp_path, *words)
     assert status == 2
     assert says in err
+
+
+def test_the_predicted_step_is_written_as_a_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ("--workers", "4", "--cluster", "h100x8-ib", "--trace", str(tmp_path / "step.json"))
+    status, out, _ = told(capsys, tmp_path, *words)
+    assert status == 0
+    assert "step.json: the predicted step; open it in ui.perfetto.dev" in out
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    assert {"forward 0", "backward 0", "optimizer"} <= {one["name"] for one in events}

@@ -108,6 +108,7 @@ def test_the_same_model_and_workers_correct_part_by_part() -> None:
     assert (found.compute, found.optimizer) == (pytest.approx(1.5), pytest.approx(0.5))
     assert (found.communication, found.added_s) == (pytest.approx(0.5), 0.0), "0.05 s are left of 0.1 s"
     assert (found.receipts, found.of) == (1, "this model on 2 workers")
+    assert found.added_bytes == pytest.approx(0.2e9)
     slow = receipt(measured_s=1.7)
     found = correction_of([slow], "m", micro=8, workers=2)
     assert (found.communication, found.added_s) == (1.0, pytest.approx(1.7 - 1.25 - 0.1))
@@ -149,6 +150,17 @@ def test_a_corrected_step_is_the_sum_of_its_corrected_parts() -> None:
     assert found.step.step_s == pytest.approx(sum(parts.values()))
     assert found.step.mfu == pytest.approx(plain.step.mfu * plain.step.step_s / found.step.step_s)
     assert found.estimated == plain.step
+
+
+def test_memory_beyond_the_prediction_is_the_runtimes() -> None:
+    plain = priced()
+    found = priced(Correction(added_bytes=1e9, receipts=1))
+    assert found.memory.parts["runtime"] == pytest.approx(plain.memory.parts["runtime"] + 1e9)
+    assert (
+        found.memory.peak == pytest.approx(sum(found.memory.parts.values())) == pytest.approx(plain.memory.peak + 1e9)
+    )
+    assert found.estimated_bytes == plain.memory.peak
+    assert priced(Correction(added_bytes=-1e12, receipts=1)).memory.parts["runtime"] == 0.0
 
 
 def test_a_run_that_was_measured_is_predicted_as_it_was() -> None:

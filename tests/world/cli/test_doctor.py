@@ -18,6 +18,7 @@ def doctor(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.further  # the page on examining a cluster runs the command, too
 def test_this_machine_is_examined_and_written_as_a_cluster(tmp_path: Path) -> None:
     done = doctor(tmp_path, "--workers", "2", "--seconds", "0.01", "--name", "lab", "--out", "lab.toml")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -63,6 +63,7 @@ def test_the_printed_command_goes_on_again_and_again(tmp_path: Path) -> None:
     assert_goes_on(go_on(output), the_run(tmp_path))
 
 
+@pytest.mark.further
 def test_a_directory_whose_name_has_control_characters_is_gone_on_with(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     name = "a\x1b[31m 'b'\n\\x\u202e"

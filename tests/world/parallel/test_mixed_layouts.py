@@ -97,6 +97,7 @@ def test_rows_stages_and_slices_at_once_train_like_one_process(world: World, ora
             assert found[what] == pytest.approx(oracle[what][:2], rel=1e-9), what
 
 
+@pytest.mark.further
 def test_blocks_of_a_mixture_are_recomputed_in_16_bits(world: World, oracle: dict[str, Any]) -> None:
     for layout in (Layout(stages=2, tensor=2, sequence=True), Layout(shard=2, stages=2), Layout(context=2, tensor=2)):
         for result in world(in_one_epoch, 4, plan_of(layout, precision="bf16", recompute="blocks")):

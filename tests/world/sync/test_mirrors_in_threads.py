@@ -237,6 +237,7 @@ def test_no_bit_is_lost_whichever_process_is_killed_and_where(seed: int, hosted:
 STOPS = [(3, "_send_weights", "before"), (6, "_add_sums", "before")]
 
 
+@pytest.mark.further
 def test_who_only_stands_still_is_given_up_and_no_bit_is_lost(hosted: Callable[..., Threads]) -> None:
     until = threading.Event()
     try:

@@ -17,7 +17,6 @@ from paceline.cli.plan_costs.verify import verified_plans
 from paceline.errors import PacelineError, PlanError
 from paceline.plan import CommandPlan, Layout, Plan
 from paceline.units import duration_text
-from paceline.worker.script_inspection import inspect_script
 
 __all__ = ["chosen", "main"]
 
@@ -26,6 +25,8 @@ TRIED = 4  # plans beside the first
 
 def chosen(script: Path, plan: CommandPlan, args: Sequence[str], *, workers: int) -> tuple[Plan, str]:
     """Return the fastest of the best plans, and why it was taken; PlanError where none of them ran."""
+    from paceline.worker.script_inspection import inspect_script
+
     subject = Subject.of(inspect_script(script, args=args, plan=plan, workers=workers))
     if not subject.plan.layout.takes(workers):  # it is to be replaced
         subject = dataclasses.replace(subject, plan=dataclasses.replace(subject.plan, layout=Layout(replicas=workers)))

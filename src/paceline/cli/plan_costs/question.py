@@ -17,7 +17,9 @@ from paceline.cli.plan_costs.subject import Subject
 from paceline.cli.plan_costs.verify import print_receipt, print_verified
 from paceline.cli.plan_costs.what_if import print_what_if
 from paceline.errors import PlanError
+from paceline.logs.trace_events import write_trace
 from paceline.planner.named_cluster import cluster_named
+from paceline.planner.timeline import step_slices
 from paceline.planner.what_if import read_changes
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CostQuestion", "add_options", "print_answer", "read_question"]
 
-OF_CLUSTERS = ("samples", "what_if", "mtbf", "growth", "verify", "receipt")
+OF_CLUSTERS = ("samples", "what_if", "mtbf", "growth", "trace", "verify", "receipt")
 NEEDS = {"price": "samples"} | dict.fromkeys(OF_CLUSTERS, "cluster")
 REPLACE_S = 300.0
 
@@ -41,6 +43,7 @@ class CostQuestion:
     mtbf_s: float | None = None
     replace_s: float = REPLACE_S
     growth: Path | None = None
+    trace: Path | None = None
     verify: int = 0
     receipt: Path | None = None
 
@@ -85,6 +88,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--growth", metavar="FILE.svg", help="with --cluster: draw how samples per second grow with the workers"
     )
     parser.add_argument(
+        "--trace", metavar="FILE.json", help="with --cluster: write the predicted step as a timeline for Perfetto"
+    )
+    parser.add_argument(
         "--verify", metavar="K", help="with --cluster here, or this machine's file: run the best K plans for some steps"
     )
     parser.add_argument(
@@ -99,6 +105,8 @@ def read_question(arguments: argparse.Namespace) -> CostQuestion | None:
             raise PlanError(f"{_spelled(option)} goes with {_spelled(other)}.")
     if arguments.replace is not None and arguments.mtbf is None:
         raise PlanError("--replace-s goes with --mtbf.")
+    if arguments.mtbf is not None and (len(arguments.cluster) > 1 or arguments.what_if):
+        raise PlanError("--mtbf is about one cluster, without --what-if: ask for each.")
     if arguments.fits and not arguments.cluster:
         raise PlanError("--fits goes with --cluster: whether it fits depends on the devices.")
     if not arguments.cluster:
@@ -114,6 +122,7 @@ def read_question(arguments: argparse.Namespace) -> CostQuestion | None:
         mtbf_s=None if arguments.mtbf is None else (_positive(arguments.mtbf, "--mtbf") or 1.0) * 3600,
         replace_s=_positive(arguments.replace, "--replace-s") or REPLACE_S,
         growth=growth,
+        trace=None if arguments.trace is None else Path(arguments.trace),
         verify=_plans_to_verify(arguments),
         receipt=None if arguments.receipt is None else Path(arguments.receipt),
     )
@@ -136,6 +145,10 @@ def print_answer(found: InspectionReport, question: CostQuestion, *, script: Pat
         )
     else:
         fits = print_what_if(subject, clusters, question.changes, question.prices)
+    if question.trace is not None:
+        own = subject.price(subject.plan, clusters[0].cluster, workers=subject.workers)
+        write_trace(question.trace, step_slices(own))
+        print(f"trace    {question.trace}: the predicted step; open it in ui.perfetto.dev or chrome://tracing")
     if question.verify:
         print_verified(subject, clusters[0], question.verify, script=script, args=args)
     if question.receipt is not None:
@@ -146,8 +159,9 @@ def print_answer(found: InspectionReport, question: CostQuestion, *, script: Pat
 
 
 def _plans_to_verify(arguments: argparse.Namespace) -> int:
-    if (arguments.verify is not None or arguments.receipt is not None) and len(arguments.cluster) > 1:
-        raise PlanError("--verify and --receipt are about one cluster: name only that.")
+    for option in ("trace", "verify", "receipt"):
+        if getattr(arguments, option) is not None and len(arguments.cluster) > 1:
+            raise PlanError(f"--{option} is about one cluster: name only that.")
     if arguments.verify is None:
         return 0
     number = config.parse_value(arguments.verify, int, path="--verify")

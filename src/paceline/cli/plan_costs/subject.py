@@ -112,8 +112,9 @@ class Subject:
         )
 
     def best(self, plan: Plan, cluster: Cluster, *, workers: int, without: Collection[Plan] = ()) -> list[PricedPlan]:
-        """Return the best plan of each layout with this plan's batch and precision, the fastest that fits first; none of
-        those `without` which one asks.
+        """Return the best plan of each layout with this plan's batch and precision, the fastest that fits first.
+
+        Plans of `without` are left out.
         """
         return [
             self.price(plan, cluster, workers=workers) if one.plan == plan else one

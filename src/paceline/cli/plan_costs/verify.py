@@ -84,8 +84,12 @@ def measured_run(run_dir: Path) -> MeasuredStep | None:
     return measured_step(rows, peak=max(peaks, default=None))
 
 
-def _json_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a file that may be written at present; none where it is not there."""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            if isinstance(found := json.loads(line), dict):
+                yield found
 
 
 def verified_plans(
@@ -149,7 +153,7 @@ def print_verified(subject: Subject, where: NamedCluster, count: int, *, script:
 
 
 def print_receipt(subject: Subject, where: NamedCluster, run_dir: Path) -> None:
-    """Print the script's plan as predicted beside a run of it, and keep the receipt beside the cluster's file.
+    """Print a run of the script beside what is predicted for its plan, and keep the receipt beside the cluster's file.
 
     Raises PlanError for a directory without enough measured steps.
     """
@@ -157,11 +161,15 @@ def print_receipt(subject: Subject, where: NamedCluster, run_dir: Path) -> None:
     if measured is None:
         raise PlanError(
             f"{run_dir} has no metrics.jsonl of at least {WARM_UP + LEAST_STEPS} steps: name the directory of a run of "
-            "this script, with the same plan and workers."
+            "this script."
         )
-    own = subject.price(subject.plan, where.cluster, workers=subject.workers)
-    receipt = Receipt.of(subject.signature, own, measured)
-    print("", *receipt.lines(), sep="\n")
+    plan, workers = subject.plan, subject.workers
+    with contextlib.suppress(OSError, ValueError, KeyError, PlanError):  # what the run itself noted
+        noted = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
+        plan, workers = Plan.parse(noted["plan"]).resolve(int(noted["workers"])), int(noted["workers"])
+    receipt = Receipt.of(subject.signature, subject.price(plan, where.cluster, workers=workers), measured)
+    print(f"\nrun      {run_dir}: {plan}, {measured.steps} steps on {workers} workers")
+    print(*receipt.lines(), sep="\n")
     _keep([receipt], where)
 
 
