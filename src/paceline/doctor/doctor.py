@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 import paceline
+from paceline import clock
 from paceline.doctor.cluster_file import cluster_toml
 from paceline.doctor.findings import ClusterFinding, findings
 from paceline.doctor.host_pairs import HostEnd, interface_of, rounds
@@ -49,7 +50,7 @@ def report(worker: paceline.Worker, *, seconds: float, name: str) -> None:
     seen = examine(worker, seconds=seconds)
     if not worker.is_first:
         return
-    when = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    when = datetime.datetime.fromtimestamp(clock.now(), tz=datetime.UTC).date().isoformat()
     text = cluster_toml(seen, name=name or seen.workers[0].host, when=when)
     path = parts_of(worker).files.run_dir / CLUSTER_FILE
     path.write_text(text, encoding="utf-8")

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from paceline import clock
 from paceline.doctor.measured import HostPair
 
 __all__ = ["HostEnd", "interface_of", "rounds"]
@@ -60,10 +61,10 @@ class HostEnd:
                 times: list[float] = []
                 clocks: list[float] = []
                 for _ in range(PINGS):
-                    started = time.time()
+                    started = clock.now()
                     link.sendall(b"p")
                     theirs = CLOCK.unpack(_read(link, CLOCK.size))[0]
-                    ended = time.time()
+                    ended = clock.now()
                     times.append(ended - started)
                     clocks.append(theirs - (started + ended) / 2)
                 latency, ahead = statistics.median(times) / 2, statistics.median(clocks)
@@ -95,7 +96,7 @@ class HostEnd:
                         continue
                     for _ in range(PINGS):
                         _read(link, 1)
-                        link.sendall(CLOCK.pack(time.time()))
+                        link.sendall(CLOCK.pack(clock.now()))
                     while link.recv(1 << 20):
                         pass
                     link.sendall(b"d")
