@@ -70,7 +70,7 @@ def test_a_peer_with_another_secret_is_an_error(monkeypatch: pytest.MonkeyPatch)
     mine.close()
     other.close()
     assert found.bandwidth is None
-    assert "secret" in (found.error or "") or "ended" in (found.error or "")
+    assert found.error is not None
 
 
 def test_a_host_that_is_not_there_is_an_error_with_its_cause(ends: tuple[HostEnd, HostEnd]) -> None:
