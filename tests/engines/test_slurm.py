@@ -185,9 +185,9 @@ def test_a_preempted_host_comes_back_and_the_others_go_on(tmp_path: Path) -> Non
         until(lambda: _at_work(run.command("status").stdout) == 3, "all hosts are at work")
         urgent = ["srun", "--partition=urgent", "--nodes=1", "--cpus-per-task=2", "--immediate=60", "sleep", "10"]
         assert "error" not in site.cluster.ask(*urgent)
-        until(lambda: "PREEMPT" in site.cluster.ask("squeue") or _at_work(run.command("status").stdout) == 3, "back")
-        step = run.step()
-        run.until_step(step + 5)
+        run.until_step(
+            run.step() + 5
+        )  # the others go on; Slurm starts a requeued job after two minutes at the earliest
         until(lambda: _at_work(run.command("status").stdout) == 3, "the preempted host is back", limit_s=200)
         assert run.command("stop").returncode == 0
     assert [attempt["attempt"] for attempt in run.record["attempts"]] == [1], "the others did not start again"
