@@ -183,6 +183,7 @@ def test_a_preempted_host_comes_back_and_the_others_go_on(tmp_path: Path) -> Non
         submitted(site.login, program, *options, *plan, run_dir=tmp_path / "r", env=site.env) as run,
     ):
         until(lambda: _at_work(run.command("status").stdout) == 3, "all hosts are at work")
+        run.until_step(5)  # before the first step there is nothing to lose, and no other host takes over
         urgent = ["srun", "--partition=urgent", "--nodes=1", "--cpus-per-task=2", "--immediate=60", "sleep", "10"]
         assert "error" not in site.cluster.ask(*urgent)
         run.until_step(
