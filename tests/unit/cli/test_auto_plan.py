@@ -155,6 +155,7 @@ def test_in_a_world_of_another_launcher_it_is_refused(monkeypatch: pytest.Monkey
         paceline.run(lambda worker: None, plan="auto")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("own", ["batch(size=64,micro=8)", "replicas=4+batch(size=64,micro=8)"])
 def test_the_fastest_that_ran_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str) -> None:
     path = tmp_path / "train.py"

@@ -176,6 +176,7 @@ def test_a_cluster_needs_a_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--cluster goes with a script" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_two_clusters_are_compared_and_the_choice_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ("--cluster", "h100x8-ib", "--cluster", "a100x8-ib", "--samples", "1e9", "--workers", "8")
     prices = ("--price", "h100x8-ib=4", "--price", "1", "--plan", "batch(size=32,micro=4)")
@@ -192,6 +193,7 @@ def test_two_clusters_are_compared_and_the_choice_is_said(capsys: pytest.Capture
     assert float(cheapest[2].replace(",", "")) == min(costs)
 
 
+@pytest.mark.thorough
 def test_what_if_has_a_row_for_each_case(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ("--workers", "4", "--cluster", "h100x8-ib", "--what-if", "workers=4,64", "batch=32,7", "link=25Gbit")
     status, out, _ = told(capsys, tmp_path, *words)
@@ -203,6 +205,7 @@ def test_what_if_has_a_row_for_each_case(capsys: pytest.CaptureFixture[str], tmp
     assert "shard=4 micro=4   <- the script's" in table[0]
 
 
+@pytest.mark.thorough
 def test_a_slow_network_is_slower(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ("--workers", "16", "--cluster", "h100x8-ib", "--what-if", "link=1Gbit,400GB", "--check")
     _, out, _ = told(capsys, tmp_path, *words)
@@ -233,6 +236,7 @@ def test_fits_says_no_and_what_would(
     assert "The best plan of each layout" not in out
 
 
+@pytest.mark.thorough
 def test_fits_says_yes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     status, out, _ = told(capsys, tmp_path, "--workers", "4", "--cluster", "h100x8-ib", "--fits")
     assert status == 0
@@ -240,6 +244,7 @@ def test_fits_says_yes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     assert "remedy" not in out
 
 
+@pytest.mark.thorough
 def test_failures_take_their_share_of_time_and_money(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ("--workers", "4", "--cluster", "h100x8-ib", "--samples", "1e12", "--price", "1")
     _, plain, _ = told(capsys, tmp_path, *words)
@@ -252,6 +257,7 @@ def test_failures_take_their_share_of_time_and_money(capsys: pytest.CaptureFixtu
     assert after == pytest.approx(before / float(share[1]) * 100, rel=2e-3)
 
 
+@pytest.mark.thorough
 def test_growth_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ("--workers", "4", "--cluster", "h100x8-ib", "--growth", str(tmp_path / "growth.svg"))
     status, out, _ = told(capsys, tmp_path, *words)
@@ -283,6 +289,7 @@ def test_options_that_lack_what_they_need(
     assert says in err
 
 
+@pytest.mark.thorough
 def test_a_run_that_was_done_makes_a_receipt_and_the_next_prediction_follows_it(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

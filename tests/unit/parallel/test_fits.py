@@ -31,6 +31,7 @@ def test_a_small_model_fits_a_large_device_and_the_table_adds_up() -> None:
     assert len(text.splitlines()) == 3 + sum(1 for value in found.memory.parts.values() if value > 0)
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_is_false_and_says_what_would() -> None:
     found = paceline.fits(encoder(), "batch(size=65536,micro=65536)", cluster="rtx4090x8-pcie", sample=SAMPLE)
     assert not found
@@ -40,6 +41,7 @@ def test_what_does_not_fit_is_false_and_says_what_would() -> None:
     assert again, "the remedy fits"
 
 
+@pytest.mark.thorough
 def test_kept_values_grow_with_the_micro_batch_and_recompute_drops_them() -> None:
     def kept(plan: str) -> float:
         return paceline.fits(encoder(), plan, cluster="h100x8-ib", sample=SAMPLE).memory.parts["kept"]
