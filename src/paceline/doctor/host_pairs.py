@@ -6,8 +6,6 @@ Pairs are measured in rounds, in which each host is in at most one pair, so that
 from __future__ import annotations
 
 import contextlib
-import hmac
-import os
 import socket
 import statistics
 import struct
@@ -16,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paceline import clock
+from paceline.comm.messages.secure_socket import prove_token
+from paceline.comm.messages.token_handshake import TokenRefused
 from paceline.doctor.measured import HostPair
 
 __all__ = ["HostEnd", "interface_of", "rounds"]
@@ -57,7 +57,8 @@ class HostEnd:
         try:
             with socket.create_connection((address, port), timeout=LIMIT_S) as link:
                 link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                _prove(link, self._secret, is_first=True)
+                prove_token(link, self._secret, is_head=False)
+                link.settimeout(LIMIT_S)
                 times: list[float] = []
                 clocks: list[float] = []
                 for _ in range(PINGS):
@@ -75,7 +76,7 @@ class HostEnd:
                 link.shutdown(socket.SHUT_WR)
                 _read(link, 1)  # all has arrived
                 bandwidth = sent / (time.perf_counter() - started)
-        except OSError as problem:
+        except (OSError, TokenRefused) as problem:
             error = f"{type(problem).__name__}: {problem}"
         return HostPair(
             first=self._name, second=name, latency_s=latency, bandwidth=bandwidth, clock_ahead_s=ahead, error=error
@@ -88,12 +89,12 @@ class HostEnd:
             while time.monotonic() < until:
                 link, _ = self._listener.accept()
                 with link:
-                    link.settimeout(LIMIT_S)
                     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     try:
-                        _prove(link, self._secret, is_first=False)
-                    except OSError:  # a stranger
+                        prove_token(link, self._secret, is_head=True)
+                    except (OSError, TokenRefused):  # a stranger
                         continue
+                    link.settimeout(LIMIT_S)
                     for _ in range(PINGS):
                         _read(link, 1)
                         link.sendall(CLOCK.pack(clock.now()))
@@ -101,17 +102,6 @@ class HostEnd:
                         pass
                     link.sendall(b"d")
                 return
-
-
-def _prove(link: socket.socket, secret: bytes, *, is_first: bool) -> None:
-    """Both prove to know the secret, which does not travel. Raises ConnectionError for a peer that does not."""
-    mine = os.urandom(32)
-    link.sendall(mine)
-    theirs = _read(link, 32)
-    link.sendall(hmac.digest(secret, theirs + (b"1" if is_first else b"2"), "sha256"))
-    expected = hmac.digest(secret, mine + (b"2" if is_first else b"1"), "sha256")
-    if not hmac.compare_digest(_read(link, 32), expected):
-        raise ConnectionError("the peer does not know the run's secret")
 
 
 def _read(link: socket.socket, num_bytes: int) -> bytes:

@@ -21,7 +21,7 @@ DETECTED_S = 10.0  # a host that is silent is given up (Job.silence_s); one whos
 REGROUPED_S = 0.2  # from there to the next step of the replicas that are left
 RESTARTED_S = 1.4  # a start of all from snapshots in other hosts' memory
 SNAPSHOT_STEPS = 10  # steps between these snapshots
-STARTED_S = 6.0  # a start of all from a checkpoint on disk, without the model's own preparation
+STARTED_S = 6.0  # assumed, not measured: a start of all from a checkpoint on disk, without the model's preparation
 SAVE_EVERY_S = 300.0  # between two checkpoints (Job.save_every_s)
 SAVING = 0.01  # of the time, which saving by time keeps to
 

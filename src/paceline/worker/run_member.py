@@ -73,4 +73,4 @@ class RunMember:
 
 def parts_of(member: RunMember) -> WorkerParts:
     """Return what a worker is made of, for programs of Paceline's own that look beneath a training loop."""
-    return member._parts  # pyright: ignore[reportPrivateUsage]
+    return member._parts  # pyright: ignore[reportPrivateUsage]  # of this very module; no user is to find it public

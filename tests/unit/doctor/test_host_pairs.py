@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import socket
 import threading
@@ -53,9 +54,13 @@ def test_a_stranger_is_sent_away_and_the_peer_is_measured(ends: tuple[HostEnd, H
     thread.start()
     with socket.create_connection((second.address, second.port)) as stranger:
         stranger.settimeout(5)
-        stranger.sendall(bytes(64))  # a nonce, and no proof
-        assert len(host_pairs._read(stranger, 64)) == 64
-        assert stranger.recv(1) == b"", "nothing is told"
+        stranger.sendall(b"PACELIN2" + bytes(64))  # a nonce, and no proof
+        told = b""
+        with contextlib.suppress(ConnectionResetError):
+            while piece := stranger.recv(1 << 16):
+                told += piece
+        assert told.startswith(b"PACELIN2")
+        assert told[40:] in (b"", bytes(32)), "a refusal, and no proof"
     assert first.measure("west", second.address, second.port, seconds=0.01).error is None
     thread.join(10)
 
