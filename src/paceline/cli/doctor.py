@@ -72,4 +72,6 @@ def run(arguments: argparse.Namespace) -> int:
         found = out
     if found.is_file():
         print(f"cluster  {found}: paceline plan SCRIPT --cluster {found}")
+    else:
+        print(f"cluster  {CLUSTER_FILE} is in the run's directory on worker 0's host, whose console has the findings")
     return status
