@@ -215,7 +215,8 @@ class StateKept(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Restarted(Event):
-    """Workers were lost, and all begin again as this attempt; said by the supervisor before anything else happens."""
+    """Workers were lost, or had too little memory, and all begin again as this attempt; said by the supervisor before
+    anything else happens."""
 
     causes: Sequence[str]  # what was lost, and how
     lost: Sequence[int]  # worker ranks
@@ -226,6 +227,7 @@ class Restarted(Event):
     lost_at: float  # clock.now()
     hosts: int = 1  # that are left
     lent: Sequence[int] = ()  # workers whose state comes from a neighbor host's memory
+    micro: int | None = None  # samples of a micro-batch from now on; None: as before
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -279,6 +281,17 @@ class SpikeSeen(Event):
     expected: float | None  # at most this; None: something is not finite
     action: str  # what the plan's guard does: stop | skip | rollback
     to_step: int | None  # of a rollback: the steps after it are undone
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MicroBatchHalved(Event):
+    """A step ran out of memory, and comes again in smaller micro-batches on all workers; said by the first worker."""
+
+    step: int
+    workers: Sequence[int]  # that got no memory
+    message: str  # the first one's error
+    before: int  # samples of a micro-batch
+    after: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 __all__ = [
     "free_bytes",
     "give_back_freed",
+    "is_out_of_memory",
     "lacks_memory",
     "machine_load",
     "memory_limit_bytes",
@@ -26,10 +27,23 @@ REFUSED = re.compile(  # how Python, libc, the dynamic loader, C++ and OpenBLAS 
     r"\bMemoryError\b|[Cc]annot allocate memory|failed to map segment|\bbad_alloc\b|Memory allocation still failed"
 )
 
+NO_TENSOR = re.compile(  # torch's allocators of the CPU and of devices, and the libraries that it calls
+    r"can't allocate memory|out of memory|bad_alloc|bad allocation|not enough memory|(CUBLAS|CUDNN)_STATUS_ALLOC_FAILED"
+)
+IN_LOADER = "Caught "  # how torch begins an error of a loader's process, which has memory of its own
+
 
 def lacks_memory(output: str) -> bool:
     """Say whether a process that ended with these words was refused memory, by a limit or by the machine."""
     return REFUSED.search(output) is not None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Say whether an error of this process is that it got no memory, on the host or on a device."""
+    text = str(error)
+    if text.startswith(IN_LOADER):
+        return False
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and NO_TENSOR.search(text) is not None)
 
 
 def oom_likely(

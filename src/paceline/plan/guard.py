@@ -1,4 +1,4 @@
-"""Guard says what is done about numbers that go wrong: losses that leap, and replicas whose weights differ."""
+"""Guard says what is done where numbers go wrong, and where memory runs out."""
 
 from __future__ import annotations
 
@@ -43,6 +43,10 @@ class Guard(PlanPart):
     Every `check_every` steps (0: never) all workers compare a digest of their trained weights, bit by bit. A worker
     that differs from the majority is named, and receives the majority's state.
 
+    `on_out_of_memory` is about a step for which a worker gets no memory. "halve": from that step on micro-batches have
+    half as many samples, on all workers, and the step runs again. The global batch stays; what depends on the
+    micro-batch changes with it (batch norm, in-batch losses, the draws of dropout). "stop": the run fails.
+
     Raises PlanError for values out of range, and for `factor` or `window` beside an `on_spike` without use for them.
 
     Example::
@@ -56,6 +60,7 @@ class Guard(PlanPart):
     window: int = 128
     snapshot_every: int | None = None
     check_every: int = 0
+    on_out_of_memory: Literal["halve", "stop"] = "halve"
 
     @property
     def rollback_every(self) -> int:

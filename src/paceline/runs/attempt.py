@@ -168,7 +168,7 @@ class Attempt:
             job, given = dataclasses.replace(job, fresh=False), (*given, "fresh")
         return Attempt(
             dataclasses.replace(job, run_dir=str(self.run_dir)),
-            plan=self._plan,
+            plan=self._plan if begins_by.micro is None else self._plan.with_micro(begins_by.micro),
             given=given,
             command_started=begins_by.lost_at,
             function=self._function,

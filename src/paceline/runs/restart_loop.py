@@ -56,7 +56,8 @@ def run_with_restarts(
             """How to go on after this outcome; None: not at all."""
             if outcome.recoverable_loss is None:
                 return None
-            if not budget.allows(at_step):
+            is_smaller = outcome.recoverable_loss.micro is not None  # which it can become only so often
+            if not (budget.allows(at_step) or is_smaller):
                 attempt.say(
                     f"the workers have begun again {MAX_RESTARTS_WITHOUT_PROGRESS} times in a row, and none came "
                     f"beyond step {budget.furthest}: the run ends"
@@ -117,6 +118,7 @@ def restart_decision(recoverable_loss: RecoverableLoss, *, most: int, on_disk: i
         source=source,
         lost_at=recoverable_loss.lost_at,
         hosts=len(hosts),
+        micro=recoverable_loss.micro,
         lent=ranks_restored_from_neighbors(hosts, ranks, step, workers_each=each) if is_kept else (),
     )
     return RestartPlan(

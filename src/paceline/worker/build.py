@@ -15,6 +15,7 @@ from paceline.errors import PlanError
 from paceline.events import Note, Warned
 from paceline.host_memory import free_bytes
 from paceline.plan import ParameterServer, Plan
+from paceline.worker.data.micro_batch_size import MicroBatchSize
 from paceline.worker.elastic_state import ElasticState
 from paceline.worker.health.numerical_guard import NumericalGuard
 from paceline.worker.health.replica_comparison import ReplicaComparison
@@ -83,6 +84,7 @@ class _Builder:
         self._mode = step_mode_for(plan)
         self._scope = self._mode.scope(plan, place)
         self._own = self._scope.place
+        self._sizes = MicroBatchSize(plan.batch)
         self._loop: TrainingLoop  # set by `connect`
 
     def build(self) -> WorkerParts:
@@ -118,6 +120,7 @@ class _Builder:
             place=place,
             scope=self._scope,
             files=self._files,
+            sizes=self._sizes,
             executor=executor,
             collectives=self._collectives(executor),
             servers=servers,
@@ -139,6 +142,7 @@ class _Builder:
             parts.contents,
             losses=parts.executor.losses,
             streams=self._loop.between.positions,
+            sizes=parts.sizes,
             attempt=self._files.attempt,
             loop=self._loop,
             guard=parts.numerical_guard,
@@ -157,6 +161,7 @@ class _Builder:
             axes=scope.axes,
             measures_noise=self._files.measures_noise,
             num_shares=lambda: group.size // layout.tensor,
+            sizes=self._sizes,
         )
 
     def _collectives(self, executor: StepExecutor) -> WorkerCollectives:

@@ -105,12 +105,16 @@ class WorkerLifecycle:
         """Whether an error says that a parameter server was lost: then no worker is its cause."""
         return self._parts.servers is not None and self._parts.servers.is_server_loss(error)
 
-    def tell_lost(self, _: object, error: BaseException | None, __: object) -> None:
-        """At the end of a run, as `__exit__`: where a lost parameter server is the error, ask for a restart of all
-        workers, which ends this one."""
+    def ask_for_restart(self, _: object, error: BaseException | None, __: object) -> None:
+        """At the end of a run, as `__exit__`: where a lost parameter server is the error, or too little memory for a
+        step, ask for a restart of all workers, which ends this one."""
         cause = self._parts.servers.cause_of(error) if self._parts.servers is not None else ""
         if cause:
             self._consensus.unserved(cause)
+        micro = self._parts.executor.smaller_micro(error)
+        if micro is not None:
+            cause = f"worker {self._parts.rank} ran out of memory in step {self.step + 1}"
+            self._consensus.short_of_memory(cause, micro=micro)
 
     def abandon(self) -> None:
         """After an error: forget the step under way, leave the servers, and give a checkpoint that is being written a

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.plan import Plan
+from paceline.worker.data.micro_batch_size import MicroBatchSize
 from paceline.worker.health.numerical_guard import NumericalGuard
 from paceline.worker.membership.join_run import WorkerContext
 from paceline.worker.membership.worker_collectives import WorkerCollectives
@@ -45,6 +46,7 @@ class WorkerParts:
     place: WorkerContext
     scope: StepScope
     files: RunFiles
+    sizes: MicroBatchSize
     executor: StepExecutor
     collectives: WorkerCollectives
     servers: ServerClient | None  # None: the plan has no parameter servers

@@ -108,7 +108,7 @@ def run_worker(
                 host=assignment.host,
                 timeout_s=job.timeout_s,
             )
-            stack.push(lifecycle.tell_lost)
+            stack.push(lifecycle.ask_for_restart)
             files.emit(_started(assignment, resolved, worker))
             _warn_of_idle_gpus(assignment, job, files)
             _note_unused_values(assignment, files, plan, fields or {})

@@ -333,7 +333,7 @@ class Worker(StatefulMember):
                     model,
                     dataset,
                     named,
-                    micro=micro or self.plan.batch.resolved_micro,
+                    micro=micro or self._parts.sizes.samples,
                     group=place.group,
                     device=self.device,
                     precision=self.plan.compute.precision,

@@ -21,6 +21,7 @@ from paceline.elastic.membership_messages import MembershipView
 from paceline.plan import Batch
 from paceline.worker.data.batch_stream import BatchStream, StreamSource
 from paceline.worker.data.load_balancing import LoadBalancer
+from paceline.worker.data.micro_batch_size import MicroBatchSize
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.data.stream_position import StreamPosition
 from paceline.worker.loop.between_steps import BetweenSteps
@@ -69,7 +70,7 @@ def stream_of(
         StreamSource(
             dataset=data or Numbers(), epochs=1, collate=Data, loaders=loaders, prefetch=2, pin=False, name="train"
         ),
-        Batch(size=10, micro=micro, shuffle=False),
+        MicroBatchSize(Batch(size=10, micro=micro, shuffle=False)),
         cursor=StreamPosition(),
         group=group,
         run_pass=lambda batch: iter(()),

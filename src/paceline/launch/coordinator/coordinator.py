@@ -508,6 +508,8 @@ class Coordinator:
                 self._restart.is_possible = True
             case "unserved":
                 self._server_lost(worker, str(notice["cause"]))
+            case "short":
+                self._out_of_memory(worker, str(notice["cause"]), micro=max(1, int(notice["micro"])))
             case "leaving" if not self._has_begun:
                 self._end.stop(signal.SIGTERM, by=f" to worker {worker}")
             case "leaving" if self._controller is None:
@@ -523,9 +525,19 @@ class Coordinator:
 
         If nothing can be forked any more, or the run is ending, the workers' own errors report the loss.
         """
-        is_over = self._end.has_failed or self._end.leave_by is not None
-        if not (is_over or self._cannot_fork or self._job.launcher == "inline"):
+        if self._may_restart:
             self._restart.begin_after_server_loss(worker, self.remote_hosts.host_of(worker), cause)
+
+    def _out_of_memory(self, worker: int, cause: str, *, micro: int) -> None:
+        """Restart all workers with smaller micro-batches; as above, the worker's own error reports it otherwise."""
+        if self._may_restart:
+            host = self.remote_hosts.host_of(worker)
+            self._restart.begin_after_out_of_memory(worker, host, cause, micro=micro)
+
+    @property
+    def _may_restart(self) -> bool:
+        is_over = self._end.has_failed or self._end.leave_by is not None or self._restart.is_under_way
+        return not (is_over or self._cannot_fork or self._job.launcher == "inline")
 
     def _begin_elastic(
         self, least: int, most: int, workers_each: int, elastic: Mapping[str, Any] | None = None

@@ -1,7 +1,8 @@
 """Carries out a restart of all workers after a loss: ends them on all hosts, waits until it is safe, then decides.
 
-Workers can restart if their state outlives them: in the hosts' memory, or, after the loss of a parameter server, in
-checkpoints. The rules are in `RestartDecision`; this module applies them as time passes and hosts report.
+Workers can restart if their state outlives them: in the hosts' memory, or in checkpoints. The latter is enough after
+the loss of a parameter server, and where a step ran out of memory. The rules are in `RestartDecision`; this module
+applies them as time passes and hosts report.
 """
 
 from __future__ import annotations
@@ -93,20 +94,23 @@ class JobRestart:
 
     def begin_after_server_loss(self, worker: int, host: str, cause: str) -> None:
         """A parameter server was lost with state that only it had: restart all from the newest checkpoint."""
-        message = f"{cause}: {next_time(Path(self._run_dir))}"
-        failure = lost_worker(worker, host=host, pid=0, kind="ServerLost", message=message, names_workers=True)
-        recoverable_loss = RecoverableLoss(causes=(cause,), lost=(), keeps=self.is_possible)
         self._has_lost_server = True
+        self._begin_from_disk(worker, host, cause, kind="ServerLost", exit_code=TOO_FEW)  # the program broke nothing
+
+    def begin_after_out_of_memory(self, worker: int, host: str, cause: str, *, micro: int) -> None:
+        """A worker got no memory for a step: restart all, with `micro` samples in a micro-batch."""
+        self._begin_from_disk(worker, host, cause, kind="OutOfMemory", exit_code=1, micro=micro)
+
+    def _begin_from_disk(
+        self, worker: int, host: str, cause: str, *, kind: str, exit_code: int, micro: int | None = None
+    ) -> None:
+        """Restart though no worker is lost, also where no state is in memory. `exit_code`: if that cannot be."""
+        message = f"{cause}: {next_time(Path(self._run_dir))}"
+        failure = lost_worker(worker, host=host, pid=0, kind=kind, message=message, names_workers=True)
+        loss = RecoverableLoss(causes=(cause,), lost=(), keeps=self.is_possible, micro=micro)
         self.is_possible = True  # from checkpoints on disk
-        self.begin(
-            JobOutcome(
-                state="failed",
-                exit_code=TOO_FEW,  # as after a lost worker: the program broke nothing
-                failures=(failure,),
-                reason="",  # the failure says it all
-                recoverable_loss=recoverable_loss,
-            )
-        )
+        outcome = JobOutcome(state="failed", exit_code=exit_code, failures=(failure,), recoverable_loss=loss)
+        self.begin(outcome)  # the failure says it all
 
     def give_up(self, reason: str, *, causes: Sequence[str], lost: Sequence[int]) -> None:
         """No replica with the run's state is left: restart all workers if possible, else end the job."""

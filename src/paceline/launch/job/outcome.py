@@ -98,6 +98,7 @@ class RecoverableLoss:
     causes: tuple[str, ...]
     lost: tuple[int, ...]  # workers, without those that were ended because of others
     keeps: bool = True  # the state is in memory; False: no worker was lost, and all restart from disk
+    micro: int | None = None  # samples of a micro-batch, where the memory was too little for more
     workers_each: int | None = None  # workers of each elastic replica; None: the number of replicas is fixed
     least: int = 1  # fewest elastic replicas
     workers: int = 0  # number of workers that restart

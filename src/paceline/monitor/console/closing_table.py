@@ -47,7 +47,7 @@ def closing_table(facts: Mapping[str, Any], *, is_head: bool = True) -> str:
         if facts["last_loss"] is not None:
             first = "" if facts["first_loss"] is None else f"{number_text(facts['first_loss'])} -> "
             rows.append(("loss", first + number_text(facts["last_loss"])))
-    if facts["workers_lost"] or facts.get("begun_again") or facts.get("servers_replaced"):
+    if facts["workers_lost"] or any(map(facts.get, ("begun_again", "servers_replaced", "micro_halved_to"))):
         rows.append(("incidents", _incidents_text(facts)))
     if facts.get("left"):
         rows.append(("left", _left_text(facts["left"])))
@@ -135,7 +135,10 @@ def _steps_are(count: int, which: str = "") -> str:
 
 def _incidents_text(facts: Mapping[str, Any]) -> str:
     parts: list[str] = []
-    if again := facts.get("begun_again"):
+    micro = facts.get("micro_halved_to")
+    if micro is not None:
+        parts.append(f"out of memory, so micro-batches have {_counted(micro, 'sample')}")
+    if (again := facts.get("begun_again")) and (micro is None or again["lost"]):
         steps = again["at_step"] - again["step"]
         begun = f"again from {again['source']} after step {again['step']}" if again["step"] else "anew"
         lost = workers_text(again["lost"]) if again["lost"] else "a parameter server"

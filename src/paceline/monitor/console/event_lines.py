@@ -15,6 +15,7 @@ from paceline.events import (
     CheckpointSkipped,
     Evaluated,
     Event,
+    MicroBatchHalved,
     Regrouped,
     Reported,
     Restarted,
@@ -29,12 +30,13 @@ from paceline.events import (
 )
 from paceline.monitor.console.progress import number_text
 from paceline.monitor.records.run_files import local_path
-from paceline.units import bytes_text, duration_text
+from paceline.units import bytes_text, duration_text, printable, workers_text
 
 __all__ = [
     "EXIT_CAUSES",
     "divergence_text",
     "event_line",
+    "halved_text",
     "ready_line",
     "regrouped_text",
     "restarted_text",
@@ -43,6 +45,7 @@ __all__ = [
     "wire_cost_text",
 ]
 
+MESSAGE_WIDTH = 120  # of an error
 EXIT_CAUSES = {  # by exit code
     75: "preempted",
     76: "too few workers were left",
@@ -79,6 +82,8 @@ def event_line(event: Event) -> str | None:
             return f"worker {worker} has left ({reason}) after step {step}: {go_on}"
         case SpikeSeen() as spike:
             return spike_text(spike)
+        case MicroBatchHalved() as halved:
+            return halved_text(halved)
         case WeightsDiffer() as differ:
             return divergence_text(differ)
         case AllReduceChosen() as chosen:
@@ -126,6 +131,20 @@ def wire_cost_text(judged: WireJudged) -> str:
     )
 
 
+def halved_text(halved: MicroBatchHalved) -> str:
+    """Return "worker 1 ran out of memory in step 3 (can't allocate memory): the step runs again with micro-batches of 4
+    samples, not 8, on all workers"."""
+    error = printable(halved.message)[:MESSAGE_WIDTH]
+    return (
+        f"{workers_text(halved.workers)} ran out of memory in step {halved.step} ({error}): the step runs again with "
+        f"{_micro_text(halved.after)}, not {halved.before}, on all workers"
+    )
+
+
+def _micro_text(samples: int) -> str:
+    return f"micro-batches of {samples} sample{'s' if samples > 1 else ''}"
+
+
 def restarted_text(restarted: Restarted) -> str:
     """Return "worker 2 (pid 4711) killed by signal 9 after step 812: all 4 workers start again at step 810 from this
     host's memory, 2 steps are done again, no disk read"."""
@@ -144,6 +163,8 @@ def restarted_text(restarted: Restarted) -> str:
         "memory": f"at step {restarted.step} from {memory}, {again}, no disk read",
         "disk": f"from the checkpoint of step {restarted.step} on disk: {again}",
     }.get(restarted.source, f"at the beginning, nothing was kept or saved: {again}")
+    if restarted.micro is not None:
+        return f"{', '.join(restarted.causes)}: {subject} again with {_micro_text(restarted.micro)}, {how}"
     return f"{', '.join(restarted.causes)} {came}: {subject} again {how}"
 
 

@@ -17,6 +17,7 @@ from paceline.events import (
     CheckpointFailed,
     CheckpointSaved,
     Evaluated,
+    MicroBatchHalved,
     Record,
     Regrouped,
     Restarted,
@@ -66,6 +67,7 @@ class Summary:
         self._num_replaced = 0  # servers, by their mirrors
         self._judged: dict[str, Any] | None = None  # what holds of the wire
         self._begun_again: dict[str, Any] | None = None  # as this attempt: after whose loss, from where
+        self._micro: int | None = None  # samples of a micro-batch, since a step ran out of memory
         self._left: list[dict[str, Any]] = []  # workers that left the run while it went on, by time
         self._num_undone = self._rolled_back_at = 0  # steps that rollbacks undid; the step of the last one
         self._resumed_from_step = 0
@@ -100,8 +102,11 @@ class Summary:
                 self._state_bytes[worker] = state
             case RunStarted() as started:
                 self._started = started
-            case Restarted(lost=lost, at_step=at_step, step=step, source=source):
+            case Restarted(lost=lost, at_step=at_step, step=step, source=source, micro=micro):
                 self._begun_again = {"lost": list(lost), "at_step": at_step, "step": step, "source": source}
+                self._micro = micro
+            case MicroBatchHalved(after=after):
+                self._micro = after
             case WorkerLost():
                 self._num_lost += 1
             case Regrouped(steps_lost=steps_lost):
@@ -174,6 +179,7 @@ class Summary:
             "steps_lost": self._num_steps_lost,
             "begun_again": self._begun_again,
             "servers_replaced": self._num_replaced,
+            "micro_halved_to": self._micro,
             "left": self._left,
             "steps_unsaved": 0 if state == "finished" or last is None else max(0, self._newest - self._saved_step),
             "epochs": len(self._past_epochs) + len(self._epochs),

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from paceline.events import (
     CheckpointSaved,
+    MicroBatchHalved,
     Regrouped,
     Restarted,
     ServerReplaced,
@@ -27,6 +28,7 @@ from paceline.events import (
 )
 from paceline.monitor.console.event_lines import EXIT_CAUSES, spike_cause
 from paceline.monitor.report.attempt_log import AttemptLog
+from paceline.units import workers_text
 
 __all__ = ["Incident", "Replacement", "Rewinds", "incidents_of", "restart_of", "resumed_from_step"]
 
@@ -45,7 +47,7 @@ class Replacement:
 class Incident:
     """A loss that the others survived ("loss"), a spike whose step was left out or rolled back ("spike"), weights that
     were healed ("weights"), a parameter server whose mirror took its place ("server"), a worker that left in good order
-    ("left"), or the early end of an attempt ("end").
+    ("left"), micro-batches that were halved for want of memory ("memory"), or the early end of an attempt ("end").
 
     It grows while events are read. `costs` are worker-seconds by account: recovery, repeated, undone, vacant and down.
     """
@@ -110,6 +112,8 @@ def incidents_of(log: AttemptLog, later: AttemptLog | None) -> list[Incident]:
             case SpikeSeen(step=step, action="skip" | "rollback") as spike if ("spike", step) not in seen:
                 seen.add(("spike", step))
                 found.append(_spike(log.attempt, record.time, spike))
+            case MicroBatchHalved() as halved:
+                found.append(_halved(log.attempt, record.time, halved))
             case WeightsDiffer(step=step, source=int()) as differ if ("weights", step) not in seen:
                 seen.add(("weights", step))
                 found.append(_healed(log.attempt, record.time, differ))
@@ -212,6 +216,19 @@ def _replaced(attempt: int, when: float, replaced: ServerReplaced) -> Incident:
         causes=[replaced.lost],
         step=replaced.step - 1,
         at_step=replaced.step,
+    )
+
+
+def _halved(attempt: int, when: float, halved: MicroBatchHalved) -> Incident:
+    samples = f"{halved.after} sample{'s' if halved.after > 1 else ''}"
+    return Incident(
+        kind="memory",
+        attempt=attempt,
+        began=when,
+        went_on=when,
+        causes=[f"{workers_text(halved.workers)} ran out of memory; micro-batches of {samples}, not {halved.before}"],
+        step=halved.step - 1,
+        at_step=halved.step,
     )
 
 

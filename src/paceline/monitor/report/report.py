@@ -179,6 +179,8 @@ def incident_text(incident: Incident) -> str:
         return f"step {incident.at_step}: {causes}; left out" + (f", {undone}" if incident.steps_undone else "")
     if incident.kind == "weights":
         return f"step {incident.at_step}: {causes}; healed"
+    if incident.kind == "memory":
+        return f"step {incident.at_step}: {causes}; run again"
     if incident.kind == "server":
         return f"step {incident.at_step}: {causes}; its mirror took its place"
     if incident.kind == "left":
@@ -196,7 +198,7 @@ def incident_text(incident: Incident) -> str:
 
 def cost_text(incident: Incident) -> str:
     """Return "0.54 s: recovery 0.54 s": worker-seconds, by account."""
-    if incident.kind in ("left", "server") and not incident.costs:
+    if incident.kind in ("left", "server", "memory") and not incident.costs:
         return "nothing"
     parts = [f"{account} {duration_text(seconds)}" for account, seconds in incident.costs.items() if seconds >= 0.0005]
     return f"{duration_text(incident.cost_s)} of workers' time" + (f" ({', '.join(parts)})" if len(parts) > 1 else "")

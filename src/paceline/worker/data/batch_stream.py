@@ -39,6 +39,7 @@ from paceline.worker.data.data_loading import (
     require_fit,
 )
 from paceline.worker.data.load_balancing import LoadBalancer
+from paceline.worker.data.micro_batch_size import MicroBatchSize
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.data.stream_position import SampleOrder, StreamPosition, resume_position, stream_seed
 from paceline.worker.membership.consensus import RunTogether
@@ -76,7 +77,7 @@ class BatchStream:
     def __init__(
         self,
         source: StreamSource,
-        batch: Batch,
+        sizes: MicroBatchSize,
         *,
         cursor: StreamPosition,
         group: WorkerGroup,
@@ -90,13 +91,14 @@ class BatchStream:
         """`replicas()`: the numbers of the present replicas, in order, where they take steps by themselves."""
         self.source = source
         self._axes = single_worker_replicas(group) if axes is None else axes
-        self._batch, self._group, self._run_pass, self._timeout_s = batch, group, run_pass, timeout_s
+        self._sizes, self._group, self._run_pass, self._timeout_s = sizes, group, run_pass, timeout_s
         self._together, self._balance, self._replicas = together, balance, replicas
         self._update_share()
         self._items: Iterator[Any] = iter(())
         self._is_stale = True  # what was read ahead is not this worker's present share
         self.num_samples = len(source.dataset) if is_map_style(source.dataset) else 0
         self._check()
+        batch = self._batch
         self._order = SampleOrder(
             samples=self.num_samples,
             seed=stream_seed(batch, source.name),
@@ -108,6 +110,10 @@ class BatchStream:
         )
         self.cursor, self.notes = resume_position(cursor, self._order, source.name)
         self.was_finished = self._is_finished()
+
+    @property
+    def _batch(self) -> Batch:
+        return self._sizes.batch
 
     def about(self) -> dict[str, Any]:
         """For the ledger: the order and the steps of the samples."""
@@ -270,6 +276,11 @@ class BatchStream:
             return begun.epoch, begun.position + number * size
         later, step = divmod(number - in_first, self._order.num_steps(0))
         return begun.epoch + 1 + later, step * size
+
+    def cut_again(self) -> None:
+        """Micro-batches have another size from the next step on; `reassign` cuts the present one again."""
+        self._order = dataclasses.replace(self._order, micro=self._batch.resolved_micro)
+        self.cursor.of, self._is_stale = self._order, True
 
     def members_changed(self) -> None:
         """From the next step on this worker has another share; `reassign` changes that of the present step."""

@@ -5,12 +5,15 @@ All workers come to these places in the same order, and have equal weights there
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from paceline.comm.group import total
-from paceline.events import Note
+from paceline.events import MicroBatchHalved, Note
 from paceline.worker.data.batch_stream import BatchStream
 from paceline.worker.data.load_balancing import LoadBalancer
 from paceline.worker.data.step_batch import StepBatch
@@ -33,11 +36,13 @@ class BetweenSteps:
         self.positions = StreamPositions(lambda: self.cursors)
         self.saved_at_step = -1
         self.is_stopped = False  # by max_steps
-        self._plan, self._files, self._shards = parts.plan, files, parts.executor.shards
+        self._sizes, self._files, self._shards = parts.sizes, files, parts.executor.shards
+        self._sizes.changed = self._cut_again
         self._resumed, self._saver, self._codec_state = parts.resumed, parts.saver, parts.codec_state
         self._numerical_guard, self._memory_checkpointer = parts.numerical_guard, parts.memory_checkpointer
         self._wire_advisor = WireAdvisor(parts.plan, place=place, models=parts.models, emit=files.emit)
         self._group, self._consensus, self._recorder = place.group, place.consensus, place.recorder
+        self._device = parts.device
         # The steps after which all had equal weights the last time, and the time before: but for rounds, the last two.
         self._equal_before = self._equal_at = 0
         self.save_timer = SaveTimer(files.save_every_s)
@@ -107,7 +112,7 @@ class BetweenSteps:
         if not self._came_by(self.balance.is_due) or step == self._balanced_at:
             return
         self._balanced_at = step
-        measured, num_micro = self.balance.measured(), self._plan.batch.num_micro
+        measured, num_micro = self.balance.measured(), self._sizes.batch.num_micro
         seconds = self._consensus.run(lambda: self._group.gather_objects(measured))
         if len(seconds) != self._group.size or not self.balance.agree(seconds, num_micro):
             return
@@ -127,6 +132,35 @@ class BetweenSteps:
         stream = self.streams[batch.stream]
         if stream.needs_reassignment:
             stream.reassign(batch)
+
+    def halve_micro_batches(self, step: int, shortage: str) -> None:
+        """A step has run out of memory: from now on micro-batches have half as many samples, and the step comes again.
+
+        An operation of all workers; `shortage`: the error of this one, "" where it had enough.
+        """
+        before = self._sizes.samples
+        own = self._consensus.rank, shortage
+        told = self._consensus.run(lambda: self._group.gather_objects(own))
+        self._sizes.halve()
+        gc.collect()  # what is freed only now would be missing again
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        short = [(rank, text) for rank, text in told if text]
+        if self._group.index == 0:
+            self._files.emit(
+                MicroBatchHalved(
+                    step=step,
+                    workers=[rank for rank, _ in short],
+                    message=next((text for _, text in short), ""),
+                    before=before,
+                    after=self._sizes.samples,
+                )
+            )
+
+    def _cut_again(self) -> None:
+        for stream in self.streams.values():
+            stream.cut_again()
+        self.balance.forget()
 
     def share_anew(self) -> None:
         """Share the steps that come among the present members."""

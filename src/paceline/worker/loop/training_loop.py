@@ -28,6 +28,7 @@ from paceline.worker.loop.step_mode import StepMode, StepTaker
 from paceline.worker.parts import WorkerParts
 from paceline.worker.state.codec_state import GatheredCodecState
 from paceline.worker.step.grad_scaler import scaled_losses
+from paceline.worker.step.memory_shortage import PassOutOfMemory
 from paceline.worker.step.step_outcome import StepInvalidated, StepOutcome
 from paceline.worker.step.unit_draws import UnitDraws
 
@@ -48,6 +49,7 @@ class TrainingLoop:
         self.between = BetweenSteps(parts, self.step_log)
         self.mode = mode(parts, self.between)
         self._plan, self._files, self._models = parts.plan, parts.files, parts.models
+        self._sizes = parts.sizes
         self._prepared, self._resumed, self._numerical_guard = parts.prepared, parts.resumed, parts.numerical_guard
         self._has_servers = parts.servers is not None
         self._is_stepping = False
@@ -83,7 +85,7 @@ class TrainingLoop:
         terms = self.mode.begin_stream()
         stream = BatchStream(
             source,
-            self._plan.batch,
+            self._sizes,
             cursor=self.between.positions.saved(source.name),
             group=self._group,
             run_pass=self._plain_pass,
@@ -145,7 +147,8 @@ class TrainingLoop:
             return self.executor.run(batch, gradients, is_finite=is_finite, forward=loss_of)
 
         for micro in self._timed_pass(batch, gradients, run, names_unused=True):
-            self.executor.backward(loss_of(micro))
+            with self.executor.shortage.survived():
+                self.executor.backward(loss_of(micro))
         return cast("StepOutcome", self.executor.outcome)
 
     def _plain_pass(self, batch: StepBatch) -> Iterator[Any]:
@@ -221,6 +224,8 @@ class TrainingLoop:
             try:
                 yield from run()
                 break
+            except PassOutOfMemory:
+                self.between.halve_micro_batches(batch.step, self.executor.shortage.text)
             except Disrupted as disruption:
                 if self._consensus.elastic is None:
                     raise

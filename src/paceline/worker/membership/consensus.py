@@ -443,6 +443,13 @@ class Consensus:
             self._coordinator.tell("unserved", cause=cause)
             time.sleep(END_S)
 
+    def short_of_memory(self, cause: str, *, micro: int) -> None:
+        """Report a step for which this worker got no memory, so that the coordinator ends all workers and starts them
+        again with micro-batches of so many samples. Returns as `unserved`."""
+        if self._coordinator is not None and not self._coordinator.is_orphaned:
+            self._coordinator.tell("short", cause=cause, micro=micro)
+            time.sleep(END_S)
+
     @property
     def _step(self) -> int:
         return 0 if self._holder is None else self._holder.step

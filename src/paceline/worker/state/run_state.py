@@ -123,6 +123,7 @@ def describe_run(
     *,
     losses: StatePart,
     streams: StatePart,
+    sizes: StatePart,
     attempt: int,
     loop: StatePart,
     guard: StatePart,
@@ -133,6 +134,8 @@ def describe_run(
     contents.add("losses", losses.state_dict, losses.load_state_dict)
     # Training data only goes forward, so a rollback leaves the streams where they are.
     contents.add("streams", streams.state_dict, streams.load_state_dict, carriers=Carrier.RESTART, when=When.ARRIVED)
+    # Nor does a rollback bring back micro-batches for which the memory was too little.
+    contents.add("micro_batch", sizes.state_dict, sizes.load_state_dict, carriers=Carrier.RESTART, when=When.ARRIVED)
     contents.add("attempt", lambda: attempt, carriers=Carrier.RESTART)
     kept = Carrier.MEMORY | Carrier.PEER  # after a start from disk these begin anew, at the checkpoint's step
     contents.add("loop", loop.state_dict, loop.load_state_dict, carriers=kept, when=When.ARRIVED)

@@ -13,7 +13,8 @@ micro-batches runs one again at the end, *void*: its loss is multiplied by 0, an
 
 The *step metadata* travels with the last bucket: the batch's number, which must be the same everywhere, whether a
 worker wants a change between two steps, the sums of losses and of weights, the parameters that a worker used, and the
-buffers that changed. In an elastic run a vote comes last: until then nothing outside of the pass has changed.
+buffers that changed. In an elastic run a vote comes last: until then nothing outside of the pass has changed. Where
+a worker got no memory, all know it by the metadata, and the pass is void (`memory_shortage`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from paceline.comm.group import Disrupted, WorkerGroup
 from paceline.errors import SyncError
+from paceline.host_memory import is_out_of_memory
 from paceline.parallel.fully_sharded.sharded_model import ShardedModels
 from paceline.parallel.gradient_queries import backward_calls
 from paceline.parallel.precision import computing, input_dtype
@@ -36,6 +38,7 @@ from paceline.plan import ParameterServer, Plan
 from paceline.schedule.micro_batches import MicroBatch, micro_batches
 from paceline.sync.allreduce.gradient_reducer import GradientReducer
 from paceline.worker.data import random_state
+from paceline.worker.data.micro_batch_size import MicroBatchSize
 from paceline.worker.data.step_batch import StepBatch, to_device
 from paceline.worker.step.buffer_trial import BufferTrials
 from paceline.worker.step.forward_writes import ForwardWrites
@@ -53,6 +56,7 @@ from paceline.worker.step.losses import (
     split_loss,
     weighed,
 )
+from paceline.worker.step.memory_shortage import MemoryShortage, PassOutOfMemory
 from paceline.worker.step.micro_batch_observer import MicroBatchObserver, observed
 from paceline.worker.step.model_buffers import UNKNOWN, BufferAverager
 from paceline.worker.step.optimizer_agreement import OptimizerAgreement
@@ -87,10 +91,11 @@ class StepExecutor:
         axes: ParallelGroups,
         measures_noise: bool,
         num_shares: Callable[[], int] = lambda: 1,
+        sizes: MicroBatchSize | None = None,
     ) -> None:
         """`group`: the workers that sum gradients at the end of a pass; `axes`: the groups of their replicas, or of one
         replica that takes steps by itself. `num_shares`: among how many workers the run's micro-batches, or parts of
-        their forward, are spread now."""
+        their forward, are spread now. `sizes`: of micro-batches, which the loop may halve."""
         self.buffers = BufferAverager()
         self.shards = ShardedModels()
         self.hooks = ParameterHooks(refusal=_why_no_hooks(plan))
@@ -99,6 +104,9 @@ class StepExecutor:
         self.unit_draws: UnitDraws | None = None
         self.writes = ForwardWrites(is_alone=lambda: group.size == 1 or isinstance(plan.sync, ParameterServer))
         self.outcome: StepOutcome | None = None  # of the last pass; None during one, or when it was left early
+        self._has_begun = False  # its first pass
+        self._sizes = sizes or MicroBatchSize(plan.batch)
+        self.shortage = MemoryShortage(plan, self._sizes, is_split=axes.is_split)
         self._plan, self._group, self._consensus, self._device = plan, group, consensus, device
         self._axes = axes
         scaled_losses.install()
@@ -151,6 +159,8 @@ class StepExecutor:
                     self._open_micro(batch, micro, gradients, is_last=number == batch.num_runs - 1)
                     with computing(self._precision, self._device), self._draws(batch, micro):
                         yield data
+                    if self.shortage.text:
+                        break
                     if is_void:
                         self.buffers.undo()
                     elif not self._is_backward_done:
@@ -158,7 +168,7 @@ class StepExecutor:
                     if number == 0 and batch.num_runs > 1 and not self.shards.reduces_on_last_pass:
                         has_weight = bool(self._losses) and self._axes.counts
                         gradients.note_first(weight=float(self._losses[0][1]) if has_weight else 0.0)
-            if len(batch) and gradients.has_any() and not self._losses:
+            if len(batch) and gradients.has_any() and not self._losses and not self.shortage.text:
                 raise RuntimeError(
                     "loss.backward() was called in a step: call worker.backward(loss) instead, which gives the "
                     "micro-batch its weight in the global batch"
@@ -215,6 +225,7 @@ class StepExecutor:
         self.buffers.begin()
         self._batch, self._gradients, self.outcome, self._losses = batch, gradients, None, []
         self._ran, self.broken, self.nonfinite_gradients, self.penalty = [], (), None, 0.0
+        self.shortage.text, self._has_begun = "", True
         self._waited_before_s = self._waited_s()
         is_due = batch.step <= NOISE_EACH or batch.step % NOISE_EVERY == 0
         measures = self._measures_noise and is_due and batch.num_passes == 0  # further passes have other losses
@@ -256,6 +267,14 @@ class StepExecutor:
         if watches or not self.buffers.is_settled:
             self.runs.begin(forward, owners=self.buffers.unsettled_modules(), is_surely=watches)
 
+    def smaller_micro(self, error: BaseException | None) -> int | None:
+        """How many samples a micro-batch may have to get around this error that ended the training function; None where
+        it is not about memory, or did not come in a pass, or micro-batches are not to be halved."""
+        was_left_early = self._has_begun and self.outcome is None
+        if error is None or not was_left_early or not is_out_of_memory(error):
+            return None
+        return self.shortage.half if self.shortage.can_halve else None
+
     def backward(self, loss: LossLike) -> None:
         """Add the micro-batch's gradient with its weight."""
         batch, micro = self._batch, self._micro
@@ -276,6 +295,10 @@ class StepExecutor:
             self.unit_draws.begin_backward()
         if self._gradients is not None:
             self._gradients.check()
+        with self.shortage.survived():
+            self._differentiate(batch, micro, loss)
+
+    def _differentiate(self, batch: StepBatch, micro: MicroBatch, loss: LossLike) -> None:
         if batch.is_void:
             with torch.autocast(self._device.type, enabled=False), backward_calls.own():
                 (weighed(loss, micro.num_samples, batch.num_here)[0] * 0.0).backward()
@@ -320,13 +343,16 @@ class StepExecutor:
         self, batch: StepBatch, gradients: GradientReducer, is_finite: Callable[[], bool] | None
     ) -> StepOutcome:
         """Sum gradients and metadata over the workers, judge the step, and vote; buffers change after the vote."""
-        if self.shards.reduces_on_last_pass and self._losses and not self._is_backward_done:
+        if self.shortage.text:
+            self._losses = []
+        elif self.shards.reduces_on_last_pass and self._losses and not self._is_backward_done:
             raise RuntimeError(
                 "worker.backward() was not called for the step's last micro-batch, and with Layout(zero=1) gradients "
                 "are summed in its backward: call worker.backward(loss) for every micro-batch, with loss * 0 where "
                 "one is to count for nothing; or use zero=2 or 3"
             )
-        self.writes.check(self.shards.gathered(), self.buffers.modules)
+        if not self.shortage.text:
+            self.writes.check(self.shards.gathered(), self.buffers.modules)
         summed = self._exchange_metadata(batch, gradients)
         mean_loss = summed.loss_sum / summed.weight_sum if summed.weight_sum else None
         scale = (batch.num_here / summed.weight_sum if summed.weight_sum > 0 else 1.0) / self._axes.context.size
@@ -392,10 +418,15 @@ class StepExecutor:
         trail = self.shards.traffic.trail % TRAILS * self._axes.sign
         mark = self.state.mark()
         of_optimizers = self.agreement.marks(salt=batch.serial)
-        numbers = [serial, serial**2, trail, wish, loss, loss_rest, weight, weight_rest, *of_optimizers]
+        short = float(bool(self.shortage.text))
+        numbers = [serial, serial**2, trail, wish, short, loss, loss_rest, weight, weight_rest, *of_optimizers]
         numbers += [mark, *self.hooks.marks()]
         gradients.flush([*numbers, *self.buffers.marks()], weight=own_weight)
-        serials, squares, trails, wishes, loss, loss_rest, weight, weight_rest, *rest = gradients.collect()
+        serials, squares, trails, wishes, shorts, loss, loss_rest, weight, weight_rest, *rest = gradients.collect()
+        if shorts:
+            if not self._consensus.vote():
+                raise StepInvalidated("a member was lost before all knew: the pass is done again")
+            raise PassOutOfMemory("a worker got no memory: the pass is done again in smaller micro-batches")
         of_optimizers, rest = rest[: len(of_optimizers)], rest[len(of_optimizers) :]
         of_state, marks, mark_squares, *of_buffers = rest
         if self._group.size * squares != serials**2:
@@ -428,7 +459,7 @@ class StepExecutor:
         if gradients.carries_buffers:
             return lambda: None  # they went with the gradients
         has_stages = self._axes.stages.size > 1
-        micros = micro_batches(batch.start, batch.stop, self._plan.batch.resolved_micro)
+        micros = micro_batches(batch.start, batch.stop, self._sizes.samples)
         self._buffer_trials.settle(batch, summed.of_buffers, num_micros=len(micros), group=self._group)
         return self.buffers.combine(
             summed.changed,

@@ -1,0 +1,47 @@
+"""How many samples a micro-batch has: as the plan says, or fewer since steps ran out of memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from paceline.plan import Batch
+
+__all__ = ["MicroBatchSize"]
+
+
+class MicroBatchSize:
+    """The size of micro-batches now, equal on all workers. It is part of the run's state."""
+
+    def __init__(self, planned: Batch) -> None:
+        self._planned = planned.resolved_micro
+        self.batch = dataclasses.replace(planned, micro=self._planned)  # the plan's, in micro-batches of now
+        self.changed: Callable[[], None] = lambda: None  # called after each change
+
+    @property
+    def samples(self) -> int:
+        """Samples of a micro-batch, at most."""
+        return self.batch.resolved_micro
+
+    @property
+    def half(self) -> int:
+        """Half of them, rounded up."""
+        return -(-self.samples // 2)
+
+    def halve(self) -> None:
+        """From now on each micro-batch is two, of which the first may have a sample more. All workers call it."""
+        self._take(self.half)
+
+    def state_dict(self) -> dict[str, int]:
+        """For a checkpoint, a newcomer or a snapshot."""
+        return {"planned": self._planned, "samples": self.samples}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned, unless the plan has been given another size since."""
+        if state["planned"] == self._planned:
+            self._take(state["samples"])
+
+    def _take(self, samples: int) -> None:
+        self.batch = dataclasses.replace(self.batch, micro=samples)
+        self.changed()
