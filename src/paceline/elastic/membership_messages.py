@@ -12,6 +12,7 @@ worker -> coordinator    elastic    the plan allows replicas to join and leave: 
                          stuck      a transfer of a generation failed without a known loss; `peer`: with which worker
                          leaving    it was asked to leave, by this `signal`
                          unserved   it has lost a parameter server, and all must restart; `cause`: how
+                         micro      micro-batches have so many `samples` from now on, and may have fewer
                          short      it got no memory in a step, and all must restart; `micro`: samples of a
                                     micro-batch that are to be tried, `cause`: how
                          left       the others go on without it, and it ends
@@ -55,6 +56,7 @@ FROM_WORKERS = frozenset(
         "stuck",
         "leaving",
         "unserved",
+        "micro",
         "short",
         "left",
         "over",

@@ -153,7 +153,7 @@ class _Builder:
 
     def _executor(self) -> StepExecutor:
         scope, group, layout = self._scope, self._place.group, self._plan.layout
-        return StepExecutor(
+        executor = StepExecutor(
             self._plan,
             group=scope.group,
             consensus=scope.vote,
@@ -163,6 +163,9 @@ class _Builder:
             num_shares=lambda: group.size // layout.tensor,
             sizes=self._sizes,
         )
+        if self._files.capture is not None or self._files.module_capture is not None:
+            executor.shortage.halves = False  # numbers are compared with those of a run that has not
+        return executor
 
     def _collectives(self, executor: StepExecutor) -> WorkerCollectives:
         return WorkerCollectives(

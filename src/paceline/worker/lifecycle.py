@@ -114,6 +114,7 @@ class WorkerLifecycle:
         micro = self._parts.executor.smaller_micro(error)
         if micro is not None:
             cause = f"worker {self._parts.rank} ran out of memory in step {self.step + 1}"
+            self._saver.await_complete(self._loop.between.saved_at_step)  # this ends all workers, also those who write
             self._consensus.short_of_memory(cause, micro=micro)
 
     def abandon(self) -> None:

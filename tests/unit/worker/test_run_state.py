@@ -48,7 +48,7 @@ class Run:
         self.codecs = codecs
         self.contents = StateContents(registry, codecs)
         self.parts = {
-            name: Sampler() for name in ("losses", "streams", "loop", "guard", "memory_checkpointer", "second")
+            name: Sampler() for name in ("losses", "streams", "sizes", "loop", "guard", "memory_checkpointer", "second")
         }
         listed = {name: part for name, part in self.parts.items() if name != "second"}
         describe_run(self.contents, attempt=3, **listed)
@@ -119,7 +119,7 @@ def test_a_rollback_gives_back_the_same_list_but_for_what_only_goes_forward() ->
         assert all(torch.equal(value, expected[name]) for name, value in run.values().items())
         assert torch.equal(torch.get_rng_state(), drawn_from)
         found = {name: part.position for name, part in run.parts.items()}
-        assert found == {"losses": 7, "second": 7, "streams": 8, "loop": 8, "guard": 8, "memory_checkpointer": 8}
+        assert found == {"losses": 7, "second": 7, "streams": 8, "sizes": 8, "loop": 8, "guard": 8, "memory_checkpointer": 8}
     assert run.codecs.drop_error_feedback.call_count == 2
 
 
@@ -139,7 +139,7 @@ def test_a_checkpoint_has_the_keys_that_earlier_versions_wrote_and_read() -> Non
     run = Run()
     run.train(1)
     state = RunState.capture(run.contents, Carrier.DISK, step=1)
-    assert list(state.plain) == ["run", "random", "losses", "streams", "attempt", "second_sampler"]
+    assert list(state.plain) == ["run", "random", "losses", "streams", "micro_batch", "attempt", "second_sampler"]
     assert list(state.plain["run"]) == ["optimizers", "objects", "extra"]
     assert list(state.tensors) == [
         "model.weight",
@@ -147,7 +147,7 @@ def test_a_checkpoint_has_the_keys_that_earlier_versions_wrote_and_read() -> Non
         "optimizer.state.model.weight.momentum_buffer",
         "optimizer.state.model.bias.momentum_buffer",
     ]
-    kept = {"run", "random", "losses", "streams", "attempt", "loop", "second_sampler"}
+    kept = {"run", "random", "losses", "streams", "micro_batch", "attempt", "loop", "second_sampler"}
     assert set(RunState.capture(run.contents, Carrier.MEMORY, step=1).plain) == kept
     assert set(RunState.capture(run.contents, Carrier.PEER, step=1).plain) == {
         *kept,

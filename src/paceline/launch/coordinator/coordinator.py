@@ -305,7 +305,10 @@ class Coordinator:
         self._exits.note(ended)
         if has_finished and ended.is_loss:
             return  # it had finished its part of the run, so nothing is lost
-        if self._restart.is_possible and is_root_loss(ended) and not self._end.is_under_way:
+        if ended.is_out_of_memory and self._restart.micro > 1 and self._controller is None and self._may_restart:
+            cause = f"worker {ended.worker} (pid {ended.pid}) ran out of memory, and the kernel killed it"
+            self._out_of_memory(ended.worker, cause, micro=-(-self._restart.micro // 2))
+        elif self._restart.is_possible and is_root_loss(ended) and not self._end.is_under_way:
             self._restart.begin()
         elif ended.failed and not self._end.has_failed:
             # A worker that lost its peer may fail before the peer's host is known to be lost: wait longer.
@@ -508,6 +511,8 @@ class Coordinator:
                 self._restart.is_possible = True
             case "unserved":
                 self._server_lost(worker, str(notice["cause"]))
+            case "micro":
+                self._restart.micro = int(notice["samples"])
             case "short":
                 self._out_of_memory(worker, str(notice["cause"]), micro=max(1, int(notice["micro"])))
             case "leaving" if not self._has_begun:

@@ -55,6 +55,7 @@ class JobRestart:
         """`ranks` and `slots` are those of the coordinator's host. `restart_plan` is that of the previous restart."""
         self.judge: Callable[[JobOutcome], RestartPlan | None] | None = None  # may still refuse a restart
         self.is_possible = restart_plan is not None and restart_plan.keeps  # the workers' state outlives them
+        self.micro = 0  # samples of a micro-batch, if a restart may make it smaller; 0: it may not, or is not known
         self._job, self._job_end, self._remote_hosts, self._unreachable = job, job_end, remote_hosts, unreachable
         self._admission, self._run_dir, self._say = admission, run_dir, say
         self._ranks, self._slots = tuple(ranks), slots

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from paceline import clock
 from paceline.comm.flight_recorder import STACK_SIGNAL
 from paceline.errors import LaunchError
-from paceline.host_memory import lacks_memory
+from paceline.host_memory import lacks_memory, oom_kills
 from paceline.launch.fork.warm_parent_client import WarmParent
 from paceline.launch.io.event_loop import EventLoop, MessageStream
 from paceline.launch.job.outcome import STUCK, WorkerExit, lost_worker, read_error
@@ -87,6 +87,7 @@ class LocalWorkers:
         self._parent_loss = ""  # how the warm parent was lost for good
         self._num_parent_restarts = 0
         self._is_ending = False
+        self._oom_kills = oom_kills()  # of this host so far
         self._kill_at: float | None = None
         self._give_up_at: float | None = None
 
@@ -390,8 +391,15 @@ class LocalWorkers:
                 error=error,
                 sent_by_us=self._is_ending,
                 is_early=is_early,
+                is_out_of_memory=self._was_out_of_memory(signum),
             )
         )
+
+    def _was_out_of_memory(self, signum: int | None) -> bool:
+        """Whether this worker's end is one that the kernel has counted as such."""
+        before, self._oom_kills = self._oom_kills, oom_kills()
+        is_counted = before is not None and self._oom_kills is not None and self._oom_kills > before
+        return signum == signal.SIGKILL and not self._is_ending and is_counted
 
     def _report_lost(self, worker: int, kind: str, message: str, *, echo: bool = False) -> None:
         self._report(

@@ -55,6 +55,7 @@ class WorkerExit:
     error: Mapping[str, Any] | None  # the content of error.json
     sent_by_us: bool  # its supervisor had told it to end
     is_early: bool = False  # its process ended before its function had returned, whatever its exit code says
+    is_out_of_memory: bool = False  # the kernel killed it for want of memory
 
     @property
     def has_left(self) -> bool:

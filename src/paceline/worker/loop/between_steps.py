@@ -37,7 +37,7 @@ class BetweenSteps:
         self.saved_at_step = -1
         self.is_stopped = False  # by max_steps
         self._sizes, self._files, self._shards = parts.sizes, files, parts.executor.shards
-        self._sizes.changed = self._cut_again
+        self._sizes.changed, self._halves = self._cut_again, parts.executor.shortage.halves
         self._resumed, self._saver, self._codec_state = parts.resumed, parts.saver, parts.codec_state
         self._numerical_guard, self._memory_checkpointer = parts.numerical_guard, parts.memory_checkpointer
         self._wire_advisor = WireAdvisor(parts.plan, place=place, models=parts.models, emit=files.emit)
@@ -146,6 +146,7 @@ class BetweenSteps:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         short = [(rank, text) for rank, text in told if text]
+        self.tell_micro_batch()
         if self._group.index == 0:
             self._files.emit(
                 MicroBatchHalved(
@@ -156,6 +157,11 @@ class BetweenSteps:
                     after=self._sizes.samples,
                 )
             )
+
+    def tell_micro_batch(self) -> None:
+        """Tell the coordinator the size of micro-batches, where it may be halved."""
+        if self._group.index == 0 and self._halves:
+            self._consensus.tell_micro_batch(self._sizes.samples)
 
     def _cut_again(self) -> None:
         for stream in self.streams.values():

@@ -98,6 +98,7 @@ class TrainingLoop:
         self.streams[source.name] = stream
         self._resumed.begin_training()
         self._note_changes(stream)
+        self.between.tell_micro_batch()
         self._files.ledger.opened(source.name, **stream.about(), **terms.ledger_facts)
         last_step = stream.last_step(self.step)
         self._files.emit(

@@ -443,6 +443,12 @@ class Consensus:
             self._coordinator.tell("unserved", cause=cause)
             time.sleep(END_S)
 
+    def tell_micro_batch(self, samples: int) -> None:
+        """Tell the coordinator how many samples a micro-batch has: after a worker that the kernel killed for want of
+        memory, it restarts all with fewer."""
+        if self._coordinator is not None and not self._coordinator.is_orphaned:
+            self._coordinator.tell("micro", samples=samples)
+
     def short_of_memory(self, cause: str, *, micro: int) -> None:
         """Report a step for which this worker got no memory, so that the coordinator ends all workers and starts them
         again with micro-batches of so many samples. Returns as `unserved`."""

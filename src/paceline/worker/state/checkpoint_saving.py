@@ -7,12 +7,14 @@ committed once all writers' files are complete.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from paceline.checkpoint.checkpoint_dir import find
 from paceline.checkpoint.retention import discard
 from paceline.comm.group import WorkerGroup, total
 from paceline.errors import CheckpointError
@@ -31,6 +33,7 @@ from paceline.worker.topology.parallel_groups import ParallelGroups
 __all__ = ["CheckpointSaver"]
 
 ABANDON_S = 3.0  # less than what a supervisor gives to a failed job
+LOOK_S = 0.02
 
 
 class CheckpointSaver:
@@ -149,6 +152,15 @@ class CheckpointSaver:
                 self._writer.wait()
             if not total(self._group, [float(not is_written)], what="whether checkpoints are written")[0]:
                 return
+
+    def await_complete(self, step: int) -> None:
+        """Wait a moment until the checkpoint of this step is complete, whichever workers write it; not together with
+        them. It is looked for on disk: where that is another host's, the moment passes."""
+        until = time.monotonic() + ABANDON_S
+        while step > self._resumed.step and (find(self._files.checkpoint_dir).step or 0) < step:
+            if time.monotonic() > until:
+                return
+            time.sleep(LOOK_S)
 
     def close(self, *, is_left: bool = False) -> None:
         """Wait for the last save; raises CheckpointError when it could not be committed.
