@@ -20,6 +20,7 @@ __all__ = [
     "ENGINE",
     "FAMILY",
     "FAULTS",
+    "MICRO_TRIAL",
     "PRELOADS",
     "RUN_DIR",
     "World",
@@ -41,6 +42,7 @@ __all__ = [
     "is_preloading",
     "leave",
     "mark",
+    "micro_batch_trial",
     "notice_signals",
     "own_names",
     "path_words",
@@ -57,6 +59,7 @@ RUN_DIR = "PACELINE_RUN_DIR"  # the directory of the run that a script goes on w
 ENGINE = "PACELINE_ENGINE"  # that starts the hosts of this job: one console is shown for all of them
 MARK = "PACELINE_MARK"  # begins the lines by which a host gives rows of its metrics to its driver
 FAULTS = "PACELINE_FAULTS"  # the programme of a run that is drilled (paceline.testing): a file
+MICRO_TRIAL = "PACELINE_MICRO_TRIAL"  # sizes of micro-batches to be measured, with steps: "8:12,16:6"
 LISTENER = "PACELINE_LISTENER"  # process and file descriptor of the coordinator's socket
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 FAMILY = "PACELINE_FAMILY"  # marks a warm parent and all its descendants
@@ -224,6 +227,12 @@ def fault_programme() -> Path | None:
     """Return the file of the faults that are to come in this run, where it is a drill."""
     path = os.environ.get(FAULTS)
     return Path(path) if path else None
+
+
+def micro_batch_trial() -> list[tuple[int, int]]:
+    """Where a run is to measure several sizes of micro-batches: samples of each, and in how many steps."""
+    pairs = [word.split(":") for word in os.environ.get(MICRO_TRIAL, "").split(",") if word]
+    return [(int(samples), int(steps)) for samples, steps in pairs]
 
 
 def notice_signals() -> tuple[int, ...]:

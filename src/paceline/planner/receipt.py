@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PlanError
+from paceline.plan import Layout, Plan
 from paceline.planner.correction import UNCORRECTED, Correction
 from paceline.planner.search import PricedPlan
 from paceline.units import duration_text, gigabytes_text
@@ -146,23 +147,25 @@ def read_receipts(path: Path) -> list[Receipt]:
     return found
 
 
-def correction_of(receipts: Sequence[Receipt], model: str, *, micro: int, workers: int) -> Correction:
-    """Return what receipts of a cluster say about a model's steps on so many workers, in micro-batches of `micro`.
+def correction_of(receipts: Sequence[Receipt], model: str, plan: Plan, *, workers: int) -> Correction:
+    """Return what receipts of a cluster say about a plan's steps on so many workers.
 
-    Receipts of this model and as many workers correct part by part: compute, the optimizer, and the rest of a step as
-    an addition; those with the nearest micro-batch count. Others of this model, or else of any, correct by the median
-    of measured over predicted steps.
+    Receipts of this model and as many workers correct part by part. Compute and the optimizer: those with the nearest
+    micro-batch. Communication, as a share of what is predicted for it or as an addition, and memory: those with the
+    same cuts, and of these with the nearest micro-batch. Others of this model, or else of any, correct by the median of
+    measured over predicted steps.
     """
     same = [one for one in receipts if one.model == model]
     there = [one for one in same if one.workers == workers]
     if there:
-        away = min(_away(one, micro) for one in there)
-        close = [one for one in there if _away(one, micro) == away]
-        compute = _ratio(close, "compute")
-        rests = [_rest(one, compute) for one in close]
-        beyond = [one.measured_bytes - one.predicted_bytes for one in close if one.measured_bytes is not None]
+        micro = plan.batch.resolved_micro
+        close = _nearest(there, micro)
+        alike = [one for one in there if _cuts(Plan.parse(one.plan)) == _cuts(plan)] or there
+        rests = [_rest(one, _ratio(_nearest(there, one.micro), "compute")) for one in _nearest(alike, micro)]
+        weighed = [one for one in alike if one.measured_bytes is not None]
+        beyond = [one.measured_bytes - one.predicted_bytes for one in _nearest(weighed, micro) if one.measured_bytes]
         return Correction(
-            compute=compute,
+            compute=_ratio(close, "compute"),
             optimizer=_ratio(close, "optimizer"),
             communication=statistics.median(share for share, _ in rests),
             added_s=statistics.median(added_s for _, added_s in rests),
@@ -180,6 +183,17 @@ def correction_of(receipts: Sequence[Receipt], model: str, *, micro: int, worker
         receipts=len(same or receipts),
         of="this model" if same else "other models",
     )
+
+
+def _nearest(receipts: Sequence[Receipt], micro: int) -> Sequence[Receipt]:
+    """Those whose micro-batch is the nearest to one of `micro` samples, by their ratio."""
+    away = min((_away(one, micro) for one in receipts), default=0.0)
+    return [one for one in receipts if _away(one, micro) == away]
+
+
+def _cuts(plan: Plan) -> Layout:
+    """What workers divide among themselves, however they then order it."""
+    return dataclasses.replace(plan.layout, replicas=1, schedule="1f1b", sequence=False)
 
 
 def _away(one: Receipt, micro: int) -> float:

@@ -20,7 +20,7 @@ from paceline.planner.plan_case import case_of
 from paceline.planner.predict import Case, Prediction, Workload
 from paceline.units import gigabytes_text
 
-__all__ = ["PricedPlan", "candidates", "least_workers", "price", "remedy", "search"]
+__all__ = ["PricedPlan", "candidates", "least_workers", "micro_batches", "price", "remedy", "search"]
 
 ORDER: dict[Verdict, int] = {"fits": 0, "unsure": 1, "does not fit": 2}
 MOST_SHARD = 512  # workers that split one replica's state
@@ -88,7 +88,7 @@ def candidates(plan: Plan, model: ModelCosts, *, workers: int, per_host: int) ->
                 continue
             data = workers // (tensor * stages)
             for layout in _layouts(tensor, stages, data):
-                for micro in _micro_batches(plan.batch, data, least=stages):
+                for micro in micro_batches(plan.batch, data, least=stages):
                     for recompute in ("none", "blocks"):
                         compute = dataclasses.replace(plan.compute, recompute=recompute)
                         batch = dataclasses.replace(plan.batch, micro=micro)
@@ -118,7 +118,7 @@ def _allowed(plan: Plan, layout: Layout, batch: Batch, compute: Compute, workers
         yield made
 
 
-def _micro_batches(batch: Batch, data: int, *, least: int) -> list[int]:
+def micro_batches(batch: Batch, data: int, *, least: int) -> list[int]:
     """Powers of two that give every data-parallel worker as many micro-batches, and at least as many as stages."""
     share = batch.size // data
     if share < least or batch.size % data:

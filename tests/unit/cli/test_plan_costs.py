@@ -336,17 +336,20 @@ def test_plans_are_run_and_ranked_by_what_was_measured(
 ) -> None:
     (tmp_path / "small.toml").write_text(SMALL.replace("memory_gb = 1.0", "memory_gb = 80.0"))
     ran: list[str] = []
+    trials: list[str] = []
 
-    def run(command: Sequence[str]) -> str:
-        plan = command[command.index("--plan") + 1]
+    def run(command: Sequence[str], trial: str) -> str:
+        plan = command[command.index("--plan") + 1].removesuffix("+guard(on_out_of_memory=stop)")
         ran.append(plan)
+        trials.append(trial)
         if "stages" in plan:
             return "the pipeline cannot be cut so"
         folder = Path(command[command.index("--run-dir") + 1])
         folder.mkdir()
         total = 0.5 if "shard=4" in plan else 0.3
         parts = {"compute": total - 0.1, "communication": 0.05, "optimizer": 0.05, "data": 0.0, "total": total}
-        rows = "\n".join(json.dumps({"step": step, "seconds": parts}) for step in range(1, 13))
+        last = int(command[command.index("--max-steps") + 1])
+        rows = "\n".join(json.dumps({"step": step, "seconds": parts}) for step in range(1, last + 1))
         (folder / "metrics.jsonl").write_text(rows)
         return ""
 
@@ -356,12 +359,15 @@ def test_plans_are_run_and_ranked_by_what_was_measured(
     assert status == 0
     assert ran[0] == "replicas=1+shard=4+batch(micro=4)", "the script's plan is run first: the others learn from it"
     assert len(ran) == len(set(ran)) > 3
+    assert trials[0] == "4:12,1:6,2:6,8:6" and not any(trials[1:]), "the first one in other micro-batches, too"
     table = out.split("the fastest first\n")[-1].split("\n\n")[0].splitlines()[1:]
     assert table[0].split()[:2] == ["300", "ms"]
     assert "stages" in table[-1]
     assert table[-1].endswith("the pipeline cannot be cut so")
     assert sum("<- the script's" in line for line in table) == 1
-    assert len((tmp_path / "small.receipts.jsonl").read_text().splitlines()) == sum("stages" not in one for one in ran)
+    assert len((tmp_path / "small.receipts.jsonl").read_text().splitlines()) == 3 + sum(
+        "stages" not in one for one in ran
+    )
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,10 @@ def receipt(**changed: Any) -> Receipt:
     return dataclasses.replace(one, **changed)
 
 
+def of(micro: int, layout: str = "replicas=2") -> Plan:
+    return Plan.parse(f"{layout}+batch(size=64,micro={micro})")
+
+
 def priced(correction: Correction = UNCORRECTED) -> PricedPlan:
     plan = Plan(batch=Batch(size=64, micro=8)).resolve(8)
     return price(plan, MODEL, catalogue().cluster("h100x8-ib"), built_in(), workers=8, correction=correction)
@@ -104,38 +108,48 @@ def test_a_line_that_is_no_receipt_is_named(tmp_path: Path, line: str) -> None:
 
 
 def test_the_same_model_and_workers_correct_part_by_part() -> None:
-    found = correction_of([receipt(), receipt(model="other"), receipt(workers=4)], "m", micro=8, workers=2)
+    found = correction_of([receipt(), receipt(model="other"), receipt(workers=4)], "m", of(8), workers=2)
     assert (found.compute, found.optimizer) == (pytest.approx(1.5), pytest.approx(0.5))
     assert (found.communication, found.added_s) == (pytest.approx(0.5), 0.0), "0.05 s are left of 0.1 s"
     assert (found.receipts, found.of) == (1, "this model on 2 workers")
     assert found.added_bytes == pytest.approx(0.2e9)
     slow = receipt(measured_s=1.7)
-    found = correction_of([slow], "m", micro=8, workers=2)
+    found = correction_of([slow], "m", of(8), workers=2)
     assert (found.communication, found.added_s) == (1.0, pytest.approx(1.7 - 1.25 - 0.1))
 
 
 def test_the_bubble_of_a_pipeline_grows_with_compute() -> None:
     parts = {"products": 0.4, "idle": 0.2, "sends": 0.1}
     one = receipt(predicted_s=0.7, predicted_parts=parts, measured_s=1.5, measured_parts={"compute": 0.8})
-    found = correction_of([one], "m", micro=8, workers=2)
+    found = correction_of([one], "m", of(8), workers=2)
     assert (found.compute, found.communication) == (pytest.approx(2.0), 1.0)
     assert found.added_s == pytest.approx(1.5 - 0.8 - 2 * 0.2 - 0.1)
 
 
 def test_the_nearest_micro_batch_counts() -> None:
     small, large = receipt(micro=4, measured_parts={"compute": 1.6}), receipt(micro=32)
-    assert correction_of([small, large], "m", micro=8, workers=2).compute == pytest.approx(2.0)
-    assert correction_of([small, large], "m", micro=16, workers=2).compute == pytest.approx(1.5)
-    both = correction_of([small, receipt(micro=16)], "m", micro=8, workers=2)
+    assert correction_of([small, large], "m", of(8), workers=2).compute == pytest.approx(2.0)
+    assert correction_of([small, large], "m", of(16), workers=2).compute == pytest.approx(1.5)
+    both = correction_of([small, receipt(micro=16)], "m", of(8), workers=2)
     assert (both.receipts, both.compute) == (2, pytest.approx(1.75)), "equally near"
 
 
+def test_communication_is_that_of_the_same_cuts_and_compute_that_of_the_same_micro_batch() -> None:
+    plain = receipt(micro=16, measured_parts={"compute": 1.6}, measured_s=1.65)
+    shards = receipt(plan="shard=2", measured_parts={"compute": 0.8}, measured_s=1.0)
+    shard, whole = (correction_of([plain, shards], "m", of(16, one), workers=2) for one in ("shard=2", "replicas=2"))
+    assert shard.compute == whole.compute == pytest.approx(2.0)
+    assert (shard.communication, shard.added_s) == (1.0, pytest.approx(1.0 - 0.8 - 0.1))
+    assert (whole.communication, whole.added_s) == (pytest.approx(0.5), 0.0)
+    assert correction_of([plain], "m", of(16, "shard=2"), workers=2).communication == pytest.approx(0.5)
+
+
 def test_other_workers_and_other_models_correct_the_whole_step() -> None:
-    found = correction_of([receipt(workers=4), receipt(model="other", measured_s=9.0)], "m", micro=8, workers=2)
+    found = correction_of([receipt(workers=4), receipt(model="other", measured_s=9.0)], "m", of(8), workers=2)
     assert (found.compute, found.communication, found.of) == (pytest.approx(1.3), pytest.approx(1.3), "this model")
-    found = correction_of([receipt(measured_s=2.0), receipt(measured_s=4.0)], "new", micro=8, workers=2)
+    found = correction_of([receipt(measured_s=2.0), receipt(measured_s=4.0)], "new", of(8), workers=2)
     assert (found.compute, found.receipts, found.of) == (pytest.approx(3.0), 2, "other models")
-    assert correction_of([], "m", micro=8, workers=2) is UNCORRECTED
+    assert correction_of([], "m", of(8), workers=2) is UNCORRECTED
 
 
 def test_a_corrected_step_is_the_sum_of_its_corrected_parts() -> None:
@@ -167,5 +181,5 @@ def test_a_run_that_was_measured_is_predicted_as_it_was() -> None:
     one = priced()
     measured = measured_step(rows(*[1.0] * 6), peak=None) or pytest.fail("too few")
     kept = Receipt.of("m", one, measured)
-    again = priced(correction_of([kept], "m", micro=8, workers=8))
+    again = priced(correction_of([kept], "m", of(8), workers=8))
     assert again.step.step_s == pytest.approx(1.0, rel=1e-6)

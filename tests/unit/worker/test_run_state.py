@@ -119,7 +119,15 @@ def test_a_rollback_gives_back_the_same_list_but_for_what_only_goes_forward() ->
         assert all(torch.equal(value, expected[name]) for name, value in run.values().items())
         assert torch.equal(torch.get_rng_state(), drawn_from)
         found = {name: part.position for name, part in run.parts.items()}
-        assert found == {"losses": 7, "second": 7, "streams": 8, "sizes": 8, "loop": 8, "guard": 8, "memory_checkpointer": 8}
+        assert found == {
+            "losses": 7,
+            "second": 7,
+            "streams": 8,
+            "sizes": 8,
+            "loop": 8,
+            "guard": 8,
+            "memory_checkpointer": 8,
+        }
     assert run.codecs.drop_error_feedback.call_count == 2
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import PlanError
 from paceline.plan import Plan
+from paceline.planner.axes import Axes
 from paceline.planner.cluster import Cluster
 from paceline.planner.constants import Calibration, built_in
 from paceline.planner.correction import Correction
@@ -83,6 +84,11 @@ class Subject:
             yield f"         {remark}"
 
     @property
+    def axes(self) -> Axes:
+        """How the script's plan uses its workers."""
+        return Axes.of(self.plan.layout, self.workers)
+
+    @property
     def signature(self) -> str:
         """What tells receipts of this model from others."""
         return f"{self.name}/{self.model.parameters}/{self.model.model_flops(self.model.sequence):.4g}"
@@ -95,7 +101,7 @@ class Subject:
 
     def correction(self, plan: Plan, *, workers: int) -> Correction:
         """Return what receipts say about one plan."""
-        return correction_of(self.receipts, self.signature, micro=plan.batch.resolved_micro, workers=workers)
+        return correction_of(self.receipts, self.signature, plan, workers=workers)
 
     def price(self, plan: Plan, cluster: Cluster, *, workers: int) -> PricedPlan:
         """Return what one plan costs; with the script's own cuts, its state is known exactly."""

@@ -13,50 +13,115 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline import environment
 from paceline.cli.plan_costs.subject import Subject
 from paceline.errors import PlanError
 from paceline.plan import Layout, Plan
 from paceline.planner.named_cluster import NamedCluster
 from paceline.planner.receipt import LEAST_STEPS, WARM_UP, MeasuredStep, Receipt, measured_step
-from paceline.planner.search import PricedPlan
+from paceline.planner.search import PricedPlan, micro_batches
 from paceline.units import count_text, duration_text
 
 __all__ = ["Verified", "measured_run", "print_receipt", "print_verified", "verified_plans"]
 
 STEPS = 12
+SIZE_STEPS = 6  # of each further size of micro-batches
+MOST_SIZES = 4
 LIMIT_S = 300.0  # of one plan's run
 GRACE_S = 45.0  # for its workers to leave
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Verified:
-    """A plan that was run: its receipt, or why there is none."""
+    """A plan that was run: its receipt, or why there is none. `sizes`: receipts of it in other micro-batches."""
 
     priced: PricedPlan
     receipt: Receipt | None
     problem: str = ""
+    sizes: tuple[Receipt, ...] = ()
+
+    @property
+    def receipts(self) -> tuple[Receipt, ...]:
+        return self.sizes if self.receipt is None else (self.receipt, *self.sizes)
 
 
-def _verified(subject: Subject, script: Path, args: Sequence[str], one: PricedPlan) -> Verified:
+def _verified(
+    subject: Subject, script: Path, args: Sequence[str], one: PricedPlan, others: Sequence[PricedPlan] = ()
+) -> Verified:
+    """Run one plan, and after it, in the same run, `others` that have the same but for the size of micro-batches."""
     workers = one.case.axes.workers
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as folder:
         run_dir = Path(folder) / "run"
-        command = [sys.executable, "-m", "paceline", "run", str(script), "--plan", str(one.plan)]
-        command += ["--workers", str(workers), "--max-steps", str(STEPS), "--run-dir", str(run_dir)]
+        command = [sys.executable, "-m", "paceline", "run", str(script), "--plan", str(_as_it_is(one.plan))]
+        command += [
+            "--workers",
+            str(workers),
+            "--max-steps",
+            str(STEPS + SIZE_STEPS * len(others)),
+            "--run-dir",
+            str(run_dir),
+        ]
         command += ["--save-every-s", "0", "--no-save-at-end", "--no-tensorboard", *(["--", *args] if args else [])]
-        problem = _problem_of(command)
+        problem = _problem_of(command, trial_of([one, *others]) if others else "")
         if problem:
             return Verified(priced=one, receipt=None, problem=problem)
-        measured = measured_run(run_dir)
-    if measured is None:
+        first, *rest = (measured_run(run_dir, steps=steps) for steps in _steps_of(len(others)))
+    if first is None:
         return Verified(priced=one, receipt=None, problem="it ended after too few steps to be measured")
-    receipt = Receipt.of(subject.signature, one, measured)
-    return Verified(priced=one, receipt=receipt)
+    runs = [(one, first), *((other, found) for other, found in zip(others, rest, strict=True) if found is not None)]
+    largest = max(priced.plan.batch.resolved_micro for priced, _ in runs)  # which takes the most memory of them
+    own, *sizes = (
+        Receipt.of(
+            subject.signature,
+            priced,
+            found if priced.plan.batch.resolved_micro == largest else dataclasses.replace(found, peak=None),
+        )
+        for priced, found in runs
+    )
+    return Verified(priced=one, receipt=own, sizes=tuple(sizes))
 
 
-def _problem_of(command: Sequence[str]) -> str:
+def trial_of(plans: Sequence[PricedPlan]) -> str:
+    """Return how the run is told which sizes to measure: "8:12,16:6"."""
+    steps = [STEPS, *(SIZE_STEPS for _ in plans[1:])]
+    return ",".join(f"{one.plan.batch.resolved_micro}:{n}" for one, n in zip(plans, steps, strict=True))
+
+
+def _steps_of(others: int) -> Iterator[range]:
+    """The numbers of the steps of each size."""
+    yield range(1, STEPS + 1)
+    for number in range(others):
+        first = STEPS + number * SIZE_STEPS + 1
+        yield range(first, first + SIZE_STEPS)
+
+
+def _other_sizes(subject: Subject, where: NamedCluster) -> list[PricedPlan]:
+    """The script's plan in the largest micro-batches that its workers can share, and that may fit; ascending."""
+    plan = subject.plan
+    sizes = micro_batches(plan.batch, subject.axes.data, least=subject.axes.stages)[-MOST_SIZES:]
+    found = (
+        subject.price(
+            dataclasses.replace(plan, batch=dataclasses.replace(plan.batch, micro=micro)),
+            where.cluster,
+            workers=subject.workers,
+        )
+        for micro in sizes
+        if micro != plan.batch.resolved_micro
+    )
+    return [one for one in found if one.fits != "does not fit"]
+
+
+def _as_it_is(plan: Plan) -> Plan:
+    """The plan without what a run may change of it: smaller micro-batches, where memory runs out."""
+    return dataclasses.replace(plan, guard=dataclasses.replace(plan.guard, on_out_of_memory="stop"))
+
+
+def _problem_of(command: Sequence[str], trial: str) -> str:
     """Run a command to its end, and return why it failed, "" if it did not. It is ended in order after the limit."""
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    variables = environment.child_environment(**({environment.MICRO_TRIAL: trial} if trial else {}))
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=variables
+    ) as process:
         try:
             _, errors = process.communicate(timeout=LIMIT_S)
         except BaseException as error:
@@ -72,9 +137,9 @@ def _problem_of(command: Sequence[str]) -> str:
     return lines[-1].removeprefix("paceline: ") if process.returncode else ""
 
 
-def measured_run(run_dir: Path) -> MeasuredStep | None:
-    """Return what a run's records say of its steps and its memory; None where it took too few steps."""
-    rows = _json_lines(run_dir / "metrics.jsonl")
+def measured_run(run_dir: Path, *, steps: range | None = None) -> MeasuredStep | None:
+    """Return what a run's records say of its steps, or some of them, and its memory; None where these are too few."""
+    rows = [row for row in _json_lines(run_dir / "metrics.jsonl") if steps is None or row.get("step") in steps]
     peaks = [
         event["peak_memory_bytes"]
         for path in run_dir.glob("attempt_*/worker_*/events.jsonl")
@@ -117,19 +182,20 @@ def _ended_in_order() -> Iterator[None]:
 
 
 def _run_plans(subject: Subject, where: NamedCluster, count: int, script: Path, args: Sequence[str]) -> list[Verified]:
-    """The second plan has the script's cuts with another micro-batch, so that both are known; then each next one is the
-    best by what those before have shown.
+    """First the script's plan, in several sizes of micro-batches; then each next one is the best by what those before
+    have shown.
     """
-    found: list[Verified] = []
-    next_one: PricedPlan | None = subject.price(subject.plan, where.cluster, workers=subject.workers)
+    own = subject.price(subject.plan, where.cluster, workers=subject.workers)
+    found = [_verified(subject, script, args, own, _other_sizes(subject, where))]
+    if not found[0].receipts:  # one of the sizes may be what failed
+        found = [_verified(subject, script, args, own)]
+    next_one: PricedPlan | None = own
     while next_one is not None and len(found) <= count:
-        found.append(_verified(subject, script, args, next_one))
-        if found[-1].receipt is not None:
-            subject = dataclasses.replace(subject, receipts=(*subject.receipts, found[-1].receipt))
+        if next_one is not own:
+            found.append(_verified(subject, script, args, next_one))
+        subject = dataclasses.replace(subject, receipts=(*subject.receipts, *found[-1].receipts))
         ran = [one.priced.plan for one in found]
         best = subject.best(subject.plan, where.cluster, workers=subject.workers, without=ran)
-        if len(found) == 1:
-            best.sort(key=lambda one: _cuts(one.plan) != _cuts(subject.plan))
         next_one = next((one for one in best if one.fits != "does not fit" and not _is_same(one.plan, ran)), None)
     return found
 
@@ -149,7 +215,7 @@ def print_verified(subject: Subject, where: NamedCluster, count: int, *, script:
     found = verified_plans(subject, where, count, script=script, args=args)
     found.sort(key=lambda one: one.receipt.measured_s if one.receipt is not None else float("inf"))
     print(*_verified_lines(found, subject.plan), sep="\n")
-    _keep([one.receipt for one in found if one.receipt is not None], where)
+    _keep([receipt for one in found for receipt in one.receipts], where)
 
 
 def print_receipt(subject: Subject, where: NamedCluster, run_dir: Path) -> None:

@@ -31,7 +31,7 @@ class MicroBatchSize:
 
     def halve(self) -> None:
         """From now on each micro-batch is two, of which the first may have a sample more. All workers call it."""
-        self._take(self.half)
+        self.take(self.half)
 
     def state_dict(self) -> dict[str, int]:
         """For a checkpoint, a newcomer or a snapshot."""
@@ -40,8 +40,9 @@ class MicroBatchSize:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned, unless the plan has been given another size since."""
         if state["planned"] == self._planned:
-            self._take(state["samples"])
+            self.take(state["samples"])
 
-    def _take(self, samples: int) -> None:
+    def take(self, samples: int) -> None:
+        """From now on each micro-batch has so many samples. All workers call it."""
         self.batch = dataclasses.replace(self.batch, micro=samples)
         self.changed()

@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 
+from paceline import environment
 from paceline.comm.group import total
 from paceline.events import MicroBatchHalved, Note
 from paceline.worker.data.batch_stream import BatchStream
 from paceline.worker.data.load_balancing import LoadBalancer
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.data.stream_position import StreamPosition, StreamPositions
+from paceline.worker.loop.micro_batch_trial import MicroBatchTrial
 from paceline.worker.loop.save_timer import SaveTimer
 from paceline.worker.loop.step_log import StepLog
 from paceline.worker.loop.wire_advisor import WireAdvisor
@@ -43,6 +45,7 @@ class BetweenSteps:
         self._wire_advisor = WireAdvisor(parts.plan, place=place, models=parts.models, emit=files.emit)
         self._group, self._consensus, self._recorder = place.group, place.consensus, place.recorder
         self._device = parts.device
+        self._trial = MicroBatchTrial(parts.sizes, environment.micro_batch_trial())
         # The steps after which all had equal weights the last time, and the time before: but for rounds, the last two.
         self._equal_before = self._equal_at = 0
         self.save_timer = SaveTimer(files.save_every_s)
@@ -79,6 +82,7 @@ class BetweenSteps:
 
     def before_step(self) -> None:
         """What is due where all have equal weights."""
+        self._trial.before_step(self.log.step)
         self.save_timer.begin()
         self._shards.close()  # the script may have run forwards between the steps
         self._consensus.between_steps()
