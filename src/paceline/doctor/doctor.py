@@ -8,10 +8,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import json
+import os
 import secrets
 import statistics
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -21,17 +24,22 @@ from paceline import clock
 from paceline.doctor.cluster_file import cluster_toml
 from paceline.doctor.findings import ClusterFinding, findings
 from paceline.doctor.host_pairs import HostEnd, interface_of, rounds
-from paceline.doctor.measured import CollectiveTime, Examination, HostPair, WorkerRates
+from paceline.doctor.measured import CollectiveTime, Examination, HostPair, ScriptReading, WorkerRates
 from paceline.doctor.rates import attention_rate, launch_s, matmul_rates, memory_bandwidth, train_once
+from paceline.doctor.report import reading_lines, report_lines
+from paceline.doctor.script_findings import reading_findings
+from paceline.doctor.script_reading import AskedScript, read_script
 from paceline.doctor.storage import disk_rates
 from paceline.host_memory import memory_limit_bytes
-from paceline.units import bytes_text, duration_text, gigabytes_text
+from paceline.plan import CommandPlan
 from paceline.worker.run_member import parts_of
 from paceline.worker.topology.device import peak_memory_bytes
 
-__all__ = ["CLUSTER_FILE", "examine", "report_lines"]
+__all__ = ["CLUSTER_FILE", "examine"]
 
-CLUSTER_FILE = "cluster.toml"
+CLUSTER_FILE, RECORD_FILE = "cluster.toml", "examination.json"
+ENGINE_FILE = "engine.json"  # of a run's directory, where an engine's job was submitted
+ENDS = "# end of the cluster file"  # on the console
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 26)  # bytes of an all-reduce
 REPEATS = 7
 
@@ -41,20 +49,63 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=0.5)
     parser.add_argument("--name", default="")
-    given = parser.parse_args()
-    paceline.run(lambda worker: report(worker, seconds=given.seconds, name=given.name), save_every_s=0)
+    parser.add_argument("--tell", action="store_true")
+    parser.add_argument("--script", type=Path)
+    parser.add_argument("--plan", type=json.loads)
+    words, args = _split(sys.argv[1:])
+    given = parser.parse_args(words)
+    asked = None
+    if given.script is not None:
+        asked = AskedScript(path=given.script, plan=CommandPlan.from_table(given.plan), args=args)
+    paceline.run(
+        lambda worker: report(worker, seconds=given.seconds, name=given.name, tells=given.tell, asked=asked),
+        save_every_s=0,
+    )
 
 
-def report(worker: paceline.Worker, *, seconds: float, name: str) -> None:
-    """Measure; worker 0 prints what was found, and writes the cluster file into the run's directory."""
+def _split(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Our own words, and those of the script, behind "--"."""
+    at = words.index("--") if "--" in words else len(words)
+    return words[:at], words[at + 1 :]
+
+
+def report(
+    worker: paceline.Worker, *, seconds: float, name: str, tells: bool = False, asked: AskedScript | None = None
+) -> None:
+    """Measure; worker 0 prints what was found, and writes the cluster file and all numbers into the run's directory.
+
+    `tells`: print the cluster file, too, where this directory is not the one of the submitting machine. `asked`: then
+    measure how fast this script's data comes.
+    """
     seen = examine(worker, seconds=seconds)
-    if not worker.is_first:
+    run_dir = parts_of(worker).files.run_dir
+    path = run_dir / CLUSTER_FILE
+    found = findings(seen)
+    if worker.is_first:
+        when = datetime.datetime.fromtimestamp(clock.now(), tz=datetime.UTC).date().isoformat()
+        text = cluster_toml(seen, name=name or seen.workers[0].host, when=when)
+        path.write_text(text, encoding="utf-8")
+        _record(run_dir, seen, found, None)
+        print(*report_lines(seen, found), sep="\n", flush=True)
+        if tells and not (run_dir / ENGINE_FILE).exists():
+            print(f"{text}{ENDS}", flush=True)
+    if asked is None:
         return
-    when = datetime.datetime.fromtimestamp(clock.now(), tz=datetime.UTC).date().isoformat()
-    text = cluster_toml(seen, name=name or seen.workers[0].host, when=when)
-    path = parts_of(worker).files.run_dir / CLUSTER_FILE
-    path.write_text(text, encoding="utf-8")
-    print(*report_lines(seen, findings(seen)), sep="\n", flush=True)
+    reading = read_script(worker, asked, cluster=path, seconds=seconds)
+    if worker.is_first:
+        more = reading_findings(reading, seen)
+        _record(run_dir, seen, [*found, *more], reading)
+        print(*reading_lines(reading, more), sep="\n", flush=True)
+
+
+def _record(run_dir: Path, seen: Examination, found: Sequence[ClusterFinding], reading: ScriptReading | None) -> None:
+    """Keep all that was measured as JSON."""
+    record = {
+        "examination": dataclasses.asdict(seen),
+        "script": None if reading is None else dataclasses.asdict(reading),
+        "findings": [dataclasses.asdict(one) for one in found],
+    }
+    (run_dir / RECORD_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def examine(worker: paceline.Worker, *, seconds: float) -> Examination:
@@ -82,6 +133,7 @@ def examine(worker: paceline.Worker, *, seconds: float) -> Examination:
         host=assignment.host,
         device=device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
         threads=torch.get_num_threads(),
+        cores=len(os.sched_getaffinity(0)),
         memory=_memory(device, assignment.local_workers),
         runtime=runtime,
         matmul=matmul,
@@ -159,52 +211,6 @@ def _memory(device: torch.device, local_workers: int) -> float:
     if device.type != "cpu":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return float(memory_limit_bytes() or 0) / local_workers
-
-
-def report_lines(seen: Examination, found: Sequence[ClusterFinding]) -> Iterator[str]:
-    """The examination in words, what is wrong at the end."""
-    hosts = dict.fromkeys(one.host for one in seen.workers)
-    yield (
-        f"examined {len(seen.workers)} {'worker' if len(seen.workers) == 1 else 'workers'} on "
-        f"{', '.join(list(hosts)[:8])}{' ...' if len(hosts) > 8 else ''}, all at once, in {duration_text(seen.took_s)}"
-    )
-    kinds = ", ".join(dict.fromkeys(one.device for one in seen.workers))
-    yield f"devices  {kinds}, {gigabytes_text(min(one.memory for one in seen.workers))} GB for each worker"
-    for name in seen.workers[0].matmul:
-        rates = [one.matmul[name] for one in seen.workers]
-        yield f"compute  {_span(rates, 1e9, 'GFLOP/s')} of {name} matrix products"
-    yield f"compute  {_span([one.attention for one in seen.workers], 1e9, 'GFLOP/s')} of fused attention"
-    yield f"memory   {_span([one.memory_bandwidth for one in seen.workers], 1e9, 'GB/s')} read and written"
-    yield f"launch   {_span([one.launch_s for one in seen.workers], 1e-6, 'us')} for a small operation"
-    for one in seen.all_reduce:
-        yield f"network  {duration_text(one.seconds)} for an all-reduce of {bytes_text(one.num_bytes)}"
-    if seen.bus_bandwidth is not None:
-        yield f"network  {seen.bus_bandwidth / 1e9:.3g} GB/s of each worker's link in the largest (busbw)"
-    rates = [pair.bandwidth for pair in seen.pairs if pair.bandwidth is not None]
-    if rates:
-        delays = [pair.latency_s or 0.0 for pair in seen.pairs if pair.error is None]
-        yield (
-            f"hosts    {_span(rates, 1e9, 'GB/s')}, {_span(delays, 1e-6, 'us')} one way over TCP, {len(rates)} "
-            f"{'pair' if len(rates) == 1 else 'pairs'}"
-        )
-    disks = [one for one in seen.workers if one.disk_write]
-    if disks:
-        yield (
-            f"disk     {_span([one.disk_write for one in disks], 1e6, 'MB/s')} written, "
-            f"{_span([one.disk_read for one in disks], 1e6, 'MB/s')} read"
-        )
-    if not found:
-        yield "findings none: nothing is slower than it should be"
-    for one in found:
-        yield f"finding  {one.where}: {one.what}"
-        yield f"         {one.remedy}"
-
-
-def _span(values: Sequence[float], unit: float, name: str) -> str:
-    low, high = (
-        f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}" for value in (min(values) / unit, max(values) / unit)
-    )
-    return f"{low} {name}" if max(values) < 1.05 * min(values) else f"{low} to {high} {name}"
 
 
 if __name__ == "__main__":

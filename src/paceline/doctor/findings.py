@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 
-from paceline.doctor.measured import Examination, HostPair, WorkerRates
+from paceline.doctor.measured import Examination, WorkerRates
 from paceline.units import bytes_text, duration_text
 
 __all__ = ["ClusterFinding", "findings"]
@@ -30,16 +30,19 @@ class ClusterFinding:
 
 def findings(seen: Examination) -> list[ClusterFinding]:
     """Return what is wrong, hosts that cannot be reached first."""
-    return [*_unreachable(seen.pairs), *_workers(seen.workers), *_pairs(seen), *_disks(seen.workers)]
+    return [*_unreachable(seen), *_workers(seen.workers), *_pairs(seen), *_disks(seen.workers)]
 
 
-def _unreachable(pairs: Sequence[HostPair]) -> Iterator[ClusterFinding]:
-    for pair in pairs:
+def _unreachable(seen: Examination) -> Iterator[ClusterFinding]:
+    interfaces = {one.host: one.interface for one in seen.workers}
+    for pair in seen.pairs:
         if pair.error is not None:
+            over = f" over {interfaces[pair.first]}" if interfaces.get(pair.first) else ""
             yield ClusterFinding(
                 where=f"{pair.first} -> {pair.second}",
-                what=f"cannot be reached: {pair.error}",
-                remedy="Open all TCP ports between the hosts, or choose another network by --head.",
+                what=f"{pair.address} cannot be reached{over}: {pair.error}",
+                remedy=f"Open all TCP ports from {pair.first} to {pair.second} (firewall, security group), or choose "
+                "another network by --head.",
             )
 
 

@@ -79,7 +79,13 @@ class HostEnd:
         except (OSError, TokenRefused) as problem:
             error = f"{type(problem).__name__}: {problem}"
         return HostPair(
-            first=self._name, second=name, latency_s=latency, bandwidth=bandwidth, clock_ahead_s=ahead, error=error
+            first=self._name,
+            second=name,
+            address=address,
+            latency_s=latency,
+            bandwidth=bandwidth,
+            clock_ahead_s=ahead,
+            error=error,
         )
 
     def answer(self) -> None:

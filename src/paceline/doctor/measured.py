@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-__all__ = ["CollectiveTime", "Examination", "HostPair", "WorkerRates"]
+__all__ = ["CollectiveTime", "Examination", "HostPair", "ReadingRate", "ScriptReading", "WorkerRates"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,13 +16,14 @@ class WorkerRates:
     not counted. `launch_s`: for one operation on a few elements. `memory`: bytes that it may take, of
     which a process without a model takes `runtime`. `disk_write` and
     `disk_read`: of a file in the run's directory. `interface` is that of the address at which peers reach this host;
-    `interface_rate` its bytes per second, where the kernel knows it.
+    `interface_rate` its bytes per second, where the kernel knows it. `cores`: of its host, that its workers share.
     """
 
     rank: int
     host: str
     device: str  # "cpu", or the accelerator's name
     threads: int
+    cores: int
     memory: float
     runtime: float
     matmul: Mapping[str, float]
@@ -38,10 +39,13 @@ class WorkerRates:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class HostPair:
-    """Two hosts, over TCP: seconds from one to the other, bytes per second, and how far the second's clock is ahead."""
+    """Two hosts, over TCP: seconds from one to the other, bytes per second, and how far the second's clock is ahead.
+    `address`: at which the first has tried to reach the second.
+    """
 
     first: str
     second: str
+    address: str
     latency_s: float | None
     bandwidth: float | None
     clock_ahead_s: float | None
@@ -54,6 +58,39 @@ class CollectiveTime:
 
     num_bytes: int
     seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ReadingRate:
+    """How fast one worker gets its micro-batches of a script, with all others reading at the same time.
+
+    `bytes_per_sample`: of its tensors; `stored_per_sample`: read from files, the cache included. `first_s`: until the
+    first micro-batch was there. `loaders` and `prefetch`: the script's own.
+    """
+
+    samples_per_s: float
+    bytes_per_sample: float
+    stored_per_sample: float
+    first_s: float
+    loaders: int
+    prefetch: int
+    is_iterable: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ScriptReading:
+    """A script's data. `rates` by worker; where that could not be measured it is empty, and `problem` says why.
+
+    `appetite`: samples per second that each worker's steps take, as predicted for `plan` on this cluster, with data
+    that is there at once; None where `no_appetite` says why it is not known.
+    """
+
+    script: str
+    rates: Sequence[ReadingRate]
+    problem: str | None
+    plan: str = ""
+    appetite: float | None = None
+    no_appetite: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
