@@ -80,6 +80,7 @@ def test_named_hosts_are_examined_though_they_share_no_disk_with_the_command(
     words = (*on_ssh(servers, "a,b:2"), "--workers", "3")
     done = doctor_command(tmp_path, *words, prefix=hosts[0].prefix, hides=True)
     require_cluster(done, program, hosts=["a", "b"], each=2)
+    assert "of each worker's link within a host" in done.stdout, "b has two workers"
 
 
 @needs_ssh

@@ -33,7 +33,7 @@ EXAMPLES = """\
 
 All workers measure at the same time, as they would train: matrix products by precision, attention, memory, all-reduces,
 each pair of hosts once, the disk of the run's directory. Each test takes --seconds; the whole about ten times that.
-With a script, each worker then runs it up to worker.batches(...) and reads its data as the call says; nothing trains."""
+With a script, each worker then runs it up to worker.batches() and reads its data as the call says; nothing trains."""
 
 
 def add(commands: Commands) -> None:

@@ -9,39 +9,30 @@ import argparse
 import dataclasses
 import datetime
 import json
-import os
-import secrets
-import statistics
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 import paceline
-from paceline import clock
+from paceline import clock, environment
 from paceline.doctor.cluster_file import cluster_toml
+from paceline.doctor.examine import examine, examine_apart, host_pairs
 from paceline.doctor.findings import ClusterFinding, findings
-from paceline.doctor.host_pairs import HostEnd, interface_of, rounds
-from paceline.doctor.measured import CollectiveTime, Examination, HostPair, ScriptReading, WorkerRates
-from paceline.doctor.rates import attention_rate, launch_s, matmul_rates, memory_bandwidth, train_once
+from paceline.doctor.measured import Examination, HostPair, ScriptReading
+from paceline.doctor.meeting import Meeting, store_meeting
 from paceline.doctor.report import reading_lines, report_lines
 from paceline.doctor.script_findings import reading_findings
 from paceline.doctor.script_reading import AskedScript, read_script
-from paceline.doctor.storage import disk_rates
-from paceline.host_memory import memory_limit_bytes
 from paceline.plan import CommandPlan
+from paceline.plan.job import Assignment
 from paceline.worker.run_member import parts_of
-from paceline.worker.topology.device import peak_memory_bytes
+from paceline.worker.session import working_alone
 
-__all__ = ["CLUSTER_FILE", "examine"]
+__all__ = ["CLUSTER_FILE", "main"]
 
 CLUSTER_FILE, RECORD_FILE = "cluster.toml", "examination.json"
 ENGINE_FILE = "engine.json"  # of a run's directory, where an engine's job was submitted
 ENDS = "# end of the cluster file"  # on the console
-SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 26)  # bytes of an all-reduce
-REPEATS = 7
 
 
 def main() -> None:
@@ -56,11 +47,29 @@ def main() -> None:
     given = parser.parse_args(words)
     asked = None
     if given.script is not None:
-        asked = AskedScript(path=given.script, plan=CommandPlan.from_table(given.plan), args=args)
-    paceline.run(
-        lambda worker: report(worker, seconds=given.seconds, name=given.name, tells=given.tell, asked=asked),
-        save_every_s=0,
-    )
+        plan = CommandPlan() if given.plan is None else CommandPlan.from_table(given.plan)
+        asked = AskedScript(path=given.script, plan=plan, args=args)
+    own = environment.assignment()
+    pairs: Sequence[HostPair] | None = None
+    if own is not None:
+        with store_meeting(own) as meeting:
+            pairs = None if meeting is None else host_pairs(meeting, own, seconds=given.seconds)
+            if meeting is not None and pairs is not None and any(pair.error is not None for pair in pairs):
+                report_apart(meeting, own, pairs, seconds=given.seconds, name=given.name, tells=given.tell, asked=asked)
+                return
+
+    def report_all(worker: paceline.Worker) -> None:
+        seen = examine(worker, seconds=given.seconds, pairs=pairs)
+        path = parts_of(worker).files.run_dir / CLUSTER_FILE
+        found = findings(seen)
+        if worker.is_first:
+            _report(seen, found, path, name=given.name, tells=given.tell)
+        if asked is not None:
+            reading = read_script(worker, asked, cluster=path, seconds=given.seconds)
+            if worker.is_first:
+                _report_reading(reading, seen, found, path)
+
+    paceline.run(report_all, save_every_s=0)
 
 
 def _split(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
@@ -69,33 +78,45 @@ def _split(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     return words[:at], words[at + 1 :]
 
 
-def report(
-    worker: paceline.Worker, *, seconds: float, name: str, tells: bool = False, asked: AskedScript | None = None
+def report_apart(
+    meeting: Meeting,
+    own: Assignment,
+    pairs: Sequence[HostPair],
+    *,
+    seconds: float,
+    name: str,
+    tells: bool,
+    asked: AskedScript | None,
 ) -> None:
-    """Measure; worker 0 prints what was found, and writes the cluster file and all numbers into the run's directory.
+    """Report where some hosts cannot reach each other: with all that needs no run, which could not begin."""
+    with working_alone(own) as device:
+        seen = examine_apart(meeting, own, device, seconds=seconds, pairs=pairs)
+        if own.rank != 0:
+            return
+        found, path = findings(seen), Path(own.run_dir) / CLUSTER_FILE
+        _report(seen, found, path, name=name, tells=tells)
+        if asked is not None:
+            why = "its workers could not reach each other"
+            _report_reading(ScriptReading(script=str(asked.path), rates=[], problem=why), seen, found, path)
 
-    `tells`: print the cluster file, too, where this directory is not the one of the submitting machine. `asked`: then
-    measure how fast this script's data comes.
+
+def _report(seen: Examination, found: Sequence[ClusterFinding], path: Path, *, name: str, tells: bool) -> None:
+    """Print what was found; write the cluster file, and all numbers beside it. `tells`: print the file, too, where its
+    directory is not the one of the submitting machine.
     """
-    seen = examine(worker, seconds=seconds)
-    run_dir = parts_of(worker).files.run_dir
-    path = run_dir / CLUSTER_FILE
-    found = findings(seen)
-    if worker.is_first:
-        when = datetime.datetime.fromtimestamp(clock.now(), tz=datetime.UTC).date().isoformat()
-        text = cluster_toml(seen, name=name or seen.workers[0].host, when=when)
-        path.write_text(text, encoding="utf-8")
-        _record(run_dir, seen, found, None)
-        print(*report_lines(seen, found), sep="\n", flush=True)
-        if tells and not (run_dir / ENGINE_FILE).exists():
-            print(f"{text}{ENDS}", flush=True)
-    if asked is None:
-        return
-    reading = read_script(worker, asked, cluster=path, seconds=seconds)
-    if worker.is_first:
-        more = reading_findings(reading, seen)
-        _record(run_dir, seen, [*found, *more], reading)
-        print(*reading_lines(reading, more), sep="\n", flush=True)
+    when = datetime.datetime.fromtimestamp(clock.now(), tz=datetime.UTC).date().isoformat()
+    text = cluster_toml(seen, name=name or seen.workers[0].host, when=when)
+    path.write_text(text, encoding="utf-8")
+    _record(path.parent, seen, found, None)
+    print(*report_lines(seen, found), sep="\n", flush=True)
+    if tells and not (path.parent / ENGINE_FILE).exists():
+        print(f"{text}{ENDS}", flush=True)
+
+
+def _report_reading(reading: ScriptReading, seen: Examination, found: Sequence[ClusterFinding], path: Path) -> None:
+    more = reading_findings(reading, seen)
+    _record(path.parent, seen, [*found, *more], reading)
+    print(*reading_lines(reading, more), sep="\n", flush=True)
 
 
 def _record(run_dir: Path, seen: Examination, found: Sequence[ClusterFinding], reading: ScriptReading | None) -> None:
@@ -106,111 +127,6 @@ def _record(run_dir: Path, seen: Examination, found: Sequence[ClusterFinding], r
         "findings": [dataclasses.asdict(one) for one in found],
     }
     (run_dir / RECORD_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
-
-def examine(worker: paceline.Worker, *, seconds: float) -> Examination:
-    """Measure with all workers of a run; `seconds` is the length of each single test. All return the same."""
-    began = time.monotonic()
-    assignment = parts_of(worker).files.assignment
-    device = worker.device
-    train_once(device)
-    runtime = float(peak_memory_bytes(device))
-    worker.wait()
-    matmul = matmul_rates(device, seconds=seconds)
-    worker.wait()
-    bandwidth = memory_bandwidth(device, seconds=seconds)
-    worker.wait()
-    attention = attention_rate(device, seconds=seconds)
-    worker.wait()
-    launch = launch_s(device, seconds=seconds / 2)
-    collectives = _all_reduces(worker)
-    disk = (0.0, 0.0)
-    if assignment.local_rank == 0:
-        disk = disk_rates(Path(assignment.worker_dir), name="doctor.disk", seconds=seconds)
-    interface, rate, faster = interface_of(assignment.address)
-    own = WorkerRates(
-        rank=worker.rank,
-        host=assignment.host,
-        device=device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
-        threads=torch.get_num_threads(),
-        cores=len(os.sched_getaffinity(0)),
-        memory=_memory(device, assignment.local_workers),
-        runtime=runtime,
-        matmul=matmul,
-        memory_bandwidth=bandwidth,
-        attention=attention,
-        launch_s=launch,
-        disk_write=disk[0],
-        disk_read=disk[1],
-        interface=interface,
-        interface_rate=rate,
-        faster_interface=faster,
-    )
-    gathered = worker.gather((assignment.host_index, assignment.local_rank, own))
-    disks = {host: (one.disk_write, one.disk_read) for host, local, one in gathered if local == 0}
-    workers = [
-        dataclasses.replace(one, disk_write=disks[host][0], disk_read=disks[host][1]) for host, _, one in gathered
-    ]
-    pairs = _host_pairs(worker, seconds=seconds) if assignment.hosts > 1 else []
-    return Examination(
-        workers=workers,
-        hosts=assignment.hosts,
-        pairs=pairs,
-        all_reduce=collectives,
-        took_s=time.monotonic() - began,
-        torch=torch.__version__,
-    )
-
-
-def _all_reduces(worker: paceline.Worker) -> list[CollectiveTime]:
-    """All-reduces of the run's own group, as its gradients take them."""
-    if worker.workers == 1:
-        return []
-    found: list[CollectiveTime] = []
-    for num_bytes in SIZES:
-        tensor = torch.ones(num_bytes // 4, device=worker.device)
-        times: list[float] = []
-        for _ in range(REPEATS):
-            worker.wait()
-            started = time.perf_counter()
-            parts_of(worker).place.group.all_reduce(tensor, what="doctor").wait()
-            if worker.device.type != "cpu":
-                torch.cuda.synchronize(worker.device)
-            times.append(time.perf_counter() - started)
-            tensor.fill_(1.0)
-        slowest = max(worker.gather(statistics.median(times[1:])))
-        found.append(CollectiveTime(num_bytes=num_bytes, seconds=slowest))
-    return found
-
-
-def _host_pairs(worker: paceline.Worker, *, seconds: float) -> list[HostPair]:
-    """Each pair of hosts once, by the first worker of each host; the others wait."""
-    assignment = parts_of(worker).files.assignment
-    secret = worker.gather(secrets.token_bytes(32) if worker.is_first else b"")[0]
-    speaks = assignment.local_rank == 0
-    end = HostEnd(assignment.host, assignment.address, secret) if speaks else None
-    try:
-        told = (assignment.host_index, assignment.host, assignment.address, end.port) if end is not None else None
-        ends = {one[0]: one[1:] for one in worker.gather(told) if one is not None}
-        order = sorted(ends)
-        found: list[HostPair] = []
-        for pairs in rounds(len(order)):
-            for first, second in ((order[a], order[b]) for a, b in pairs):
-                if end is not None and assignment.host_index == first:
-                    found.append(end.measure(*ends[second], seconds=seconds))
-                elif end is not None and assignment.host_index == second:
-                    end.answer()
-            worker.wait()
-    finally:
-        if end is not None:
-            end.close()
-    return [pair for part in worker.gather(found) for pair in part]
-
-
-def _memory(device: torch.device, local_workers: int) -> float:
-    if device.type != "cpu":
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    return float(memory_limit_bytes() or 0) / local_workers
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-__all__ = ["CollectiveTime", "Examination", "HostPair", "ReadingRate", "ScriptReading", "WorkerRates"]
+__all__ = ["CollectiveTime", "Examination", "HostPair", "ReadingRate", "ScriptReading", "WorkerRates", "bus_bandwidth"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +95,9 @@ class ScriptReading:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Examination:
-    """All of it; `took_s`: its seconds."""
+    """All of it; `took_s`: its seconds. `host_link`: bytes per second (busbw) of an all-reduce among the workers of a
+    host, of several hosts; None on one host, and where hosts have one worker each.
+    """
 
     workers: Sequence[WorkerRates]
     hosts: int
@@ -103,6 +105,7 @@ class Examination:
     all_reduce: Sequence[CollectiveTime]
     took_s: float
     torch: str
+    host_link: float | None = None
 
     @property
     def per_host(self) -> int:
@@ -120,11 +123,15 @@ class Examination:
 
     @property
     def bus_bandwidth(self) -> float | None:
-        """Bytes per second of the largest all-reduce by which algorithms are compared: 2 (n - 1) / n of the tensor's
-        bytes pass each worker's link (nccl-tests call it busbw). None with one worker.
-        """
-        n = len(self.workers)
-        if n < 2 or not self.all_reduce:
+        """Bytes per second of the largest all-reduce by which algorithms are compared. None with one worker."""
+        if len(self.workers) < 2 or not self.all_reduce:
             return None
         largest = max(self.all_reduce, key=lambda one: one.num_bytes)
-        return 2 * (n - 1) / n * largest.num_bytes / largest.seconds
+        return bus_bandwidth(largest.num_bytes, largest.seconds, len(self.workers))
+
+
+def bus_bandwidth(num_bytes: int, seconds: float, workers: int) -> float:
+    """Return bytes per second of an all-reduce: 2 (n - 1) / n of the tensor's bytes pass each worker's link (nccl-tests
+    call it busbw). 0 of one worker.
+    """
+    return 2 * (workers - 1) / workers * num_bytes / seconds

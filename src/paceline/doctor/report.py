@@ -32,6 +32,10 @@ def report_lines(seen: Examination, found: Sequence[ClusterFinding]) -> Iterator
         yield f"network  {duration_text(one.seconds)} for an all-reduce of {bytes_text(one.num_bytes)}"
     if seen.bus_bandwidth is not None:
         yield f"network  {seen.bus_bandwidth / 1e9:.3g} GB/s of each worker's link in the largest (busbw)"
+    if seen.host_link is not None:
+        yield f"network  {seen.host_link / 1e9:.3g} GB/s of each worker's link within a host (busbw)"
+    if seen.hosts > 1 and not seen.all_reduce:
+        yield "network  no all-reduce was measured: a run needs each pair of hosts to reach each other"
     rates = [pair.bandwidth for pair in seen.pairs if pair.bandwidth is not None]
     if rates:
         delays = [pair.latency_s or 0.0 for pair in seen.pairs if pair.error is None]

@@ -73,12 +73,13 @@ def _more_loaders(rate: ReadingRate, worker: WorkerRates, appetite: float, worke
         )
     # Training on a GPU keeps one core busy; on the CPU all of the worker's threads.
     free = max(0, worker.cores // workers - (worker.threads if worker.device == "cpu" else 1))
-    enough = f"loaders={wanted} is enough, by {_rate(each)} of one process"
+    reason = f"one process gives {_rate(each)}"
     if wanted <= free:
-        return f"worker.batches(..., loaders={wanted}): {enough}; {free} cores are free for each worker."
+        return f"Use worker.batches(..., loaders={wanted}): {reason}, and {free} cores are free for each worker."
     return (
-        f"{enough}, but of the host's {worker.cores} cores {free} {'is' if free == 1 else 'are'} free for each worker, "
-        "whose computing such loaders slow down. Make samples cheaper: prepare them once, and read what is prepared."
+        f"loaders={wanted} would be enough, since {reason}. But of the host's {worker.cores} cores {free} "
+        f"{'is' if free == 1 else 'are'} free for each worker, and such loaders slow its computing down. Make samples "
+        "cheaper: prepare them once, and read what is prepared."
     )
 
 
