@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -21,6 +22,9 @@ from paceline.doctor import doctor as program
 from paceline.planner.cluster import load_catalogue
 from paceline.testing.network_namespaces import run_tool
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--oversubscribe", "-n", "2", sys.executable]
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 SCRIPT = """
 import argparse, time
 import torch, paceline
@@ -113,6 +117,22 @@ def test_a_script_that_fails_on_one_worker_keeps_no_other_waiting(tmp_path: Path
     assert done.returncode == 0, done.stdout + done.stderr
     assert "could not be measured: on worker 1: OSError: its file is not there" in done.stdout
     assert (tmp_path / "r" / "cluster.toml").exists()
+
+
+@pytest.mark.further
+@pytest.mark.parametrize("words", [TORCHRUN, MPIRUN], ids=["torchrun", "mpirun"])
+def test_other_launchers_start_the_program_itself(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    own = ["-m", "paceline.doctor.doctor", "--seconds", "0.01", "--name", "lab", "--script", "train.py"]
+    done = subprocess.run(
+        [*words, *own], cwd=tmp_path, env=os.environ | AS_ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "samples/s is what each worker's steps will take" in done.stdout
+    (path,) = tmp_path.glob("runs/doctor-*/cluster.toml")
+    cluster = load_catalogue(path).clusters["lab"]
+    assert (cluster.hosts, cluster.devices_per_host) == (1, 2)
+    assert main(["plan", str(tmp_path / "train.py"), "--workers", "2", "--cluster", str(path)]) == 0
 
 
 @needs_network
