@@ -107,6 +107,8 @@ def _about_script(arguments: argparse.Namespace) -> list[str]:
     script = Path(arguments.script)
     if script.suffix != ".py" or not script.is_file():
         raise PlanError(f"{script} is no Python script that is here; name one, such as paceline doctor train.py.")
+    if script.is_absolute() and script.is_relative_to(Path.cwd()):  # hosts may have our folder at another place
+        script = script.relative_to(Path.cwd())
     whole = None if arguments.plan is None else Plan.parse(arguments.plan)
     plan = CommandPlan.of(whole, ours)
     if arguments.workers is None:

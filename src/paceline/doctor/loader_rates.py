@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -53,18 +54,20 @@ def reading_rate(
         if time.perf_counter() - started > FIRST_S:
             break
         next(items)
-    pids = [child.pid for child in psutil.Process().children() if child.pid not in before] if data.loaders else []
-    stored = _bytes_read(pids or [psutil.Process().pid])
+    own = psutil.Process()
+    processes = [one for one in own.children() if one.pid not in before] if data.loaders else [own]
+    stored, busy_s = _bytes_read(processes), _processor_s(processes)
     began, samples, num_bytes = time.perf_counter(), 0, 0
     while samples == 0 or time.perf_counter() - began < seconds:
         more, size = next(items)
         samples, num_bytes = samples + more, num_bytes + size
     took = time.perf_counter() - began
-    stored = max(0, _bytes_read(pids or [psutil.Process().pid]) - stored)
+    stored, busy_s = max(0, _bytes_read(processes) - stored), max(0.0, _processor_s(processes) - busy_s)
     return ReadingRate(
         samples_per_s=samples / took,
         bytes_per_sample=num_bytes / samples,
         stored_per_sample=stored / samples,
+        busy_cores=busy_s / took / max(1, len(processes)),
         first_s=first_s,
         loaders=data.loaders,
         prefetch=data.prefetch,
@@ -139,15 +142,24 @@ def _num_bytes(micro: Any) -> int:
     return sum(one.numel() * one.element_size() for one in tensors_in(micro))
 
 
-def _bytes_read(pids: list[int]) -> int:
+def _bytes_read(processes: Sequence[psutil.Process]) -> int:
     """What processes have read from files: by calls, from the cache too, or, where that is more, from the disk itself
     (files in their memory). 0 where the kernel does not tell.
     """
     total = 0
-    for pid in pids:
-        try:
-            fields = dict(line.split(": ") for line in (PROC / str(pid) / "io").read_text().splitlines())
-        except OSError:
-            continue
-        total += max(int(fields["rchar"]), int(fields["read_bytes"]))
+    for process in processes:
+        with contextlib.suppress(OSError):
+            text = (PROC / str(process.pid) / "io").read_text()
+            fields = dict(line.split(": ") for line in text.splitlines())
+            total += max(int(fields["rchar"]), int(fields["read_bytes"]))
+    return total
+
+
+def _processor_s(processes: Sequence[psutil.Process]) -> float:
+    """Processor time of processes; one that has ended is left out."""
+    total = 0.0
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            times = process.cpu_times()
+            total += times.user + times.system
     return total

@@ -64,13 +64,15 @@ class CollectiveTime:
 class ReadingRate:
     """How fast one worker gets its micro-batches of a script, with all others reading at the same time.
 
-    `bytes_per_sample`: of its tensors; `stored_per_sample`: read from files, the cache included. `first_s`: until the
-    first micro-batch was there. `loaders` and `prefetch`: the script's own.
+    `bytes_per_sample`: of its tensors; `stored_per_sample`: read from files, the cache included. `busy_cores`: what one
+    of the processes that read keeps busy; one that waits for a disk needs less than a core. `first_s`: until the first
+    micro-batch was there. `loaders` and `prefetch`: the script's own.
     """
 
     samples_per_s: float
     bytes_per_sample: float
     stored_per_sample: float
+    busy_cores: float
     first_s: float
     loaders: int
     prefetch: int

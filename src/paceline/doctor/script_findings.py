@@ -12,6 +12,7 @@ from paceline.units import count_text
 __all__ = ["reading_findings"]
 
 WAITING = 0.05  # of a step's time for data: more is worth a word
+IDLE = 0.25  # of a core that loaders may take from computing
 
 
 def reading_findings(reading: ScriptReading, seen: Examination) -> list[ClusterFinding]:
@@ -73,13 +74,16 @@ def _more_loaders(rate: ReadingRate, worker: WorkerRates, appetite: float, worke
         )
     # Training on a GPU keeps one core busy; on the CPU all of the worker's threads.
     free = max(0, worker.cores // workers - (worker.threads if worker.device == "cpu" else 1))
-    reason = f"one process gives {_rate(each)}"
-    if wanted <= free:
-        return f"Use worker.batches(..., loaders={wanted}): {reason}, and {free} cores are free for each worker."
+    needed = wanted * rate.busy_cores
+    reason = (
+        f"one process gives {_rate(each)}, and {wanted} {'keeps' if wanted == 1 else 'keep'} {needed:.1f} cores busy"
+    )
+    if needed <= free + IDLE:
+        return f"Use worker.batches(..., loaders={wanted}): {reason}."
     return (
-        f"loaders={wanted} would be enough, since {reason}. But of the host's {worker.cores} cores {free} "
-        f"{'is' if free == 1 else 'are'} free for each worker, and such loaders slow its computing down. Make samples "
-        "cheaper: prepare them once, and read what is prepared."
+        f"loaders={wanted} would be enough: {reason}. But {free} of the host's {worker.cores} cores "
+        f"{'is' if free == 1 else 'are'} free for each worker, so they slow its computing down. Make samples cheaper: "
+        "prepare them once, and read what is prepared."
     )
 
 

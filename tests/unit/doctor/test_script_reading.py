@@ -43,6 +43,7 @@ RATE = ReadingRate(
     samples_per_s=100.0,
     bytes_per_sample=4000.0,
     stored_per_sample=1e5,
+    busy_cores=1.0,
     first_s=0.5,
     loaders=2,
     prefetch=2,
@@ -99,6 +100,7 @@ def test_the_rate_is_that_of_the_dataset_and_bytes_are_those_of_its_tensors() ->
     assert found.bytes_per_sample == 400
     assert found.first_s >= 2 * SLEEP_S, "a micro-batch of two"
     assert (found.loaders, found.is_iterable) == (0, False)
+    assert found.busy_cores < 0.8, "it sleeps most of the time"
 
 
 def test_workers_read_different_samples() -> None:
@@ -186,14 +188,17 @@ def test_more_loaders_are_advised_by_what_one_gives() -> None:
     assert one.where == "worker 0 (a)", "the slowest of the host"
     assert one.what.startswith("waits for data 58 % of the time: 100 samples/s come with loaders=2")
     assert "loaders=5)" in one.remedy, "240 / 50"
-    assert "7 cores are free" in one.remedy, "16 / 2, and one keeps the GPU busy"
+    assert one.remedy.startswith("Use worker.batches"), "16 / 2 cores, and one keeps the GPU busy"
 
 
 def test_loaders_without_cores_for_them_are_no_remedy() -> None:
     (one,) = found_for(240.0, worker=dataclasses.replace(WORKER, cores=8))
-    assert "8 cores 3 are free" in one.remedy
-    (one,) = found_for(240.0, worker=dataclasses.replace(WORKER, device="cpu", threads=8))
-    assert "16 cores 0 are free" in one.remedy, "a CPU computes with its threads"
+    assert "5 keep 5.0 cores busy. But 3 of the host's 8 cores are free" in one.remedy
+    on_cpu = dataclasses.replace(WORKER, device="cpu", threads=8)
+    (one,) = found_for(240.0, worker=on_cpu)
+    assert "But 0 of the host's 16 cores are free" in one.remedy, "a CPU computes with its threads"
+    (one,) = found_for(240.0, worker=on_cpu, busy_cores=0.04)
+    assert "Use worker.batches(..., loaders=5): " in one.remedy, "they wait for a disk, and leave the cores alone"
 
 
 def test_a_disk_that_cannot_give_it_is_the_limit() -> None:
