@@ -136,7 +136,11 @@ def interface_of(address: str, *, net: Path = NET) -> tuple[str, float | None, s
 
 
 def _rate(path: Path) -> float | None:
-    """Bytes per second of an interface that is up."""
+    """Bytes per second of an interface that is up. None, too, for one without a device behind it (bridges, ends of
+    containers): the kernel names a speed for it that nothing has.
+    """
+    if not any((path / name).exists() for name in ("device", "bonding")):
+        return None
     try:
         if (path / "operstate").read_text().strip() != "up":
             return None

@@ -117,6 +117,14 @@ def test_a_pair_that_is_odd_is_named(changed: dict[str, Any], where: str, what: 
     assert any(line.startswith(f"finding  {where}: ") for line in report_lines(seen(), [found]))
 
 
+def test_a_wrong_interface_is_named_also_where_no_pair_could_be_measured() -> None:
+    workers = [worker(rank, faster_interface="ib0" if rank == 1 else None) for rank in range(3)]
+    pairs = [dataclasses.replace(one, bandwidth=None, latency_s=None, error="timed out") for one in PAIRS]
+    found = findings(seen(workers, pairs))
+    assert [one.where for one in found] == ["a -> b", "a -> c", "b -> c", "b"]
+    assert "ib0 is faster" in found[-1].what
+
+
 def test_the_cluster_file_is_read_back_as_the_slowest_of_all(tmp_path: Path) -> None:
     workers = [worker(0), worker(1, matmul={"fp32": 9e10, "bf16": 1.9e11}, memory=12e9), worker(2), worker(3)]
     path = tmp_path / "c.toml"
