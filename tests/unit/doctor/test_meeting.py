@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.doctor import examine, host_pairs, rates
+from paceline.doctor import examine, host_pairs, storage
 from paceline.doctor.cluster_file import cluster_toml
 from paceline.doctor.findings import findings
 from paceline.doctor.meeting import StoreMeeting, store_meeting
@@ -69,7 +69,10 @@ def test_a_host_that_refuses_is_named_with_its_address_and_the_rest_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_pairs, "LIMIT_S", 0.3)
-    monkeypatch.setattr(rates, "SMALL", 64)
+    monkeypatch.setattr(storage, "SYNCED", storage.PIECE)
+    for name in ("memory_bandwidth", "attention_rate", "launch_s"):  # a device's own rates are not at issue
+        monkeypatch.setattr(examine, name, lambda device, seconds: 1e10)
+    monkeypatch.setattr(examine, "matmul_rates", lambda device, seconds: {"fp32": 1e11, "bf16": 1e11})
 
     class OneIsClosed(host_pairs.HostEnd):
         """Nobody listens on c."""
