@@ -14,6 +14,7 @@ import pytest
 
 from bridged_hosts import bridged_hosts, end_host
 from engine_runs import Submitted, losses, one_machine, submitted, until, write_program
+from examined_clusters import doctor_command, require_cluster
 from kube_cluster import KubeCluster, kube_cluster, needs_kubernetes
 from network_hosts import NamespaceHost
 
@@ -93,6 +94,16 @@ def test_a_run_has_the_losses_of_one_machine_and_its_logs_are_shown(site: Site, 
         assert not [name for name in _all_pods(site) if "reader" in name]
     assert run.output.count("finished at step 20") == 1
     assert losses(run.files) == pytest.approx(one_machine(program, tmp_path / "one", *FIXED), rel=1e-6)
+
+
+@needs_kubernetes
+def test_pods_are_examined_and_the_file_comes_from_their_volume(site: Site, tmp_path: Path) -> None:
+    program = write_program(tmp_path)
+    words = (*site.options(program), "--hosts", "2", "--workers", "2")
+    env = {"KUBECONFIG": str(site.cluster.admin)}
+    done = doctor_command(tmp_path, *words, prefix=site.control.prefix, env=env)
+    require_cluster(done, program, hosts=2, each=1)
+    until(lambda: not [name for name in _all_pods(site) if "reader" in name], "the pod that read it is gone")
 
 
 @needs_kubernetes

@@ -16,6 +16,7 @@ import pytest
 from nbclient import NotebookClient
 
 from engine_runs import losses, one_machine, until, write_program
+from examined_clusters import doctor_command, require_cluster
 from ray_cluster import RayCluster, ray_cluster
 
 pytest.importorskip("ray", reason="needs Ray: make test-engines installs it")
@@ -81,6 +82,14 @@ def test_a_run_has_the_losses_of_one_machine(site: RayCluster, tmp_path: Path) -
         assert run.wait(LIMIT_S) == 0, console(program)
     assert console(program).count("finished at step 20") == 1
     assert losses(tmp_path / "r") == pytest.approx(one_machine(program, tmp_path / "one", *FIXED), rel=1e-6)
+
+
+@pytest.mark.timeout(400)
+def test_nodes_are_examined_though_they_share_no_disk_with_the_command(site: RayCluster, tmp_path: Path) -> None:
+    program = write_program(tmp_path)
+    words = ["--on", f"ray(address={site.address})", "--hosts", "2", "--workers", "4"]
+    done = doctor_command(tmp_path, *words, env={"RAY_AUTH_MODE": "disabled"}, hides=True)
+    require_cluster(done, program, hosts=2, each=2)
 
 
 @pytest.mark.timeout(600)

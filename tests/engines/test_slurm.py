@@ -12,6 +12,7 @@ import pytest
 
 from bridged_hosts import bridged_hosts, end_host
 from engine_runs import losses, one_machine, submitted, until, write_program
+from examined_clusters import doctor_command, require_cluster
 from network_hosts import NamespaceHost
 from slurm_cluster import Cluster, needs_slurm, slurm_cluster
 
@@ -59,6 +60,15 @@ def test_a_fixed_run_gets_one_allocation_and_has_the_losses_of_one_machine(site:
     assert "submitted to Slurm as job" in run.output
     assert run.output.count("finished at step 20") == 1, "one console for all hosts"
     assert losses(tmp_path / "r") == pytest.approx(one_machine(program, tmp_path / "one", *plan), rel=1e-6)
+
+
+@needs_slurm
+def test_an_allocation_is_examined_with_the_reading_of_a_script(site: Site, tmp_path: Path) -> None:
+    program = write_program(tmp_path)
+    words = ["train.py", "--on", "slurm", "--hosts", "3", "--workers", "3", "--plan", "batch(size=24,micro=4)"]
+    done = doctor_command(tmp_path, *words, prefix=site.login.prefix, env=site.env)
+    require_cluster(done, program, hosts=["n1", "n2", "n3"], each=1)
+    assert "samples/s is what each worker's steps will take, as predicted for replicas=3" in done.stdout
 
 
 @needs_slurm

@@ -14,6 +14,7 @@ import pytest
 
 from bridged_hosts import bridged_hosts, end_host, processes_on
 from engine_runs import login_command, losses, one_machine, submitted, until, write_program
+from examined_clusters import doctor_command, require_cluster
 from network_hosts import NamespaceHost
 from ssh_servers import SshServers, needs_ssh, ssh_servers
 
@@ -69,6 +70,17 @@ def test_a_run_on_the_hosts_own_disks_is_read_after_its_end(
         command = [*hosts[0].prefix, "unshare", "--mount", "sh", "-c", told]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert expected in done.stdout, done.stdout + done.stderr
+
+
+@needs_ssh
+def test_named_hosts_are_examined_though_they_share_no_disk_with_the_command(
+    hosts: list[NamespaceHost], servers: SshServers, tmp_path: Path
+) -> None:
+    program = write_program(tmp_path)
+    words = (*on_ssh(servers, "a,b:2"), "--workers", "3")
+    done = doctor_command(tmp_path, *words, prefix=hosts[0].prefix, hides=True)
+    require_cluster(done, program, hosts=["a", "b"], each=2)
+    assert "of each worker's link within a host" in done.stdout, "b has two workers"
 
 
 @needs_ssh

@@ -25,7 +25,7 @@ from paceline.units import printable
 
 __all__ = ["main"]
 
-STARTS_A_SCRIPT = ("run", "parity", "drill")  # and a script has arguments of its own
+STARTS_A_SCRIPT = ("run", "doctor", "parity", "drill")  # and a script has arguments of its own
 COMMANDS = (run, plan, doctor, parity, drill, existing_runs, export, host)
 
 EXAMPLES = """\

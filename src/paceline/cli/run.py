@@ -18,12 +18,13 @@ from paceline.errors import PlanError
 from paceline.plan import CommandPlan, Job, Plan, read_job_file
 from paceline.plan.command_plan import auto_base
 from paceline.plan.job import AUTO, flag_of, read_engine_table
+from paceline.plan.own_programs import program_here
 from paceline.plan.script_scan import auto_plan_of_script, workers_of_script
 
 if TYPE_CHECKING:
     from paceline.launch.engines.engine import Engine
 
-__all__ = ["OPTIONS", "add", "run", "show_dry_run"]
+__all__ = ["OPTIONS", "add", "engine_of", "job_of", "run", "show_dry_run"]
 
 # Job field: what stands for the value in the help, and the help. "program" and "args" are the positional arguments.
 OPTIONS = {
@@ -147,7 +148,8 @@ def add_job_options(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Start the job, or show it with --dry-run; returns the run's exit status."""
-    on, arguments.overrides = _engine_of(arguments)
+    arguments.program = program_here(arguments.program)
+    on, arguments.overrides = engine_of(arguments)
     if on is not None:
         if _settle_auto(arguments):
             raise PlanError(
@@ -209,7 +211,7 @@ def _say(text: str) -> None:
     print(f"paceline: {text}", flush=True)
 
 
-def _engine_of(arguments: argparse.Namespace) -> tuple[Engine | None, list[str]]:
+def engine_of(arguments: argparse.Namespace) -> tuple[Engine | None, list[str]]:
     """Return the engine that command and job file name, and the overrides that are not its settings."""
     words: list[str] = arguments.overrides
     settings = [word.partition(".")[2] for word in words if word.strip().startswith("engine.")]

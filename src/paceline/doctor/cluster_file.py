@@ -55,6 +55,8 @@ def _lines(seen: Examination, name: str, when: str) -> Iterator[str]:
     yield f"[clusters.{json.dumps(name)}]"
     yield f"device = {json.dumps(name)}"
     yield f"hosts = {seen.hosts}"
+    if seen.hosts > 1 and not seen.all_reduce and all(pair.bandwidth is None for pair in seen.pairs):
+        yield "# no pair of hosts could be measured: network_gb_s is that within a host, not of the network"
     yield f"devices_per_host = {seen.per_host}"
     yield f"network_gb_s = {_network(seen, slowest, constants) / 1e9:.4g}"
     yield f"source = {json.dumps(source)}"
@@ -75,8 +77,8 @@ def _least(seen: Examination, precision: str) -> float:
 
 
 def _link(seen: Examination, slowest: WorkerRates, constants: Constants) -> float:
-    """Within a host: what an all-reduce reached, or, with one worker, half of what its memory moves."""
-    measured = seen.bus_bandwidth if seen.hosts == 1 else None
+    """Within a host: what an all-reduce reached, or, with one worker on each, half of what its memory moves."""
+    measured = seen.bus_bandwidth if seen.hosts == 1 else seen.host_link
     return (measured or slowest.memory_bandwidth / 2) / constants.link
 
 

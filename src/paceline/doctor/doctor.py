@@ -8,32 +8,31 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import secrets
-import statistics
-import time
-from collections.abc import Iterator, Sequence
+import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 import paceline
-from paceline import clock
+from paceline import clock, environment
 from paceline.doctor.cluster_file import cluster_toml
+from paceline.doctor.examine import examine, examine_apart, host_pairs
 from paceline.doctor.findings import ClusterFinding, findings
-from paceline.doctor.host_pairs import HostEnd, interface_of, rounds
-from paceline.doctor.measured import CollectiveTime, Examination, HostPair, WorkerRates
-from paceline.doctor.rates import attention_rate, launch_s, matmul_rates, memory_bandwidth, train_once
-from paceline.doctor.storage import disk_rates
-from paceline.host_memory import memory_limit_bytes
-from paceline.units import bytes_text, duration_text, gigabytes_text
+from paceline.doctor.measured import Examination, HostPair, ScriptReading
+from paceline.doctor.meeting import Meeting, store_meeting
+from paceline.doctor.report import reading_lines, report_lines
+from paceline.doctor.script_findings import reading_findings
+from paceline.doctor.script_reading import AskedScript, read_script
+from paceline.plan import CommandPlan
+from paceline.plan.job import Assignment
 from paceline.worker.run_member import parts_of
-from paceline.worker.topology.device import peak_memory_bytes
+from paceline.worker.session import working_alone
 
-__all__ = ["CLUSTER_FILE", "examine", "report_lines"]
+__all__ = ["CLUSTER_FILE", "main"]
 
-CLUSTER_FILE = "cluster.toml"
-SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 26)  # bytes of an all-reduce
-REPEATS = 7
+CLUSTER_FILE, RECORD_FILE = "cluster.toml", "examination.json"
+ENGINE_FILE = "engine.json"  # of a run's directory, where an engine's job was submitted
+ENDS = "# end of the cluster file"  # on the console
 
 
 def main() -> None:
@@ -41,170 +40,93 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=0.5)
     parser.add_argument("--name", default="")
-    given = parser.parse_args()
-    paceline.run(lambda worker: report(worker, seconds=given.seconds, name=given.name), save_every_s=0)
+    parser.add_argument("--tell", action="store_true")
+    parser.add_argument("--script", type=Path)
+    parser.add_argument("--plan", type=json.loads)
+    words, args = _split(sys.argv[1:])
+    given = parser.parse_args(words)
+    asked = None
+    if given.script is not None:
+        plan = CommandPlan() if given.plan is None else CommandPlan.from_table(given.plan)
+        asked = AskedScript(path=given.script, plan=plan, args=args)
+    own = environment.assignment()
+    pairs: Sequence[HostPair] | None = None
+    if own is not None:
+        with store_meeting(own) as meeting:
+            pairs = None if meeting is None else host_pairs(meeting, own, seconds=given.seconds)
+            if meeting is not None and pairs is not None and any(pair.error is not None for pair in pairs):
+                report_apart(meeting, own, pairs, seconds=given.seconds, name=given.name, tells=given.tell, asked=asked)
+                return
+
+    def report_all(worker: paceline.Worker) -> None:
+        seen = examine(worker, seconds=given.seconds, pairs=pairs)
+        path = parts_of(worker).files.run_dir / CLUSTER_FILE
+        found = findings(seen)
+        if worker.is_first:
+            _report(seen, found, path, name=given.name, tells=given.tell)
+        if asked is not None:
+            reading = read_script(worker, asked, cluster=path, seconds=given.seconds)
+            if worker.is_first:
+                _report_reading(reading, seen, found, path)
+
+    paceline.run(report_all, save_every_s=0)
 
 
-def report(worker: paceline.Worker, *, seconds: float, name: str) -> None:
-    """Measure; worker 0 prints what was found, and writes the cluster file into the run's directory."""
-    seen = examine(worker, seconds=seconds)
-    if not worker.is_first:
-        return
+def _split(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Our own words, and those of the script, behind "--"."""
+    at = words.index("--") if "--" in words else len(words)
+    return words[:at], words[at + 1 :]
+
+
+def report_apart(
+    meeting: Meeting,
+    own: Assignment,
+    pairs: Sequence[HostPair],
+    *,
+    seconds: float,
+    name: str,
+    tells: bool,
+    asked: AskedScript | None,
+) -> None:
+    """Report where some hosts cannot reach each other: with all that needs no run, which could not begin."""
+    with working_alone(own) as device:
+        seen = examine_apart(meeting, own, device, seconds=seconds, pairs=pairs)
+        if own.rank != 0:
+            return
+        found, path = findings(seen), Path(own.run_dir) / CLUSTER_FILE
+        _report(seen, found, path, name=name, tells=tells)
+        if asked is not None:
+            why = "its workers could not reach each other"
+            _report_reading(ScriptReading(script=str(asked.path), rates=[], problem=why), seen, found, path)
+
+
+def _report(seen: Examination, found: Sequence[ClusterFinding], path: Path, *, name: str, tells: bool) -> None:
+    """Print what was found; write the cluster file, and all numbers beside it. `tells`: print the file, too, where its
+    directory is not the one of the submitting machine.
+    """
     when = datetime.datetime.fromtimestamp(clock.now(), tz=datetime.UTC).date().isoformat()
     text = cluster_toml(seen, name=name or seen.workers[0].host, when=when)
-    path = parts_of(worker).files.run_dir / CLUSTER_FILE
     path.write_text(text, encoding="utf-8")
-    print(*report_lines(seen, findings(seen)), sep="\n", flush=True)
+    _record(path.parent, seen, found, None)
+    print(*report_lines(seen, found), sep="\n", flush=True)
+    if tells and not (path.parent / ENGINE_FILE).exists():
+        print(f"{text}{ENDS}", flush=True)
 
 
-def examine(worker: paceline.Worker, *, seconds: float) -> Examination:
-    """Measure with all workers of a run; `seconds` is the length of each single test. All return the same."""
-    began = time.monotonic()
-    assignment = parts_of(worker).files.assignment
-    device = worker.device
-    train_once(device)
-    runtime = float(peak_memory_bytes(device))
-    worker.wait()
-    matmul = matmul_rates(device, seconds=seconds)
-    worker.wait()
-    bandwidth = memory_bandwidth(device, seconds=seconds)
-    worker.wait()
-    attention = attention_rate(device, seconds=seconds)
-    worker.wait()
-    launch = launch_s(device, seconds=seconds / 2)
-    collectives = _all_reduces(worker)
-    disk = (0.0, 0.0)
-    if assignment.local_rank == 0:
-        disk = disk_rates(Path(assignment.worker_dir), name="doctor.disk", seconds=seconds)
-    interface, rate, faster = interface_of(assignment.address)
-    own = WorkerRates(
-        rank=worker.rank,
-        host=assignment.host,
-        device=device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
-        threads=torch.get_num_threads(),
-        memory=_memory(device, assignment.local_workers),
-        runtime=runtime,
-        matmul=matmul,
-        memory_bandwidth=bandwidth,
-        attention=attention,
-        launch_s=launch,
-        disk_write=disk[0],
-        disk_read=disk[1],
-        interface=interface,
-        interface_rate=rate,
-        faster_interface=faster,
-    )
-    gathered = worker.gather((assignment.host_index, assignment.local_rank, own))
-    disks = {host: (one.disk_write, one.disk_read) for host, local, one in gathered if local == 0}
-    workers = [
-        dataclasses.replace(one, disk_write=disks[host][0], disk_read=disks[host][1]) for host, _, one in gathered
-    ]
-    pairs = _host_pairs(worker, seconds=seconds) if assignment.hosts > 1 else []
-    return Examination(
-        workers=workers,
-        hosts=assignment.hosts,
-        pairs=pairs,
-        all_reduce=collectives,
-        took_s=time.monotonic() - began,
-        torch=torch.__version__,
-    )
+def _report_reading(reading: ScriptReading, seen: Examination, found: Sequence[ClusterFinding], path: Path) -> None:
+    more = reading_findings(reading, seen)
+    _record(path.parent, seen, [*found, *more], reading)
+    print(*reading_lines(reading, more), sep="\n", flush=True)
 
 
-def _all_reduces(worker: paceline.Worker) -> list[CollectiveTime]:
-    """All-reduces of the run's own group, as its gradients take them."""
-    if worker.workers == 1:
-        return []
-    found: list[CollectiveTime] = []
-    for num_bytes in SIZES:
-        tensor = torch.ones(num_bytes // 4, device=worker.device)
-        times: list[float] = []
-        for _ in range(REPEATS):
-            worker.wait()
-            started = time.perf_counter()
-            parts_of(worker).place.group.all_reduce(tensor, what="doctor").wait()
-            if worker.device.type != "cpu":
-                torch.cuda.synchronize(worker.device)
-            times.append(time.perf_counter() - started)
-            tensor.fill_(1.0)
-        slowest = max(worker.gather(statistics.median(times[1:])))
-        found.append(CollectiveTime(num_bytes=num_bytes, seconds=slowest))
-    return found
-
-
-def _host_pairs(worker: paceline.Worker, *, seconds: float) -> list[HostPair]:
-    """Each pair of hosts once, by the first worker of each host; the others wait."""
-    assignment = parts_of(worker).files.assignment
-    secret = worker.gather(secrets.token_bytes(32) if worker.is_first else b"")[0]
-    speaks = assignment.local_rank == 0
-    end = HostEnd(assignment.host, assignment.address, secret) if speaks else None
-    try:
-        told = (assignment.host_index, assignment.host, assignment.address, end.port) if end is not None else None
-        ends = {one[0]: one[1:] for one in worker.gather(told) if one is not None}
-        order = sorted(ends)
-        found: list[HostPair] = []
-        for pairs in rounds(len(order)):
-            for first, second in ((order[a], order[b]) for a, b in pairs):
-                if end is not None and assignment.host_index == first:
-                    found.append(end.measure(*ends[second], seconds=seconds))
-                elif end is not None and assignment.host_index == second:
-                    end.answer()
-            worker.wait()
-    finally:
-        if end is not None:
-            end.close()
-    return [pair for part in worker.gather(found) for pair in part]
-
-
-def _memory(device: torch.device, local_workers: int) -> float:
-    if device.type != "cpu":
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    return float(memory_limit_bytes() or 0) / local_workers
-
-
-def report_lines(seen: Examination, found: Sequence[ClusterFinding]) -> Iterator[str]:
-    """The examination in words, what is wrong at the end."""
-    hosts = dict.fromkeys(one.host for one in seen.workers)
-    yield (
-        f"examined {len(seen.workers)} {'worker' if len(seen.workers) == 1 else 'workers'} on "
-        f"{', '.join(list(hosts)[:8])}{' ...' if len(hosts) > 8 else ''}, all at once, in {duration_text(seen.took_s)}"
-    )
-    kinds = ", ".join(dict.fromkeys(one.device for one in seen.workers))
-    yield f"devices  {kinds}, {gigabytes_text(min(one.memory for one in seen.workers))} GB for each worker"
-    for name in seen.workers[0].matmul:
-        rates = [one.matmul[name] for one in seen.workers]
-        yield f"compute  {_span(rates, 1e9, 'GFLOP/s')} of {name} matrix products"
-    yield f"compute  {_span([one.attention for one in seen.workers], 1e9, 'GFLOP/s')} of fused attention"
-    yield f"memory   {_span([one.memory_bandwidth for one in seen.workers], 1e9, 'GB/s')} read and written"
-    yield f"launch   {_span([one.launch_s for one in seen.workers], 1e-6, 'us')} for a small operation"
-    for one in seen.all_reduce:
-        yield f"network  {duration_text(one.seconds)} for an all-reduce of {bytes_text(one.num_bytes)}"
-    if seen.bus_bandwidth is not None:
-        yield f"network  {seen.bus_bandwidth / 1e9:.3g} GB/s of each worker's link in the largest (busbw)"
-    rates = [pair.bandwidth for pair in seen.pairs if pair.bandwidth is not None]
-    if rates:
-        delays = [pair.latency_s or 0.0 for pair in seen.pairs if pair.error is None]
-        yield (
-            f"hosts    {_span(rates, 1e9, 'GB/s')}, {_span(delays, 1e-6, 'us')} one way over TCP, {len(rates)} "
-            f"{'pair' if len(rates) == 1 else 'pairs'}"
-        )
-    disks = [one for one in seen.workers if one.disk_write]
-    if disks:
-        yield (
-            f"disk     {_span([one.disk_write for one in disks], 1e6, 'MB/s')} written, "
-            f"{_span([one.disk_read for one in disks], 1e6, 'MB/s')} read"
-        )
-    if not found:
-        yield "findings none: nothing is slower than it should be"
-    for one in found:
-        yield f"finding  {one.where}: {one.what}"
-        yield f"         {one.remedy}"
-
-
-def _span(values: Sequence[float], unit: float, name: str) -> str:
-    low, high = (
-        f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}" for value in (min(values) / unit, max(values) / unit)
-    )
-    return f"{low} {name}" if max(values) < 1.05 * min(values) else f"{low} to {high} {name}"
+def _record(run_dir: Path, seen: Examination, found: Sequence[ClusterFinding], reading: ScriptReading | None) -> None:
+    """Keep all that was measured as JSON."""
+    record = {
+        "examination": dataclasses.asdict(seen),
+        "script": None if reading is None else dataclasses.asdict(reading),
+        "findings": [dataclasses.asdict(one) for one in found],
+    }
+    (run_dir / RECORD_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

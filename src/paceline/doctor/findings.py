@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 
-from paceline.doctor.measured import Examination, HostPair, WorkerRates
+from paceline.doctor.measured import Examination, WorkerRates
 from paceline.units import bytes_text, duration_text
 
 __all__ = ["ClusterFinding", "findings"]
@@ -30,16 +31,19 @@ class ClusterFinding:
 
 def findings(seen: Examination) -> list[ClusterFinding]:
     """Return what is wrong, hosts that cannot be reached first."""
-    return [*_unreachable(seen.pairs), *_workers(seen.workers), *_pairs(seen), *_disks(seen.workers)]
+    return [*_unreachable(seen), *_workers(seen.workers), *_pairs(seen), *_interfaces(seen), *_disks(seen.workers)]
 
 
-def _unreachable(pairs: Sequence[HostPair]) -> Iterator[ClusterFinding]:
-    for pair in pairs:
+def _unreachable(seen: Examination) -> Iterator[ClusterFinding]:
+    interfaces = {one.host: one.interface for one in seen.workers}
+    for pair in seen.pairs:
         if pair.error is not None:
+            over = f" over {interfaces[pair.first]}" if interfaces.get(pair.first) else ""
             yield ClusterFinding(
                 where=f"{pair.first} -> {pair.second}",
-                what=f"cannot be reached: {pair.error}",
-                remedy="Open all TCP ports between the hosts, or choose another network by --head.",
+                what=f"{pair.address} cannot be reached{over}: {pair.error}",
+                remedy=f"Open all TCP ports from {pair.first} to {pair.second} (firewall, security group), or choose "
+                "another network by --head.",
             )
 
 
@@ -95,11 +99,14 @@ def _pairs(seen: Examination) -> Iterator[ClusterFinding]:
                 what=f"its clock is {duration_text(abs(ahead))} {'ahead of' if ahead > 0 else 'behind'} {pair.first}'s",
                 remedy="Start time synchronization there (chrony, systemd-timesyncd). Runs go on; their logs mislead.",
             )
-    yield from _interfaces(seen.workers, rate)
 
 
-def _interfaces(workers: Sequence[WorkerRates], rate: float) -> Iterator[ClusterFinding]:
-    for one in {worker.host: worker for worker in workers}.values():
+def _interfaces(seen: Examination) -> Iterator[ClusterFinding]:
+    if seen.hosts < 2:
+        return
+    rates = [pair.bandwidth for pair in seen.pairs if pair.bandwidth is not None]
+    rate = statistics.median(rates) if rates else math.inf  # a wrong interface may be why none could be measured
+    for one in {worker.host: worker for worker in seen.workers}.values():
         if one.faster_interface is not None:
             yield ClusterFinding(
                 where=one.host,

@@ -79,7 +79,13 @@ class HostEnd:
         except (OSError, TokenRefused) as problem:
             error = f"{type(problem).__name__}: {problem}"
         return HostPair(
-            first=self._name, second=name, latency_s=latency, bandwidth=bandwidth, clock_ahead_s=ahead, error=error
+            first=self._name,
+            second=name,
+            address=address,
+            latency_s=latency,
+            bandwidth=bandwidth,
+            clock_ahead_s=ahead,
+            error=error,
         )
 
     def answer(self) -> None:
@@ -130,7 +136,11 @@ def interface_of(address: str, *, net: Path = NET) -> tuple[str, float | None, s
 
 
 def _rate(path: Path) -> float | None:
-    """Bytes per second of an interface that is up."""
+    """Bytes per second of an interface that is up. None, too, for one without a device behind it (bridges, ends of
+    containers): the kernel names a speed for it that nothing has.
+    """
+    if not any((path / name).exists() for name in ("device", "bonding")):
+        return None
     try:
         if (path / "operstate").read_text().strip() != "up":
             return None

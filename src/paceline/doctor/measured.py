@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-__all__ = ["CollectiveTime", "Examination", "HostPair", "WorkerRates"]
+__all__ = ["CollectiveTime", "Examination", "HostPair", "ReadingRate", "ScriptReading", "WorkerRates", "bus_bandwidth"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,13 +16,14 @@ class WorkerRates:
     not counted. `launch_s`: for one operation on a few elements. `memory`: bytes that it may take, of
     which a process without a model takes `runtime`. `disk_write` and
     `disk_read`: of a file in the run's directory. `interface` is that of the address at which peers reach this host;
-    `interface_rate` its bytes per second, where the kernel knows it.
+    `interface_rate` its bytes per second, where the kernel knows it. `cores`: of its host, that its workers share.
     """
 
     rank: int
     host: str
     device: str  # "cpu", or the accelerator's name
     threads: int
+    cores: int
     memory: float
     runtime: float
     matmul: Mapping[str, float]
@@ -38,10 +39,13 @@ class WorkerRates:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class HostPair:
-    """Two hosts, over TCP: seconds from one to the other, bytes per second, and how far the second's clock is ahead."""
+    """Two hosts, over TCP: seconds from one to the other, bytes per second, and how far the second's clock is ahead.
+    `address`: at which the first has tried to reach the second.
+    """
 
     first: str
     second: str
+    address: str
     latency_s: float | None
     bandwidth: float | None
     clock_ahead_s: float | None
@@ -57,8 +61,45 @@ class CollectiveTime:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ReadingRate:
+    """How fast one worker gets its micro-batches of a script, with all others reading at the same time.
+
+    `bytes_per_sample`: of its tensors; `stored_per_sample`: read from files, the cache included. `busy_cores`: what one
+    of the processes that read keeps busy; one that waits for a disk needs less than a core. `first_s`: until the first
+    micro-batch was there. `loaders` and `prefetch`: the script's own.
+    """
+
+    samples_per_s: float
+    bytes_per_sample: float
+    stored_per_sample: float
+    busy_cores: float
+    first_s: float
+    loaders: int
+    prefetch: int
+    is_iterable: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ScriptReading:
+    """A script's data. `rates` by worker; where that could not be measured it is empty, and `problem` says why.
+
+    `appetite`: samples per second that each worker's steps take, as predicted for `plan` on this cluster, with data
+    that is there at once; None where `no_appetite` says why it is not known.
+    """
+
+    script: str
+    rates: Sequence[ReadingRate]
+    problem: str | None
+    plan: str = ""
+    appetite: float | None = None
+    no_appetite: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Examination:
-    """All of it; `took_s`: its seconds."""
+    """All of it; `took_s`: its seconds. `host_link`: bytes per second (busbw) of an all-reduce among the workers of a
+    host, of several hosts; None on one host, and where hosts have one worker each.
+    """
 
     workers: Sequence[WorkerRates]
     hosts: int
@@ -66,6 +107,7 @@ class Examination:
     all_reduce: Sequence[CollectiveTime]
     took_s: float
     torch: str
+    host_link: float | None = None
 
     @property
     def per_host(self) -> int:
@@ -83,11 +125,15 @@ class Examination:
 
     @property
     def bus_bandwidth(self) -> float | None:
-        """Bytes per second of the largest all-reduce by which algorithms are compared: 2 (n - 1) / n of the tensor's
-        bytes pass each worker's link (nccl-tests call it busbw). None with one worker.
-        """
-        n = len(self.workers)
-        if n < 2 or not self.all_reduce:
+        """Bytes per second of the largest all-reduce by which algorithms are compared. None with one worker."""
+        if len(self.workers) < 2 or not self.all_reduce:
             return None
         largest = max(self.all_reduce, key=lambda one: one.num_bytes)
-        return 2 * (n - 1) / n * largest.num_bytes / largest.seconds
+        return bus_bandwidth(largest.num_bytes, largest.seconds, len(self.workers))
+
+
+def bus_bandwidth(num_bytes: int, seconds: float, workers: int) -> float:
+    """Return bytes per second of an all-reduce: 2 (n - 1) / n of the tensor's bytes pass each worker's link (nccl-tests
+    call it busbw). 0 of one worker.
+    """
+    return 2 * (workers - 1) / workers * num_bytes / seconds

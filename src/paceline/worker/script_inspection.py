@@ -39,13 +39,37 @@ from paceline.parallel.sample_input import SampleInput, as_sample, guess_sample
 from paceline.plan import CommandPlan, Job, Plan, read_plan
 from paceline.planner.model_costs import ModelCosts
 
-__all__ = ["InspectionReport", "InspectionWorker", "inspect_script"]
+__all__ = ["InspectionReport", "InspectionWorker", "ScriptData", "inspect_script"]
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
 LARGE = 1 << 28  # parameters; a forward of more takes seconds
 FEW = 2  # samples on which costs are counted
 PACKAGE = "paceline"  # by name: its `run` is above this room
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ScriptData:
+    """What a script gives to its first `worker.batches`, under which plan."""
+
+    dataset: Any
+    collate: Callable[[list[Any]], Any]
+    loaders: int
+    prefetch: int
+    weights: Any
+    plan: Plan
+
+    @classmethod
+    def of(cls, plan: Plan, dataset: Any, options: Mapping[str, Any]) -> ScriptData:
+        """Read the call's options, by either of their names."""
+        return cls(
+            dataset=dataset,
+            collate=options.get("collate") or options.get("collate_fn") or default_collate,
+            loaders=options.get("loaders") or options.get("num_workers") or 0,
+            prefetch=options.get("prefetch", 2),
+            weights=options.get("weights"),
+            plan=plan,
+        )
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -65,19 +89,29 @@ class InspectionReport:
     )  # why not on the script's data, by model; "": it has no stepper
 
 
-def inspect_script(script: Path, *, args: Sequence[str], plan: CommandPlan, workers: int | None) -> InspectionReport:
-    """Run `script` as far as it prepares, and return what was found.
+def inspect_script(
+    script: Path,
+    *,
+    args: Sequence[str],
+    plan: CommandPlan,
+    workers: int | None,
+    rank: int = 0,
+    at_data: Callable[[ScriptData], None] | None = None,
+) -> InspectionReport:
+    """Run `script` as far as it prepares, as worker `rank`, and return what was found.
 
-    `plan` and `workers` are the command's, which count before the script's own. Raises PlanError where the script never
-    calls paceline.run, and whatever it raises itself, with real weights.
+    `plan` and `workers` are the command's, which count before the script's own. `at_data` is called with what the
+    script gives to its first `worker.batches`, while all that the script holds is there. Raises PlanError where the
+    script never calls paceline.run, and whatever it raises itself, with real weights.
     """
+    run = functools.partial(_run, script, args, plan=plan, workers=workers, rank=rank, at_data=at_data)
     try:
         with fake_weights():
-            return _run(script, args, plan=plan, workers=workers, fill=filled_weights)
+            return run(fill=filled_weights)
     except PlanError:
         raise
     except Exception as error:  # the user's code, which is run again: an error that stays comes out there
-        found = _run(script, args, plan=plan, workers=workers, fill=None)
+        found = run(fill=None)
         first = str(error).strip().partition("\n")[0]
         what = (
             f"its weights were made for this look, since without them the script raises {type(error).__name__}: {first}"
@@ -93,13 +127,23 @@ class _InspectionDone(BaseException):
 class InspectionWorker:
     """Stands where a script has its worker: looks at what is prepared, and ends the script where it would train.
 
-    It answers as worker 0 of the layout. Public names are those of `Worker`.
+    Public names are those of `Worker`.
     """
 
-    def __init__(self, findings: InspectionReport, *, fill: Callable[[nn.Module], Any] | None) -> None:
-        """`fill`: how a model without weights is made to run; None: it has them."""
-        self.rank = self.step = 0
-        self.is_first, self.device = True, CPU
+    def __init__(
+        self,
+        findings: InspectionReport,
+        *,
+        fill: Callable[[nn.Module], Any] | None,
+        rank: int = 0,
+        at_data: Callable[[ScriptData], None] | None = None,
+    ) -> None:
+        """`fill`: how a model without weights is made to run; None: it has them. `rank`: which worker it answers as.
+        `at_data`: gets what the script reads, before the script is ended.
+        """
+        self.rank, self.step = rank, 0
+        self.is_first, self.device = rank == 0, CPU
+        self._at_data = at_data
         self.plan, self.workers = findings.plan, findings.workers
         self._findings, self._fill = findings, fill
         self._models: dict[str, tuple[nn.Module, Any]] = {}  # by name, with its look
@@ -168,12 +212,14 @@ class InspectionWorker:
 
     def batches(self, dataset: Any = None, *args: Any, **kwargs: Any) -> NoReturn:
         """Count what a micro-batch of this data costs, and end the script."""
+        data = ScriptData.of(self.plan, dataset, kwargs)
         if self._forward is not None:
-            collate = kwargs.get("collate") or kwargs.get("collate_fn") or default_collate
             try:
-                self._count(*self._forward, collate(_first(dataset)))
+                self._count(*self._forward, data.collate(_first(dataset)))
             except Exception as error:  # the user's code, without values
                 self._findings.not_counted[self._name_of(self._forward[0])] = _first_line(error)
+        if self._at_data is not None:
+            self._at_data(data)
         self._end()
 
     def evaluate(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -246,6 +292,8 @@ def _run(
     *,
     plan: CommandPlan,
     workers: int | None,
+    rank: int,
+    at_data: Callable[[ScriptData], None] | None,
     fill: Callable[[nn.Module], Any] | None,
 ) -> InspectionReport:
     """Run the script once, as `python script.py` would, with an `InspectionWorker`."""
@@ -258,7 +306,7 @@ def _run(
         findings = _findings(wanted, workers or own or job.get("workers"))
         seen.append(findings)
         config.read(Job, {key: value for key, value in job.items() if value is not None})
-        worker = InspectionWorker(findings, fill=fill)
+        worker = InspectionWorker(findings, fill=fill, rank=rank, at_data=at_data)
         with contextlib.suppress(_InspectionDone):
             function(worker)
         worker.close()

@@ -6,9 +6,9 @@ import contextlib
 import dataclasses
 import importlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -38,10 +38,7 @@ from paceline.worker.record.run_files import RunFiles
 from paceline.worker.topology.device import choose_device, peak_memory_bytes, why_gpus_are_idle
 from paceline.worker.worker import Worker
 
-if TYPE_CHECKING:
-    from paceline.worker.bare.bare_worker import BareWorker
-
-__all__ = ["has_run", "merge_job", "run_worker"]
+__all__ = ["has_run", "merge_job", "run_worker", "working_alone"]
 
 T = TypeVar("T")
 
@@ -109,7 +106,7 @@ def run_worker(
                 timeout_s=job.timeout_s,
             )
             stack.push(lifecycle.ask_for_restart)
-            files.emit(_started(assignment, resolved, worker))
+            files.emit(_started(assignment, resolved, device=worker.device, step=worker.step))
             _warn_of_idle_gpus(assignment, job, files)
             _note_unused_values(assignment, files, plan, fields or {})
             try:
@@ -141,6 +138,28 @@ def run_worker(
     return value
 
 
+@contextlib.contextmanager
+def working_alone(assignment: Assignment) -> Iterator[torch.device]:
+    """Be the worker that the assignment says without joining the others, for a program that only looks at the hosts of
+    a run. Yields its device; its record is that of a worker that has ended well, unless an error passes.
+    """
+    job, plan = assignment.job, assignment.plan.over(None)
+    files = RunFiles(assignment, job)
+    _workers_run.add(assignment.worker_dir)
+    try:
+        resolved, device = _checked(plan, assignment, job)
+        torch.set_num_threads(job.threads or environment.default_threads(assignment.local_workers))
+        files.emit(_started(assignment, resolved, device=device, step=0))
+        yield device
+    except BaseException as error:
+        write_error(error, assignment, step=0)
+        files.give_up()
+        files.close()
+        raise
+    files.finish(0, peak_memory_bytes=peak_memory_bytes(device), state_bytes=0)
+    mark_end()
+
+
 def _run_bare_loop(
     function: Callable[[Worker], T],
     assignment: Assignment,
@@ -156,7 +175,7 @@ def _run_bare_loop(
     worker = BareWorker(
         plan, device, capture=cast("ParityCapture", files.capture), emit=files.emit, max_steps=max_steps
     )
-    files.emit(_started(assignment, plan, worker))
+    files.emit(_started(assignment, plan, device=worker.device, step=worker.step))
     value = function(cast("Worker", worker))
     worker.end()
     files.finish(worker.step, peak_memory_bytes=peak_memory_bytes(device), state_bytes=0)
@@ -254,16 +273,16 @@ def _is_same(name: str, said: Any, counts: Any) -> bool:
     return said == counts
 
 
-def _started(assignment: Assignment, plan: Plan, worker: Worker | BareWorker) -> WorkerStarted:
+def _started(assignment: Assignment, plan: Plan, *, device: torch.device, step: int) -> WorkerStarted:
     return WorkerStarted(
         rank=assignment.rank,
         workers=assignment.workers,
         host=assignment.host,
         pid=os.getpid(),
-        device=str(worker.device),
+        device=str(device),
         startup_s=round(clock.now() - assignment.command_started, 3),
         plan=str(plan),
-        resumed_from_step=worker.step,
+        resumed_from_step=step,
     )
 
 

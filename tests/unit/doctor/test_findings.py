@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from paceline.doctor.cluster_file import cluster_toml
-from paceline.doctor.doctor import report_lines
 from paceline.doctor.findings import findings
 from paceline.doctor.measured import CollectiveTime, Examination, HostPair, WorkerRates
+from paceline.doctor.report import report_lines
 from paceline.planner.cluster import load_catalogue
 from paceline.planner.constants import built_in
 
@@ -25,6 +25,7 @@ def worker(rank: int, **changed: Any) -> WorkerRates:
         host=HOSTS[rank % 3],
         device="cpu",
         threads=2,
+        cores=4,
         memory=16e9,
         runtime=0.3e9,
         matmul={"fp32": 1e11, "bf16": 2e11},
@@ -41,7 +42,15 @@ def worker(rank: int, **changed: Any) -> WorkerRates:
 
 
 def pair(first: str, second: str, **changed: Any) -> HostPair:
-    one = HostPair(first=first, second=second, latency_s=5e-5, bandwidth=1.1e9, clock_ahead_s=0.001, error=None)
+    one = HostPair(
+        first=first,
+        second=second,
+        address="10.0.0.9",
+        latency_s=5e-5,
+        bandwidth=1.1e9,
+        clock_ahead_s=0.001,
+        error=None,
+    )
     return dataclasses.replace(one, **changed)
 
 
@@ -92,7 +101,12 @@ def test_a_worker_or_host_that_is_slow_is_named(changed: dict[str, Any], where: 
         ({"latency_s": 4e-4}, "b - c", "400 us one way, and the median pair 50.0 us", "switches"),
         ({"clock_ahead_s": 2.0}, "c", "its clock is 2.00 s ahead of b's", "chrony"),
         ({"clock_ahead_s": -2.0}, "c", "its clock is 2.00 s behind b's", "chrony"),
-        ({"error": "TimeoutError: timed out"}, "b -> c", "cannot be reached: TimeoutError", "Open all TCP ports"),
+        (
+            {"error": "TimeoutError: timed out"},
+            "b -> c",
+            "10.0.0.9 cannot be reached over eth0: TimeoutError",
+            "from b to c",
+        ),
     ],
 )
 def test_a_pair_that_is_odd_is_named(changed: dict[str, Any], where: str, what: str, remedy: str) -> None:
@@ -101,6 +115,14 @@ def test_a_pair_that_is_odd_is_named(changed: dict[str, Any], where: str, what: 
     assert what in found.what
     assert remedy in found.remedy
     assert any(line.startswith(f"finding  {where}: ") for line in report_lines(seen(), [found]))
+
+
+def test_a_wrong_interface_is_named_also_where_no_pair_could_be_measured() -> None:
+    workers = [worker(rank, faster_interface="ib0" if rank == 1 else None) for rank in range(3)]
+    pairs = [dataclasses.replace(one, bandwidth=None, latency_s=None, error="timed out") for one in PAIRS]
+    found = findings(seen(workers, pairs))
+    assert [one.where for one in found] == ["a -> b", "a -> c", "b -> c", "b"]
+    assert "ib0 is faster" in found[-1].what
 
 
 def test_the_cluster_file_is_read_back_as_the_slowest_of_all(tmp_path: Path) -> None:
@@ -132,3 +154,12 @@ def test_on_one_host_the_all_reduce_is_the_link(tmp_path: Path) -> None:
     path.write_text(cluster_toml(seen([worker(0), worker(3)], pairs=(), hosts=1), name="here", when="2026-01-01"))
     cluster = load_catalogue(path).clusters["here"]
     assert cluster.device.link * built_in().constants.link == pytest.approx((1 << 26) / 0.1, rel=1e-3)
+
+
+def test_on_several_hosts_the_link_is_that_of_an_all_reduce_within_a_host(tmp_path: Path) -> None:
+    both = dataclasses.replace(seen([worker(rank) for rank in range(4)], hosts=2), host_link=7e9)
+    path = tmp_path / "c.toml"
+    path.write_text(cluster_toml(both, name="lab", when="2026-01-01"))
+    cluster = load_catalogue(path).clusters["lab"]
+    assert cluster.device.link * built_in().constants.link == pytest.approx(7e9, rel=1e-3)
+    assert "network  7 GB/s of each worker's link within a host (busbw)" in list(report_lines(both, []))

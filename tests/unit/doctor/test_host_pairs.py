@@ -95,13 +95,27 @@ def test_an_answer_ends_when_nobody_comes(ends: tuple[HostEnd, HostEnd], monkeyp
     end.close()
 
 
+def interface(folder: Path, name: str, *, state: str = "up", speed: str, has_device: bool = True) -> None:
+    (folder / name / "device" if has_device else folder / name).mkdir(parents=True)
+    (folder / name / "operstate").write_text(state)
+    (folder / name / "speed").write_text(speed)
+
+
 def test_the_interface_in_use_and_a_faster_one(tmp_path: Path) -> None:
-    for name, state, speed in [("lo", "up", "1000"), ("ib0", "up", "200000"), ("eth9", "down", "400000")]:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "operstate").write_text(state)
-        (tmp_path / name / "speed").write_text(speed)
+    interface(tmp_path, "lo", speed="1000")
+    interface(tmp_path, "ib0", speed="200000")
+    interface(tmp_path, "eth9", speed="400000", state="down")
+    interface(tmp_path, "docker0", speed="400000", has_device=False)
     assert interface_of("127.0.0.1", net=tmp_path) == ("lo", 125e6, "ib0")
     (tmp_path / "ib0" / "speed").write_text("1500")
     assert interface_of("127.0.0.1", net=tmp_path) == ("lo", 125e6, None)
     (tmp_path / "lo" / "speed").write_text("-1")
     assert interface_of("127.0.0.1", net=tmp_path) == ("lo", None, None)
+
+
+def test_an_end_of_a_container_has_no_rate_and_several_devices_in_one_have(tmp_path: Path) -> None:
+    interface(tmp_path, "lo", speed="10000", has_device=False)
+    interface(tmp_path, "eth0", speed="100000")
+    assert interface_of("127.0.0.1", net=tmp_path) == ("lo", None, None)
+    (tmp_path / "lo" / "bonding").mkdir()
+    assert interface_of("127.0.0.1", net=tmp_path) == ("lo", 1.25e9, "eth0")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from paceline.doctor import rates, storage
+from paceline.doctor.findings import SLOW_DISK
 
 CPU = torch.device("cpu")
 
@@ -36,3 +38,11 @@ def test_a_full_disk_is_an_error_and_keeps_no_file(tmp_path: Path, monkeypatch: 
     with pytest.raises(OSError, match="No space left"):
         storage.disk_rates(tmp_path, name="probe", seconds=0.01)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_slow_disk_has_a_low_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rate is that of what has arrived there, and not in the kernel's memory."""
+    monkeypatch.setattr(storage, "SYNCED", storage.PIECE)
+    monkeypatch.setattr(os, "fdatasync", lambda _: time.sleep(0.1))
+    written, _ = storage.disk_rates(tmp_path, name="probe", seconds=0.01)
+    assert written < SLOW_DISK

@@ -22,7 +22,7 @@ from paceline.planner.receipt import LEAST_STEPS, WARM_UP, MeasuredStep, Receipt
 from paceline.planner.search import PricedPlan, micro_batches
 from paceline.units import count_text, duration_text
 
-__all__ = ["Verified", "measured_run", "print_receipt", "print_verified", "verified_plans"]
+__all__ = ["Verified", "measured_run", "print_receipt", "print_verified", "verified", "verified_plans"]
 
 STEPS = 12
 SIZE_STEPS = 6  # of each further size of micro-batches
@@ -45,7 +45,7 @@ class Verified:
         return self.sizes if self.receipt is None else (self.receipt, *self.sizes)
 
 
-def _verified(
+def verified(
     subject: Subject, script: Path, args: Sequence[str], one: PricedPlan, others: Sequence[PricedPlan] = ()
 ) -> Verified:
     """Run one plan, and after it, in the same run, `others` that have the same but for the size of micro-batches."""
@@ -186,13 +186,13 @@ def _run_plans(subject: Subject, where: NamedCluster, count: int, script: Path, 
     have shown.
     """
     own = subject.price(subject.plan, where.cluster, workers=subject.workers)
-    found = [_verified(subject, script, args, own, _other_sizes(subject, where))]
+    found = [verified(subject, script, args, own, _other_sizes(subject, where))]
     if not found[0].receipts:  # one of the sizes may be what failed
-        found = [_verified(subject, script, args, own)]
+        found = [verified(subject, script, args, own)]
     next_one: PricedPlan | None = own
     while next_one is not None and len(found) <= count:
         if next_one is not own:
-            found.append(_verified(subject, script, args, next_one))
+            found.append(verified(subject, script, args, next_one))
         subject = dataclasses.replace(subject, receipts=(*subject.receipts, *found[-1].receipts))
         ran = [one.priced.plan for one in found]
         best = subject.best(subject.plan, where.cluster, workers=subject.workers, without=ran)

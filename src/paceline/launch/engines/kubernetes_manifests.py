@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline import environment
 from paceline.launch.engines.submission import Submission
+from paceline.plan.own_programs import sent_program
 
 if TYPE_CHECKING:
     from paceline.launch.engines.kubernetes import Kubernetes
@@ -223,9 +224,12 @@ def run_dir_there(engine: Kubernetes, submission: Submission) -> str:
 
 def program_there(engine: Kubernetes, submission: Submission) -> str:
     """The script in the image: at the same place below the container's folder as here below the one where the command
-    was given; a script elsewhere keeps its path."""
+    was given; a script elsewhere keeps its path, and Paceline's own are named by their place in the package."""
     from pathlib import Path
 
+    sent = sent_program(submission.job.program)
+    if sent != submission.job.program:
+        return sent
     program = Path(submission.job.program)
     return str(program.relative_to(submission.folder)) if program.is_relative_to(submission.folder) else str(program)
 

@@ -10,6 +10,7 @@ from typing import Any
 from paceline.launch.engines.sent_function import SentFunction
 from paceline.plan.command_plan import CommandPlan
 from paceline.plan.job import AUTO, Job, flag_of
+from paceline.plan.own_programs import sent_program
 
 __all__ = ["Document", "Submission"]
 
@@ -79,7 +80,7 @@ class Submission:
         program: str | None = None,
     ) -> list[str]:
         """Return the words of the command that every host runs; `run_dir` and `program` where they lie elsewhere."""
-        words = [python or self.python, "-m", "paceline", "run", program or self.job.program]
+        words = [python or self.python, "-m", "paceline", "run", program or sent_program(self.job.program)]
         words += ["--hosts", str(self.least_hosts), "--workers", str(self.first_workers), "--head", head]
         words += ["--run-dir", run_dir or str(self.run_dir)]
         if token_file is not None:

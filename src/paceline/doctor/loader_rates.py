@@ -1,0 +1,165 @@
+"""How fast a script's data comes: its own dataset and options, read as `worker.batches` would; nothing is computed."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from paceline.doctor.measured import ReadingRate
+from paceline.parallel.meta.tensor_tree import tensors_in
+from paceline.schedule.micro_batches import MicroBatch, micro_batches, split_evenly, step_ranges
+from paceline.schedule.sample_order import WeightedDraws
+from paceline.worker.data.batch_stream import is_map_style
+from paceline.worker.data.data_loading import (
+    MapReader,
+    MicroBatchRequest,
+    ReadOptions,
+    StepItems,
+    StreamReader,
+    open_loader,
+    refuse_loader,
+    require_fit,
+)
+from paceline.worker.script_inspection import ScriptData
+
+__all__ = ["reading_rate"]
+
+PROC = Path("/proc")
+FIRST_S = 10.0  # at most, for what loaders have read before the clock starts; after it the first micro-batch counts
+ENDLESS = 1 << 40  # epochs
+
+
+def reading_rate(
+    data: ScriptData, *, index: int, readers: int, seconds: float, pin: bool, timeout_s: float
+) -> ReadingRate:
+    """Return the rate at which a worker gets its micro-batches, where `readers` workers share each step and this is
+    the one with `index`.
+
+    The start of loader processes and what they read ahead of it do not count. Measured for about `seconds`. Raises what
+    the dataset raises; ValueError for an empty one; RuntimeError where loaders give nothing for `timeout_s`.
+    """
+    refuse_loader(data.dataset)
+    started = time.perf_counter()
+    before = {child.pid for child in psutil.Process().children()}
+    items = _items(data, index=index, readers=readers, pin=pin, timeout_s=timeout_s)
+    _, num_bytes = next(items)
+    first_s = time.perf_counter() - started
+    for _ in range(data.loaders * data.prefetch):
+        if time.perf_counter() - started > FIRST_S:
+            break
+        next(items)
+    own = psutil.Process()
+    processes = [one for one in own.children() if one.pid not in before] if data.loaders else [own]
+    stored, busy_s = _bytes_read(processes), _processor_s(processes)
+    began, samples, num_bytes = time.perf_counter(), 0, 0
+    while samples == 0 or time.perf_counter() - began < seconds:
+        more, size = next(items)
+        samples, num_bytes = samples + more, num_bytes + size
+    took = time.perf_counter() - began
+    stored, busy_s = max(0, _bytes_read(processes) - stored), max(0.0, _processor_s(processes) - busy_s)
+    return ReadingRate(
+        samples_per_s=samples / took,
+        bytes_per_sample=num_bytes / samples,
+        stored_per_sample=stored / samples,
+        busy_cores=busy_s / took / max(1, len(processes)),
+        first_s=first_s,
+        loaders=data.loaders,
+        prefetch=data.prefetch,
+        is_iterable=not is_map_style(data.dataset),
+    )
+
+
+def _items(data: ScriptData, *, index: int, readers: int, pin: bool, timeout_s: float) -> Iterator[tuple[int, int]]:
+    """Samples and bytes of each micro-batch, without end."""
+    batch = data.plan.batch
+    num_samples = len(data.dataset) if is_map_style(data.dataset) else 0
+    draws = None if data.weights is None else WeightedDraws(data.weights)
+    if draws is not None:
+        require_fit(draws, "train", num_samples=num_samples, shuffle=batch.shuffle)
+    reading = ReadOptions(data.dataset, data.collate, num_samples, batch.seed, batch.shuffle and num_samples > 0, draws)
+
+    def mine(start: int, stop: int) -> tuple[MicroBatch, ...]:
+        micros = micro_batches(start, stop, batch.resolved_micro)
+        own = split_evenly(len(micros), readers)[index]
+        return micros[own.start : own.stop]
+
+    if not is_map_style(data.dataset):
+        reader = StreamReader(
+            reading,
+            size=batch.size,
+            micro=batch.resolved_micro,
+            drop_last=batch.drop_last,
+            first_epoch=0,
+            epochs=ENDLESS,
+            position=0,
+            mine=mine,
+        )
+        loader = open_loader(reader, None, loaders=data.loaders, prefetch=data.prefetch, pin=pin, timeout_s=timeout_s)
+        yield from _of_steps(loader, mine)
+        return
+
+    def of_epoch() -> Iterator[MicroBatch]:
+        for step in step_ranges(num_samples=num_samples, size=batch.size, drop_last=batch.drop_last):
+            yield from mine(*step)
+
+    if next(of_epoch(), None) is None:
+        raise ValueError(f"{num_samples} samples in steps of {batch.size} give worker {index} of {readers} none")
+    requests, counted = itertools.tee(
+        MicroBatchRequest(epoch, micro) for epoch in range(ENDLESS) for micro in of_epoch()
+    )
+    loader = open_loader(
+        MapReader(reading), requests, loaders=data.loaders, prefetch=data.prefetch, pin=pin, timeout_s=timeout_s
+    )
+    for request, micro in zip(counted, loader, strict=True):
+        yield request.micro.num_samples, _num_bytes(micro)
+
+
+def _of_steps(
+    loader: Iterator[StepItems], mine: Callable[[int, int], Sequence[MicroBatch]]
+) -> Iterator[tuple[int, int]]:
+    """The same of an iterable, whose items come by steps. Raises ValueError after an epoch without any of ours."""
+    position, ours = 0, 0
+    for items in loader:
+        if items.num_samples == 0:  # the end of an epoch
+            if not ours:
+                raise ValueError("an epoch of the iterable dataset gives this worker no sample")
+            position = ours = 0
+            continue
+        micros = mine(position, position + items.num_samples)
+        position += items.num_samples
+        for micro, one in zip(micros, items.data, strict=True):
+            ours += micro.num_samples
+            yield micro.num_samples, _num_bytes(one)
+
+
+def _num_bytes(micro: Any) -> int:
+    return sum(one.numel() * one.element_size() for one in tensors_in(micro))
+
+
+def _bytes_read(processes: Sequence[psutil.Process]) -> int:
+    """What processes have read from files: by calls, from the cache too, or, where that is more, from the disk itself
+    (files in their memory). 0 where the kernel does not tell.
+    """
+    total = 0
+    for process in processes:
+        with contextlib.suppress(OSError):
+            text = (PROC / str(process.pid) / "io").read_text()
+            fields = dict(line.split(": ") for line in text.splitlines())
+            total += max(int(fields["rchar"]), int(fields["read_bytes"]))
+    return total
+
+
+def _processor_s(processes: Sequence[psutil.Process]) -> float:
+    """Processor time of processes; one that has ended is left out."""
+    total = 0.0
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
