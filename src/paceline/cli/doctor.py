@@ -12,6 +12,7 @@ from paceline import config
 from paceline.cli import run as run_command
 from paceline.cli.arguments import Commands, add_command
 from paceline.errors import PlanError
+from paceline.plan.job import NO_CLUSTER
 
 __all__ = ["add", "run"]
 
@@ -43,7 +44,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--seconds", metavar="S", default="0.5", help="of each test (default: 0.5)")
     parser.add_argument("--name", metavar="NAME", default="", help="of the cluster (default: the first host's name)")
     parser.add_argument("--on", metavar="ENGINE", help="have an engine start it on its hosts, as for paceline run")
-    run_command.add_job_options(parser)
+    run_command.add_job_options(parser, without=("cluster",))
     parser.set_defaults(run=run)
 
 
@@ -63,6 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.dry_run = arguments.detach = False
     arguments.script_args = ("--seconds", str(seconds), *(("--name", arguments.name) if arguments.name else ()))
     arguments.tensorboard = arguments.tensorboard or "false"
+    arguments.cluster = NO_CLUSTER  # there is no model to be predicted
     status = run_command.run(arguments)
     found = Path(arguments.run_dir) / CLUSTER_FILE
     if status != 0:

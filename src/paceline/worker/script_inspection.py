@@ -65,19 +65,22 @@ class InspectionReport:
     )  # why not on the script's data, by model; "": it has no stepper
 
 
-def inspect_script(script: Path, *, args: Sequence[str], plan: CommandPlan, workers: int | None) -> InspectionReport:
+def inspect_script(
+    script: Path, *, args: Sequence[str], plan: CommandPlan, workers: int | None, is_first: bool = True
+) -> InspectionReport:
     """Run `script` as far as it prepares, and return what was found.
 
-    `plan` and `workers` are the command's, which count before the script's own. Raises PlanError where the script never
-    calls paceline.run, and whatever it raises itself, with real weights.
+    `plan` and `workers` are the command's, which count before the script's own. `is_first=False`: while the script
+    runs, as another one of its workers, so that it does not do again what its first worker does. Raises PlanError where
+    the script never calls paceline.run, and whatever it raises itself, with real weights.
     """
     try:
         with fake_weights():
-            return _run(script, args, plan=plan, workers=workers, fill=filled_weights)
+            return _run(script, args, plan=plan, workers=workers, fill=filled_weights, is_first=is_first)
     except PlanError:
         raise
     except Exception as error:  # the user's code, which is run again: an error that stays comes out there
-        found = _run(script, args, plan=plan, workers=workers, fill=None)
+        found = _run(script, args, plan=plan, workers=workers, fill=None, is_first=is_first)
         first = str(error).strip().partition("\n")[0]
         what = (
             f"its weights were made for this look, since without them the script raises {type(error).__name__}: {first}"
@@ -93,13 +96,15 @@ class _InspectionDone(BaseException):
 class InspectionWorker:
     """Stands where a script has its worker: looks at what is prepared, and ends the script where it would train.
 
-    It answers as worker 0 of the layout. Public names are those of `Worker`.
+    It answers as worker 0 of the layout, or as its last one. Public names are those of `Worker`.
     """
 
-    def __init__(self, findings: InspectionReport, *, fill: Callable[[nn.Module], Any] | None) -> None:
-        """`fill`: how a model without weights is made to run; None: it has them."""
-        self.rank = self.step = 0
-        self.is_first, self.device = True, CPU
+    def __init__(
+        self, findings: InspectionReport, *, fill: Callable[[nn.Module], Any] | None, is_first: bool = True
+    ) -> None:
+        """`fill`: how a model without weights is made to run; None: it has them. `is_first`: it is worker 0."""
+        self.step, self.rank = 0, 0 if is_first else findings.workers - 1
+        self.is_first, self.device = is_first, CPU
         self.plan, self.workers = findings.plan, findings.workers
         self._findings, self._fill = findings, fill
         self._models: dict[str, tuple[nn.Module, Any]] = {}  # by name, with its look
@@ -247,6 +252,7 @@ def _run(
     plan: CommandPlan,
     workers: int | None,
     fill: Callable[[nn.Module], Any] | None,
+    is_first: bool,
 ) -> InspectionReport:
     """Run the script once, as `python script.py` would, with an `InspectionWorker`."""
     seen: list[InspectionReport] = []
@@ -258,7 +264,7 @@ def _run(
         findings = _findings(wanted, workers or own or job.get("workers"))
         seen.append(findings)
         config.read(Job, {key: value for key, value in job.items() if value is not None})
-        worker = InspectionWorker(findings, fill=fill)
+        worker = InspectionWorker(findings, fill=fill, is_first=is_first)
         with contextlib.suppress(_InspectionDone):
             function(worker)
         worker.close()
