@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Self
@@ -31,9 +32,14 @@ class _RunFile:
     def read(cls, path: Path) -> Self | None:
         """Read a file; None where it is not there, or is damaged or of another version."""
         try:
-            return fitted(cls, read_object(read_regular(path, MOST_BYTES)))
+            found = fitted(cls, read_object(read_regular(path, MOST_BYTES)))
         except (OSError, ValueError):
             return None
+        return found if all(0 < number < math.inf for number in found.numbers()) else None
+
+    def numbers(self) -> Iterator[float]:
+        """Those that no step and no memory has as 0 or less."""
+        yield from ()
 
     def write(self, path: Path) -> None:
         """Replace the file in one instant. Raises OSError."""
@@ -125,6 +131,12 @@ class RunPrediction(_RunFile):
     predicted: PredictedStep | None = None
     problem: str = ""
 
+    def numbers(self) -> Iterator[float]:
+        """See above."""
+        if (one := self.predicted) is not None:
+            yield from (one.step_s, one.low_s, one.high_s, one.bytes, one.estimated_s, one.estimated_bytes)
+            yield from one.estimated_parts.values()
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RunReceipt(_RunFile):
@@ -146,6 +158,14 @@ class RunReceipt(_RunFile):
     blame: str = ""
     kept: str | None = None
     not_kept: str = ""
+
+    def numbers(self) -> Iterator[float]:
+        """See above."""
+        one = self.receipt
+        yield from (self.predicted_s, self.predicted_bytes, one.predicted_s, one.predicted_bytes, one.measured_s)
+        yield from one.predicted_parts.values()
+        yield from (1.0 + value for value in one.measured_parts.values())  # a part may take no time
+        yield 1.0 + (one.measured_bytes or 0.0)
 
     @classmethod
     def of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,8 @@ def _rows(run_dir: Path, attempt: int | None) -> Iterator[dict[str, Any]]:
 
 
 def _has_seconds(row: Mapping[str, Any]) -> bool:
-    return "total" in row.get("seconds", {})
+    seconds = row.get("seconds", {})
+    return seconds.get("total", 0.0) > 0 and all(0 <= value < math.inf for value in seconds.values())
 
 
 def _is_disturbed(row: Mapping[str, Any]) -> bool:
