@@ -127,8 +127,8 @@ class Job:
             )
         if self.cluster is not None and not self.cluster.strip():
             raise PlanError(
-                f"Job.cluster is {self.cluster!r}; it must be a cluster's name, the path of a cluster file, or 'off' for "
-                "no cluster."
+                f"Job.cluster is {self.cluster!r}; it must be a cluster's name, the path of a cluster file, or 'off' "
+                "for no cluster."
             )
         self._check_hosts()
 

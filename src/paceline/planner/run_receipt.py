@@ -17,9 +17,10 @@ from paceline.private_files import replace_private
 from paceline.regular_files import read_regular
 from paceline.units import duration_text, gigabytes_text
 
-__all__ = ["BEING_MADE", "PREDICTION_FILE", "RECEIPT_FILE", "PredictedStep", "RunPrediction", "RunReceipt"]
+__all__ = ["BEING_MADE", "PREDICTION_FILE", "RECEIPT_FILE", "TOO_LATE", "PredictedStep", "RunPrediction", "RunReceipt"]
 
 BEING_MADE = "it is being made"  # the problem of a prediction that is not there yet
+TOO_LATE = "the run ended before it was made"
 PREDICTION_FILE, RECEIPT_FILE = "prediction.json", "receipt.json"
 MOST_BYTES = 1 << 20  # of either file
 
@@ -122,7 +123,8 @@ class PredictedStep:
 class RunPrediction(_RunFile):
     """What was predicted for an attempt of a run, or why nothing was.
 
-    `receipts` is the file in which the cluster's receipts are kept, None for a cluster of the catalogue.
+    `receipts` is the file in which the cluster's receipts are kept, None for a cluster of the catalogue. `made` is when
+    it was made, as clock.now(): steps before it shared the machine with the process that made it.
     """
 
     cluster: str
@@ -130,6 +132,7 @@ class RunPrediction(_RunFile):
     receipts: str | None = None
     predicted: PredictedStep | None = None
     problem: str = ""
+    made: float = 0.0
 
     def numbers(self) -> Iterator[float]:
         """See above."""

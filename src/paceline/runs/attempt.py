@@ -289,7 +289,7 @@ class Attempt:
         """What takes the run's events and steps beside the job's own files and console."""
         mark = environment.mark()
         told: list[Sink] = [] if mark is None else [ToldRows(mark, attempt=self.number)]
-        return [*told, self._predictor.conditions(workers)]
+        return [*told, self._predictor.conditions(workers)] if self._predictor.has_begun else told
 
     def _let_orphans_end(self) -> None:
         """Wait for workers of an earlier attempt on this host, if it was in the run before."""

@@ -32,6 +32,7 @@ from paceline.planner.run_receipt import (
     BEING_MADE,
     PREDICTION_FILE,
     RECEIPT_FILE,
+    TOO_LATE,
     PredictedStep,
     RunPrediction,
     RunReceipt,
@@ -50,11 +51,11 @@ KILLED_S = 5.0  # until a killed process has ended
 LOOK_S = 0.5  # between two looks at it, and at the workers' cores
 MODULE = "paceline.cli.plan_costs.predict_run"
 BOOTSTRAP = f"""
-import json, sys
+import json, os, sys
 asked = json.loads(sys.argv[1])
 sys.path[:] = asked["paths"]
 from {MODULE} import main
-sys.exit(main(asked, sys.argv[2:]))
+os._exit(main(asked, sys.argv[2:]))  # what the script has left need not end in order
 """
 
 
@@ -114,11 +115,13 @@ class RunPredictor:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process is not None and not self._has_ended():
-            self.close()
-            self._note("the run ended before it was made")
-        elif self._process is not None:
-            self._collected()
+        if self._process is not None:
+            self._collected(late=TOO_LATE)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this run has a cluster, so that its steps are to be compared."""
+        return self._run_dir is not None
 
     def conditions(self, workers: int) -> RunConditions:
         """Return the sink that the next attempt, of so many workers, is to have."""
@@ -163,19 +166,19 @@ class RunPredictor:
     def poll(self) -> str:
         """Look at the process, and at the workers; returns a line for the user when the prediction comes, else ""."""
         now = time.monotonic()
-        if now - self._looked < LOOK_S:
+        if not self.has_begun or now - self._looked < LOOK_S:
             return ""
         self._looked = now
         if self._conditions is not None:
             self._conditions.poll()
         if self._process is None:
             return ""
+        late = ""
         if not self._has_ended():
-            if now - self._began > LIMIT_S:
-                self.close()
-                self._note(f"it took more than {LIMIT_S:g} s")
-            return ""
-        made = self._collected()
+            if now - self._began <= LIMIT_S:
+                return ""
+            late = f"it took more than {LIMIT_S:g} s"
+        made = self._collected(late=late)
         return "" if made.predicted is None else f"predicted on {made.cluster}: {made.predicted.text}"
 
     def rows(self, facts: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -189,7 +192,8 @@ class RunPredictor:
             self._wait(min(END_S, facts["duration_s"]))
         made = self._written()
         if made is None or made.predicted is None:
-            return [("receipt", f"none: {made.problem}")] if made is not None and self._tells else []
+            problem = TOO_LATE if made is None or made.problem == BEING_MADE else made.problem
+            return [("receipt", f"none: {problem}")] if self._tells else []
         receipt = self._receipt(run_dir, made, made.predicted, facts)
         if receipt is None:
             return []
@@ -201,7 +205,11 @@ class RunPredictor:
         self, run_dir: Path, made: RunPrediction, predicted: PredictedStep, facts: Mapping[str, Any]
     ) -> RunReceipt | None:
         attempt = facts["attempt"]
-        found = measured_run(run_dir, attempt=attempt, peak=facts["peak_memory_bytes"])
+        peak = facts["peak_memory_bytes"]
+        found = measured_run(run_dir, attempt=attempt, peak=peak, since=made.made)
+        is_undisturbed = found.step is not None
+        if not is_undisturbed:
+            found = measured_run(run_dir, attempt=attempt, peak=peak)
         if found.step is None or (facts["plan"], facts["workers"]) != (predicted.plan, predicted.workers):
             return None
         seen = WorkObserved(
@@ -211,6 +219,8 @@ class RunPredictor:
         blame = predicted.receipt(found.step).blame(seen)
         receipt = RunReceipt.of(made.cluster, attempt, predicted, found.step, blame=blame)
         reason = self._why_not_kept(made, predicted, facts, found)
+        if not is_undisturbed:
+            reason = reason or "its steps shared the machine with the process that predicted them: run for longer"
         if reason or made.receipts is None:
             return dataclasses.replace(receipt, not_kept=reason)
         try:
@@ -253,16 +263,16 @@ class RunPredictor:
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PID, self._process.pid, flags) is not None
 
-    def _collected(self) -> RunPrediction:
-        """What the process has written before it ended."""
-        process = self._process
+    def _collected(self, *, late: str = "") -> RunPrediction:
+        """End the process, and return what it has written before. `late`: why there is nothing if it was still busy."""
+        process, has_ended = self._process, self._has_ended()
         self.close()
         made = self._written()
         if made is not None and made.problem != BEING_MADE:
             return made
         code = None if process is None else process.returncode
         how = f"was ended by signal {-code}" if code is not None and code < 0 else f"ended with exit status {code}"
-        return self._note(f"the process that makes it {how}")
+        return self._note(f"the process that makes it {how}" if has_ended else late)
 
     def _note(self, problem: str) -> RunPrediction:
         """Record why there is no prediction."""

@@ -248,11 +248,22 @@ def test_a_process_that_takes_too_long_is_ended(
 
 
 def test_the_process_ends_with_the_run_on_every_path(folder: Path, predictor: Callable[[str], RunPredictor]) -> None:
-    with pytest.raises(KeyboardInterrupt), predictor(SLEEPS) as one:
-        pid = pid_of(one)
+    one = predictor(SLEEPS)
+    pid = pid_of(one)
+    with pytest.raises(KeyboardInterrupt), one:
         raise KeyboardInterrupt
     assert process_started_s(pid) is None
     assert problem(folder) == "the run ended before it was made"
+
+
+def test_a_prediction_that_is_written_counts_also_while_its_process_ends(
+    folder: Path, predictor: Callable[[str], RunPredictor]
+) -> None:
+    RunPrediction(cluster="lab", attempt=1, predicted=PREDICTED).write(folder / "made.json")
+    with predictor(f"import os; os.replace({str(folder / 'made.json')!r}, 'run/prediction.json'); {SLEEPS}"):
+        until(lambda: problem(folder) == "")
+    made = RunPrediction.read(folder / "run" / "prediction.json")
+    assert made is not None and made.predicted == PREDICTED
 
 
 def test_what_the_script_has_started_ends_with_it(folder: Path, predictor: Callable[[str], RunPredictor]) -> None:
@@ -271,12 +282,12 @@ def test_a_prediction_is_shown_once_it_is_there(folder: Path, predictor: Callabl
     assert one.poll() == ""
 
 
-def begun(folder: Path, *, steps: int = 40, catalogue: bool = False, **fields: Any) -> RunPredictor:
+def begun(folder: Path, *, steps: int = 40, catalogue: bool = False, made: float = 0.0, **fields: Any) -> RunPredictor:
     """A predictor of a run whose prediction is there, as are so many of its steps."""
     predictor = RunPredictor("lab", problem="not begun")
     predictor.begin(folder / "run", 1)
     receipts = None if catalogue else str(folder / "lab.receipts.jsonl")
-    RunPrediction(cluster="lab", attempt=1, receipts=receipts, predicted=PREDICTED).write(
+    RunPrediction(cluster="lab", attempt=1, receipts=receipts, predicted=PREDICTED, made=made).write(
         folder / "run" / "prediction.json"
     )
     seconds = {"data": 0.0, "compute": 0.018, "communication": 0.002, "optimizer": 0.001, "total": 0.021}
@@ -306,6 +317,8 @@ def test_a_receipt_is_written_kept_and_told(folder: Path) -> None:
         ({"state": "failed"}, {}, "the run has failed"),
         ({"devices": ["cuda:0"]}, {}, "the run was on cuda:0, which is not the cluster's device"),
         ({}, {"steps": 21}, "fewer than 20 were measured"),
+        ({}, {"made": 1.7e9 + 37}, "its steps shared the machine with the process that predicted them"),
+        ({}, {"made": 1.7e9 + 20}, "fewer than 20 were measured"),
         ({}, {"catalogue": True}, "lab is of the catalogue"),
     ],
 )

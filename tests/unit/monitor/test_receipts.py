@@ -95,6 +95,11 @@ def test_of_a_long_run_only_the_newest_steps_are_read(run: Path, monkeypatch: py
     assert found.step is not None and found.step.step_s == 0.1
 
 
+def test_only_steps_since_a_moment_count_where_one_is_named(run: Path) -> None:
+    assert measured_run(run, since=1.7e9 + 8).steps == 5
+    assert measured_run(run, since=1.7e9 + 13).steps == 0
+
+
 def test_the_fullest_worker_says_the_memory_unless_it_is_known(run: Path) -> None:
     for worker, peak in enumerate((5, 8)):
         log = EventLog(run / "attempt_1" / f"worker_{worker}" / "events.jsonl", worker=worker)

@@ -7,6 +7,7 @@ starts it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import resource
@@ -16,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline import clock
 from paceline.cli.plan_costs.subject import Subject
 from paceline.errors import PacelineError
 from paceline.launch.fork.process_lifetime import set_parent_death_signal
@@ -58,7 +60,7 @@ def main(asked: Mapping[str, Any], words: Sequence[str]) -> int:
     try:
         where = cluster_named(asked["cluster"], asked["workers"])
         receipts = None if where.receipts is None else str(where.receipts.absolute())
-        made = RunPrediction(cluster=asked["cluster"], attempt=asked["attempt"], receipts=receipts)
+        made = dataclasses.replace(made, receipts=receipts)
         plan = CommandPlan.from_table(asked["plan"])
         predicted = predict_run(Path(script), args, plan=plan, workers=asked["workers"], where=where)
     except PacelineError as error:
@@ -67,9 +69,7 @@ def main(asked: Mapping[str, Any], words: Sequence[str]) -> int:
         problem = f"the script ended by itself (exit status {left.code}) when it was looked at"
     except Exception as error:  # the user's code, which runs here a second time
         problem = f"the script raised {type(error).__name__} when it was looked at: {error}".partition("\n")[0]
-    RunPrediction(
-        cluster=made.cluster, attempt=made.attempt, receipts=made.receipts, predicted=predicted, problem=problem
-    ).write(path)
+    dataclasses.replace(made, predicted=predicted, problem=problem, made=clock.now()).write(path)
     return 0
 
 

@@ -36,11 +36,13 @@ class MeasuredRun:
     step: MeasuredStep | None
 
 
-def measured_run(run_dir: Path, *, attempt: int | None = None, peak: float | None = None) -> MeasuredRun:
+def measured_run(
+    run_dir: Path, *, attempt: int | None = None, peak: float | None = None, since: float = 0.0
+) -> MeasuredRun:
     """Read what an attempt has taken so far (None: the newest that took steps). `peak`: bytes of its fullest worker,
-    where they are known already; otherwise workers that have finished say it.
+    where they are known already; otherwise workers that have finished say it. `since`: only steps after this moment.
     """
-    newest = [*itertools.islice(_rows(run_dir, attempt), MOST_STEPS + 1)]
+    newest = [*itertools.islice(_rows(run_dir, attempt, since), MOST_STEPS + 1)]
     if not newest:
         return MeasuredRun(attempt=attempt or 0, steps=0, disturbed=0, step=None)
     number = int(newest[0].get("attempt") or 1)
@@ -62,7 +64,7 @@ def started_as(run_dir: Path, attempt: int) -> WorkerStarted | None:
     return None
 
 
-def _rows(run_dir: Path, attempt: int | None) -> Iterator[dict[str, Any]]:
+def _rows(run_dir: Path, attempt: int | None, since: float) -> Iterator[dict[str, Any]]:
     """The rows of one attempt that have seconds, the newest first."""
     for line in last_lines(run_dir / "metrics.jsonl"):
         row = read_row(line)
@@ -70,7 +72,7 @@ def _rows(run_dir: Path, attempt: int | None) -> Iterator[dict[str, Any]]:
             continue
         if attempt is None:
             attempt = row.get("attempt")
-        if row.get("attempt") != attempt:
+        if row.get("attempt") != attempt or row["time"] < since:
             return  # what is before it is older
         yield row
 

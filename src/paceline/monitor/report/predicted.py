@@ -9,7 +9,7 @@ from pathlib import Path
 from paceline.monitor.records.measured_run import measured_run, started_as, work_by_worker
 from paceline.monitor.records.run_record import RUNNING, RunRecord
 from paceline.plan.job import NO_CLUSTER
-from paceline.planner.run_receipt import BEING_MADE, PREDICTION_FILE, RECEIPT_FILE, RunPrediction, RunReceipt
+from paceline.planner.run_receipt import BEING_MADE, PREDICTION_FILE, RECEIPT_FILE, TOO_LATE, RunPrediction, RunReceipt
 from paceline.planner.step_causes import WorkObserved
 
 __all__ = ["ReportedReceipt", "read_reported_receipt", "receipt_lines", "steps_text"]
@@ -43,14 +43,16 @@ def read_reported_receipt(record: RunRecord, *, peak: float | None) -> ReportedR
         is_asked = record.job.get("cluster") not in (None, NO_CLUSTER)
         return ReportedReceipt(why_none="none: the run left no prediction" if is_asked else HOW_TO)
     if made.predicted is None:
-        late = "the run ended before it was made" if made.problem == BEING_MADE and not is_running else made.problem
+        late = TOO_LATE if made.problem == BEING_MADE and not is_running else made.problem
         return ReportedReceipt(prediction=made, why_none=f"none: no prediction for {made.cluster}: {late}")
     return _so_far(run_dir, made, peak=peak, is_running=is_running)
 
 
 def _so_far(run_dir: Path, made: RunPrediction, *, peak: float | None, is_running: bool) -> ReportedReceipt:
     predicted = made.predicted
-    found = measured_run(run_dir, attempt=made.attempt, peak=peak)
+    found = measured_run(run_dir, attempt=made.attempt, peak=peak, since=made.made)
+    if found.step is None:
+        found = measured_run(run_dir, attempt=made.attempt, peak=peak)
     started = started_as(run_dir, made.attempt)
     text = "" if predicted is None else f"predicted: {predicted.text}"
     if predicted is None or found.step is None:
