@@ -69,7 +69,8 @@ def main(asked: Mapping[str, Any], words: Sequence[str]) -> int:
         problem = f"the script ended by itself (exit status {left.code}) when it was looked at"
     except Exception as error:  # the user's code, which runs here a second time
         problem = f"the script raised {type(error).__name__} when it was looked at: {error}".partition("\n")[0]
-    dataclasses.replace(made, predicted=predicted, problem=problem, made=clock.now()).write(path)
+    line = " ".join(problem.split())
+    dataclasses.replace(made, predicted=predicted, problem=line, made=clock.now()).write(path)
     return 0
 
 
