@@ -173,6 +173,16 @@ def test_a_run_that_made_no_receipt_is_compared_by_what_is_there(
     assert not (run / "receipt.json").exists(), "a report writes nothing but its page"
 
 
+def test_workers_that_began_again_are_compared_by_their_newest_steps(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    RunPrediction(cluster="lab", attempt=1, predicted=PREDICTED).write(run / "prediction.json")
+    write_rows(run, *rows(13, 22, seconds={**SECONDS, "total": 0.024}), attempt=2)
+    text, facts, _ = reported(run, capsys)
+    assert "measured in 8 steps so far" in text
+    assert (facts["receipt"]["attempt"], facts["receipt"]["receipt"]["measured_s"]) == (2, 0.024)
+
+
 @pytest.mark.parametrize(
     ("made", "says"),
     [

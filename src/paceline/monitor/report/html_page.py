@@ -161,6 +161,7 @@ def _receipt_card(reported: ReportedReceipt) -> Iterator[tuple[str, str, str]]:
     remarks = "".join(f'<p class="after">{html.escape(_sentence(remark))}</p>' for remark in receipt.remarks())
     about = (
         f"What a step was predicted to take on {html.escape(receipt.cluster)}, and the median of {steps_text(reported)}"
+        "; grey bars are the prediction, blue ones what was measured"
     )
     yield "Receipt", about, _table(head, rows) + remarks
 

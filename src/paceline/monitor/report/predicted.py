@@ -50,20 +50,20 @@ def read_reported_receipt(record: RunRecord, *, peak: float | None) -> ReportedR
 
 def _so_far(run_dir: Path, made: RunPrediction, *, peak: float | None, is_running: bool) -> ReportedReceipt:
     predicted = made.predicted
-    found = measured_run(run_dir, attempt=made.attempt, peak=peak, since=made.made)
+    found = measured_run(run_dir, peak=peak, since=made.made)
     if found.step is None:
-        found = measured_run(run_dir, attempt=made.attempt, peak=peak)
-    started = started_as(run_dir, made.attempt)
+        found = measured_run(run_dir, peak=peak)
+    started = started_as(run_dir, found.attempt)
     text = "" if predicted is None else f"predicted: {predicted.text}"
-    if predicted is None or found.step is None:
+    if predicted is None or found.step is None or found.attempt < made.attempt:
         steps = "so far too few steps to compare" if is_running else "too few steps were taken to compare"
         return ReportedReceipt(prediction=made, why_none=f"{text}; {steps}")
     if started is not None and (started.plan, started.workers) != (predicted.plan, predicted.workers):
         ran = f"{started.plan} on {started.workers} workers"
         return ReportedReceipt(prediction=made, why_none=f"none: {predicted.plan} was predicted, and {ran} was run")
-    seen = WorkObserved(work_s=work_by_worker(run_dir, made.attempt))
+    seen = WorkObserved(work_s=work_by_worker(run_dir, found.attempt))
     blame = predicted.receipt(found.step).blame(seen)
-    receipt = RunReceipt.of(made.cluster, made.attempt, predicted, found.step, blame=blame)
+    receipt = RunReceipt.of(made.cluster, found.attempt, predicted, found.step, blame=blame)
     return ReportedReceipt(receipt=receipt, prediction=made, is_so_far=True)
 
 
