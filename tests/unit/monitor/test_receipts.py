@@ -91,8 +91,9 @@ def test_of_a_long_run_only_the_newest_steps_are_read(run: Path, monkeypatch: py
     monkeypatch.setattr(reading, "MOST_STEPS", 6)
     write_rows(run, *rows(13, 30, seconds={**SECONDS, "total": 0.1}))
     found = measured_run(run)
-    assert found.steps == 7
-    assert found.step is not None and found.step.step_s == 0.1
+    assert found.steps == 8
+    assert found.step is not None
+    assert (found.step.step_s, found.step.steps) == (0.1, 6)
 
 
 def test_only_steps_since_a_moment_count_where_one_is_named(run: Path) -> None:

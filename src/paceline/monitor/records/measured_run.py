@@ -14,7 +14,7 @@ from paceline.logs.log_reader import last_lines, lines_of
 from paceline.logs.metric_rows import read_row
 from paceline.monitor.records.event_reader import attempt_dir, decode_event
 from paceline.monitor.records.run_files import worker_number
-from paceline.planner.receipt import MeasuredStep, measured_step
+from paceline.planner.receipt import WARM_UP, MeasuredStep, measured_step
 
 __all__ = ["MeasuredRun", "measured_run", "started_as", "work_by_worker"]
 
@@ -42,7 +42,7 @@ def measured_run(
     """Read what an attempt has taken so far (None: the newest that took steps). `peak`: bytes of its fullest worker,
     where they are known already; otherwise workers that have finished say it. `since`: only steps after this moment.
     """
-    newest = [*itertools.islice(_rows(run_dir, attempt, since), MOST_STEPS + 1)]
+    newest = [*itertools.islice(_rows(run_dir, attempt, since), MOST_STEPS + WARM_UP)]
     if not newest:
         return MeasuredRun(attempt=attempt or 0, steps=0, disturbed=0, step=None)
     number = int(newest[0].get("attempt") or 1)
