@@ -76,6 +76,11 @@ OPTIONS = {
     "tensorboard": ("", "write no TensorBoard files"),
     "show": ("WHOSE", "whose standard output the console shows: first (worker 0's) or all (default: first)"),
     "max_steps": ("STEPS", "stop after this step"),
+    "cluster": (
+        "NAME|FILE",
+        "predict the steps of this cluster, and compare them with the run's; off: do not (default: cluster.toml, if "
+        "there is one here)",
+    ),
     "capture_dir": ("DIR", "write losses, gradients and weights there, for comparison (default: do not)"),
 }
 
@@ -132,11 +137,13 @@ def add(commands: Commands) -> None:
     parser.set_defaults(run=run)
 
 
-def add_job_options(parser: Parser) -> None:
-    """Declare one option for each Job field of the table; values stay text, absent options are None."""
+def add_job_options(parser: Parser, *, without: Sequence[str] = ()) -> None:
+    """Declare one option for each Job field of the table, but for those `without` which the command does; values stay
+    text, absent options are None.
+    """
     group = parser.add_argument_group("job")
     for field in dataclasses.fields(Job):
-        if field.name not in OPTIONS:
+        if field.name not in OPTIONS or field.name in without:
             continue
         metavar, text = OPTIONS[field.name]
         if isinstance(field.default, bool):

@@ -11,7 +11,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO
 
@@ -106,10 +106,12 @@ class Watch:
         goes_on: bool = False,
         shows_run: bool = True,
         more: Sequence[Sink] = (),
+        closing_rows: Callable[[Mapping[str, Any]], Sequence[tuple[str, str]]] | None = None,
     ) -> None:
         """`goes_on`: another process watched the attempt until now, and showed what has happened. `shows_run=False`:
         the console shows only what this host's workers print and warn of; another host's shows the run. `more`: sinks
-        beside those of the job, where this process records the run."""
+        beside those of the job, where this process records the run. `closing_rows`: more rows of the closing table,
+        from the summary; called where this process records the run, and it does not go on."""
         self.run_dir, self.attempt = Path(run_dir), attempt
         self._local = frozenset(range(workers) if local is None else local)
         self._here = self._local if local is None else local  # grows when this host is given workers later
@@ -138,7 +140,7 @@ class Watch:
             attempt_dir(self.run_dir, attempt), self._local, everyone=job.show == "all", show=self._show_output
         )
         self.is_quiet = False  # another process shows, or has shown, what is read
-        self._shows_run = shows_run
+        self._shows_run, self._closing_rows = shows_run, closing_rows
         self._warnings = Deduplicator(self._local, lambda text, said_by: self._show(f"{tag(said_by)} warning: {text}"))
         self._notes = Deduplicator(self._local, lambda text, said_by: self._show(text))
         self._started: dict[int, WorkerStarted] | None = {}  # None: all have started, and that was shown
@@ -257,8 +259,10 @@ class Watch:
                 self._summary.write(self._facts)
         self.exit_note = _exit_note(self._facts, self.failures)
         if not goes_on and not self._is_handed_over:
+            more = self._closing_rows(self._facts) if self._closing_rows is not None and self._record else ()
             self._show_of_run(
-                ("" if self.failures and self._explains else "\n") + _closing(self._facts, is_head=self._record)
+                ("" if self.failures and self._explains else "\n")
+                + _closing(self._facts, is_head=self._record, more=more)
             )
         return self._facts
 
@@ -451,10 +455,10 @@ def _exit_note(facts: dict[str, Any], failures: Sequence[Failure]) -> str:
     return headline(root_cause(failures)) if failures else ending_text(facts)
 
 
-def _closing(facts: dict[str, Any], *, is_head: bool) -> str:
+def _closing(facts: dict[str, Any], *, is_head: bool, more: Sequence[tuple[str, str]]) -> str:
     """The closing table; for a run that failed before its first step only where its logs are."""
     if facts["steps"] or facts["state"] == "finished":
-        return closing_table(facts, is_head=is_head)
+        return closing_table(facts, is_head=is_head, more=more)
     cause = EXIT_CAUSES.get(facts["exit_code"])
     why = f" ({cause})" if cause else ""
     return f"{facts['state']} before the first step{why}; logs are in {local_path(facts['log_dir'])}"

@@ -30,6 +30,7 @@ from paceline.plan.plan import Plan
 __all__ = [
     "AUTO",
     "ERROR_SPARE",
+    "NO_CLUSTER",
     "Assignment",
     "Job",
     "assignment_from_json",
@@ -40,6 +41,7 @@ __all__ = [
     "read_job_file",
 ]
 
+NO_CLUSTER = "off"  # as Job.cluster: nothing is predicted
 AUTO = "auto"  # the head of hosts that meet in the run's directory
 
 # Launchers that are known but not built yet: what to use until they are.
@@ -97,6 +99,8 @@ class Job:
     tensorboard: bool = True
     show: Literal["first", "all"] = "first"  # whose standard output the console shows: "first" | "all"
     max_steps: int | None = None  # stop after this global step
+    cluster: str | None = None  # of the catalogue, or a file's: its steps are predicted, and compared with the run's;
+    # None: cluster.toml in the working directory, if there is one; "off": no cluster
     capture_dir: str | None = None  # losses, gradients and weights are written here, for comparison
 
     def __post_init__(self) -> None:
@@ -120,6 +124,11 @@ class Job:
             raise PlanError(
                 "head='auto' has the hosts meet in the run directory: use run_dir='...' (--run-dir), the same on all, "
                 "on a disk that they share."
+            )
+        if self.cluster is not None and not self.cluster.strip():
+            raise PlanError(
+                f"Job.cluster is {self.cluster!r}; it must be a cluster's name, the path of a cluster file, or 'off' "
+                "for no cluster."
             )
         self._check_hosts()
 

@@ -19,7 +19,7 @@ from paceline.plan.plan import Plan
 from paceline.settings import Setting, with_settings
 from paceline.units import shell_text
 
-__all__ = ["auto_plan_of_script", "layout_of_script", "workers_of_script"]
+__all__ = ["auto_plan_of_script", "cluster_of_script", "layout_of_script", "workers_of_script"]
 
 CALLS = ("paceline.run", "run")
 
@@ -77,14 +77,24 @@ def layout_of_script(script: Path, settings: Sequence[Setting] = ()) -> Layout |
 
 def auto_plan_of_script(script: Path) -> str | None:
     """Return the text of the plan that the script's own call writes out, where it begins with "auto"."""
+    plan = _text_in_call(script, "plan")
+    return plan if auto_base(plan) is not None else None
+
+
+def cluster_of_script(script: Path) -> str | None:
+    """Return the cluster that the script's own call writes out; None where it does not, or cannot be read."""
+    return _text_in_call(script, "cluster")
+
+
+def _text_in_call(script: Path, name: str) -> str | None:
+    """The text that the script's own call writes out for one parameter."""
     try:
         text = _ScriptTree(ast.parse(script.read_bytes()))
     except (OSError, SyntaxError, ValueError):
         return None
     call = text.first_call(CALLS)
     given = {} if call is None else _keywords(call)
-    plan = text.text(given["plan"]) if "plan" in given else None
-    return plan if auto_base(plan) is not None else None
+    return text.text(given[name]) if name in given else None
 
 
 class _Computed(Exception):

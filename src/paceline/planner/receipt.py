@@ -18,9 +18,20 @@ from paceline.errors import PlanError
 from paceline.plan import Layout, Plan
 from paceline.planner.correction import UNCORRECTED, Correction
 from paceline.planner.search import PricedPlan
+from paceline.planner.step_causes import REST, WorkObserved, cause_of
 from paceline.units import duration_text, gigabytes_text
 
-__all__ = ["PARTS_OF", "MeasuredStep", "Receipt", "correction_of", "measured_step", "read_receipts"]
+__all__ = [
+    "LEAST_STEPS",
+    "PARTS_OF",
+    "WARM_UP",
+    "MeasuredStep",
+    "Receipt",
+    "ReceiptRow",
+    "correction_of",
+    "measured_step",
+    "read_receipts",
+]
 
 # What a worker's step log tells apart, and the predicted parts that go into it. Workers wait within communication.
 PARTS_OF: Mapping[str, tuple[str, ...]] = {
@@ -52,6 +63,25 @@ def measured_step(rows: Iterable[Mapping[str, Any]], *, peak: float | None) -> M
     parts = {name: statistics.median(float(one.get(name, 0.0)) for one in found) for name in PARTS_OF}
     step_s = statistics.median(float(one["total"]) for one in found)
     return MeasuredStep(step_s=step_s, parts=parts, peak=peak, steps=len(found))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ReceiptRow:
+    """One quantity, predicted and measured, in seconds or in bytes."""
+
+    name: str
+    predicted: float
+    measured: float
+    is_bytes: bool = False
+
+    @property
+    def texts(self) -> tuple[str, str, str]:
+        """Both values with their units, and by how much the measured one is more; "" where none was predicted."""
+        change = f"{(self.measured / self.predicted - 1) * 100:+.0f} %" if self.predicted > 0 else ""
+        return self._text(self.predicted), self._text(self.measured), change
+
+    def _text(self, value: float) -> str:
+        return f"{gigabytes_text(value)} GB" if self.is_bytes else duration_text(value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,31 +129,43 @@ class Receipt:
         """Measured over predicted seconds."""
         return self.measured_s / self.predicted_s
 
-    def lines(self) -> Iterator[str]:
-        """The receipt as a table, and the part that is most to blame for the difference."""
-        yield f"receipt  {'':13}  {'predicted':>10}  {'measured':>10}"
-        yield self._line("step", self.predicted_s, self.measured_s)
+    def rows(self) -> Iterator[ReceiptRow]:
+        """The step, its parts, and a worker's memory where it is known."""
+        yield ReceiptRow(name="step", predicted=self.predicted_s, measured=self.measured_s)
         for name in PARTS_OF:
-            yield self._line(name, self.predicted_of(name), self.measured_parts.get(name, 0.0))
+            yield ReceiptRow(name=name, predicted=self.predicted_of(name), measured=self.measured_parts.get(name, 0.0))
         rest = self.measured_s - sum(self.measured_parts.values())
         if rest > 0.01 * self.measured_s:
-            yield self._line("other", 0.0, rest)
+            yield ReceiptRow(name="other", predicted=0.0, measured=rest)
         if self.measured_bytes is not None:
-            before, after = (gigabytes_text(one) + " GB" for one in (self.predicted_bytes, self.measured_bytes))
-            change = (self.measured_bytes / self.predicted_bytes - 1) * 100
-            yield f"         {'memory':13}  {before:>10}  {after:>10}  {change:+.0f} %"
-        name, error = max(self._errors().items(), key=lambda one: abs(one[1]))
-        more = "longer" if error > 0 else "shorter"
-        if abs(error) > 0.02 * self.measured_s:
-            yield f"         most of the difference: {name} took {duration_text(abs(error))} {more} than predicted"
+            yield ReceiptRow(name="memory", predicted=self.predicted_bytes, measured=self.measured_bytes, is_bytes=True)
 
-    def _line(self, name: str, predicted: float, measured: float) -> str:
-        change = f"  {(measured / predicted - 1) * 100:+.0f} %" if predicted > 0 else ""
-        return f"         {name:13}  {duration_text(predicted):>10}  {duration_text(measured):>10}{change}"
+    def lines(self) -> Iterator[str]:
+        """The receipt as a table, and the part that is most to blame for the difference."""
+        yield from self.table()
+        if blame := self.blame():
+            yield f"         {blame}"
+
+    def table(self, *, left: str = "predicted") -> Iterator[str]:
+        """A line for each of `rows`, below a head; `left` is what stands over the prediction."""
+        yield f"receipt  {'':13}  {left:>10}  {'measured':>10}"
+        for row in self.rows():
+            predicted, measured, change = row.texts
+            yield f"         {row.name:13}  {predicted:>10}  {measured:>10}  {change}".rstrip()
+
+    def blame(self, seen: WorkObserved | None = None) -> str:
+        """Return which part differs most, and why as far as `seen` says it; "" where the two agree."""
+        name, error = max(self._errors().items(), key=lambda one: abs(one[1]))
+        if abs(error) <= 0.02 * self.measured_s:
+            return ""
+        more = "longer" if error > 0 else "shorter"
+        cause = cause_of(name, error, seen or WorkObserved())
+        told = f"most of the difference: {name} took {duration_text(abs(error))} {more} than predicted"
+        return f"{told} ({cause})" if cause else told
 
     def _errors(self) -> dict[str, float]:
         errors = {name: self.measured_parts.get(name, 0.0) - self.predicted_of(name) for name in PARTS_OF}
-        return errors | {"what is in no part": self.measured_s - sum(self.measured_parts.values())}
+        return errors | {REST: self.measured_s - sum(self.measured_parts.values())}
 
     def append_to(self, path: Path) -> None:
         """Keep it in a file of receipts, a line each."""

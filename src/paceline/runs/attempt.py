@@ -33,9 +33,10 @@ from paceline.monitor.attempt_end import AttemptEnd
 from paceline.monitor.hang.hang_monitor import HangMonitor
 from paceline.monitor.records.failure import Failure, explain, root_cause
 from paceline.monitor.records.run_record import RUNNING, RunRecord
-from paceline.monitor.watch import Watch
+from paceline.monitor.watch import Sink, Watch
 from paceline.plan import CommandPlan, Job, Plan
 from paceline.private_files import make_run_directory, read_private, replace_private
+from paceline.runs.run_predictor import RunPredictor
 from paceline.runs.told_rows import ToldRows
 from paceline.runs.unpicklable import pickled_function
 from paceline.units import printable
@@ -74,18 +75,21 @@ class Attempt:
         asked: Job | None = None,
         restart_plan: RestartPlan | None = None,
         takeover: Takeover | None = None,
+        predictor: RunPredictor | None = None,
     ) -> None:
         """`job` has its workers and its run_dir; with `follow` the coordinator's run_dir replaces the latter.
 
         `function` is the function of `paceline.run(fn)` with the Job fields of that call. `restart_plan`: workers of
         the previous attempt were lost, and all restart in this way; `asked` is the job as the user started it.
-        `takeover`: the attempt is under way, and this process takes over from its lost coordinator.
+        `takeover`: the attempt is under way, and this process takes over from its lost coordinator. `predictor`
+        predicts the run, and is closed by the caller.
         """
         self.job = job
         self._plan, self._given = plan or CommandPlan(), tuple(given)
         self._command_started = command_started
         self._follow, self._function = follow, function
         self._restart_plan, self.asked, self.takeover = restart_plan, asked or job, takeover
+        self._predictor = predictor or RunPredictor(None)
         self.next: RestartPlan | None = None  # after `run`: how the next attempt starts
         self.run_dir = Path(str(job.run_dir))
         self.number = 0
@@ -174,6 +178,7 @@ class Attempt:
             function=self._function,
             asked=self.asked,
             restart_plan=restart_plan,
+            predictor=self._predictor,
         )
 
     def poll(self) -> None:
@@ -182,6 +187,8 @@ class Attempt:
             self._hang_monitor.poll(time.monotonic())
         if self._watch is not None:
             self._watch.poll()
+        if text := self._predictor.poll():
+            self.emit(Note(text=text))
         if self.takeover is not None:
             with contextlib.suppress(OSError):  # a coordinator that stood still, or was slow to leave, had it until now
                 run_lock.hold(self.run_dir)
@@ -255,6 +262,8 @@ class Attempt:
                     self._log.emit(self._started())
                 if self._restart_plan is not None:
                     self._log.emit(self._restart_plan.restarted)
+        if self.is_head and self._restart_plan is None and self.takeover is None:
+            self._predictor.begin(self.run_dir, self.number)
         local = None if self.is_head and (self.job.hosts == 1 or self.takeover is not None) else node_role.here
         self._watch = Watch(
             self.run_dir,
@@ -267,13 +276,20 @@ class Attempt:
             explains=self._function is None,  # otherwise the exception of `paceline.run(fn)` does
             goes_on=self.takeover is not None,
             shows_run=self.is_head or environment.engine() is None,
-            more=() if (mark := environment.mark()) is None else (ToldRows(mark, attempt=self.number),),
+            more=self._sinks(workers),
+            closing_rows=self._predictor.rows,
         )
         if self.takeover is not None:
             self.emit(Note(text=f"host {node_role.host} leads the run now: {self.takeover.reason}"))
         if self.job.launcher != "inline":  # there a debugger keeps all workers waiting, on purpose
             self._hang_monitor = self._hang_monitor_for(node_role)
         return self.run_dir
+
+    def _sinks(self, workers: int) -> list[Sink]:
+        """What takes the run's events and steps beside the job's own files and console."""
+        mark = environment.mark()
+        told: list[Sink] = [] if mark is None else [ToldRows(mark, attempt=self.number)]
+        return [*told, self._predictor.conditions(workers)] if self._predictor.has_begun else told
 
     def _let_orphans_end(self) -> None:
         """Wait for workers of an earlier attempt on this host, if it was in the run before."""

@@ -37,6 +37,7 @@ from paceline.runs.own_frames import folds_own_frames
 from paceline.runs.own_script import is_option, is_program, own_script
 from paceline.runs.restart_loop import run_with_restarts
 from paceline.runs.run_directory import new_run_dir
+from paceline.runs.run_predictor import RunPredictor, run_predictor
 from paceline.units import printable, shell_text
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ def run(
     metrics_port: int | None = None,
     metrics_host: str | None = None,
     tensorboard: bool | None = None,
+    cluster: str | None = None,
     capture_dir: str | None = None,
     **unknown: Any,
 ) -> T:
@@ -141,6 +143,9 @@ def run(
     :param metrics_port: port of a Prometheus endpoint; 0: any free port (no endpoint).
     :param metrics_host: address that the endpoint listens on ("127.0.0.1").
     :param tensorboard: write TensorBoard files (True).
+    :param cluster: a cluster of the catalogue, or a cluster file ("lab.toml"), on which the run is. What a step takes
+        there is predicted, and compared with the run's steps in its receipt. "off": nothing is (`cluster.toml` in the
+        working directory, if there is one).
     :param capture_dir: write losses, gradients and weights of each step there, for a comparison.
     :raises PlanError: the plan or the job cannot work; before anything starts.
     :raises LaunchError: workers could not be started, or hosts did not find each other.
@@ -213,8 +218,10 @@ def start(
     words: Sequence[str] = (),
 ) -> int:
     """Run a script for the command, whose arguments are `words`; closes `warm` and returns the exit status."""
-    with warm:
-        settled = _settled(job, plan, script=Path(job.program))
+    with warm, contextlib.ExitStack() as stack:
+        script = Path(job.program)
+        settled = _settled(job, plan, script=script)
+        predictor = stack.enter_context(_predictor(settled, plan, script=script, args=job.args))
         wait_for_orphans(settled, say=_tell)
         attempt = Attempt(
             settled,
@@ -222,6 +229,7 @@ def start(
             given=given,
             command_started=command_started,
             follow=job.run_dir is None,
+            predictor=predictor,
         )
         attempt, outcome = run_with_restarts(attempt, warm, listener=_given_listener())
     if words and outcome.state != "finished" and outcome.exit_code != 2:
@@ -230,6 +238,10 @@ def start(
         _tell_of_new_coordinator(attempt, outcome.exit_code)
         _tell_go_on(command, outcome.exit_code, is_there=attempt.run_dir.exists())
     return outcome.exit_code
+
+
+def _predictor(job: Job, plan: CommandPlan, *, script: Path | None, args: Sequence[str]) -> RunPredictor:
+    return run_predictor(job, plan, script=script, args=args, drills=environment.fault_programme() is not None)
 
 
 def _given_listener() -> socket.socket | None:
@@ -249,12 +261,19 @@ def _run_function(
 ) -> T:
     """Be the supervisor of workers that run a function of this process. `names_dir`: its script names the directory."""
     started = clock.now()
-    with WarmParent.start() as warm:  # at once: it imports what workers need while the job is being prepared
+    with WarmParent.start() as warm, contextlib.ExitStack() as stack:  # at once: it imports what workers need meanwhile
         own_plan = CommandPlan(whole=plan)
         settled = _settled(job, own_plan, script=own_script())
+        script = own_script() if is_first else None  # a look at it ends at its first run
+        predictor = stack.enter_context(_predictor(settled, own_plan, script=script, args=sys.argv[1:]))
         wait_for_orphans(settled, say=_tell)
         attempt = Attempt(
-            settled, plan=own_plan, command_started=started, follow=job.run_dir is None, function=(function, fields)
+            settled,
+            plan=own_plan,
+            command_started=started,
+            follow=job.run_dir is None,
+            function=(function, fields),
+            predictor=predictor,
         )
         try:
             attempt, outcome = run_with_restarts(attempt, warm, listener=_given_listener())

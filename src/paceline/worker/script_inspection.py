@@ -95,14 +95,15 @@ def inspect_script(
     args: Sequence[str],
     plan: CommandPlan,
     workers: int | None,
-    rank: int = 0,
+    rank: int | None = 0,
     at_data: Callable[[ScriptData], None] | None = None,
 ) -> InspectionReport:
     """Run `script` as far as it prepares, as worker `rank`, and return what was found.
 
-    `plan` and `workers` are the command's, which count before the script's own. `at_data` is called with what the
-    script gives to its first `worker.batches`, while all that the script holds is there. Raises PlanError where the
-    script never calls paceline.run, and whatever it raises itself, with real weights.
+    `plan` and `workers` are the command's, which count before the script's own. `rank` None: as the last worker, and
+    not as the first one even where it is the only one, so that it does not do again what the first worker does.
+    `at_data` is called with what the script gives to its first `worker.batches`, while all that the script holds is
+    there. Raises PlanError where the script never calls paceline.run, and whatever it raises itself, with real weights.
     """
     run = functools.partial(_run, script, args, plan=plan, workers=workers, rank=rank, at_data=at_data)
     try:
@@ -135,13 +136,13 @@ class InspectionWorker:
         findings: InspectionReport,
         *,
         fill: Callable[[nn.Module], Any] | None,
-        rank: int = 0,
+        rank: int | None = 0,
         at_data: Callable[[ScriptData], None] | None = None,
     ) -> None:
-        """`fill`: how a model without weights is made to run; None: it has them. `rank`: which worker it answers as.
-        `at_data`: gets what the script reads, before the script is ended.
+        """`fill`: how a model without weights is made to run; None: it has them. `rank`: which worker it answers as;
+        None: the last one. `at_data`: gets what the script reads, before the script is ended.
         """
-        self.rank, self.step = rank, 0
+        self.rank, self.step = findings.workers - 1 if rank is None else rank, 0
         self.is_first, self.device = rank == 0, CPU
         self._at_data = at_data
         self.plan, self.workers = findings.plan, findings.workers
@@ -292,7 +293,7 @@ def _run(
     *,
     plan: CommandPlan,
     workers: int | None,
-    rank: int,
+    rank: int | None,
     at_data: Callable[[ScriptData], None] | None,
     fill: Callable[[nn.Module], Any] | None,
 ) -> InspectionReport:

@@ -6,12 +6,14 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from paceline.cli.main import main
 from paceline.cli.plan_costs import verify
+from paceline.events import EventLog, WorkerFinished, WorkerStarted
 
 SCRIPT = """
 import paceline, torch
@@ -57,6 +59,11 @@ network_gb_s = 1.25
 source = "made up"
 """
 ENCODER = "model = nn.TransformerEncoder(nn.TransformerEncoderLayer(512, 8, 2048, batch_first=True), 6)"
+
+
+def metrics(steps: int, seconds: dict[str, float]) -> str:
+    rows = ({"step": step, "attempt": 1, "time": 1.7e9 + step, "seconds": seconds} for step in range(1, steps + 1))
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def told(
@@ -297,9 +304,10 @@ def test_a_run_that_was_done_makes_a_receipt_and_the_next_prediction_follows_it(
     folder = tmp_path / "run" / "attempt_1" / "worker_0"
     folder.mkdir(parents=True)
     seconds = {"compute": 0.1, "communication": 0.02, "optimizer": 0.01, "data": 0.0, "total": 0.14}
-    rows = [json.dumps({"step": step, "seconds": seconds}) for step in range(1, 9)]
-    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(rows) + '\n{"step": 9, "sec')
-    (folder / "events.jsonl").write_text(json.dumps({"event": "WorkerFinished", "peak_memory_bytes": 3e9}) + "\n")
+    (tmp_path / "run" / "metrics.jsonl").write_text(metrics(8, seconds) + '{"step": 9, "sec')
+    log = EventLog(folder / "events.jsonl", worker=0)
+    log.emit(WorkerFinished(rank=0, step=8, peak_memory_bytes=3 * 10**9))
+    log.close()
     words = ("--workers", "4", "--cluster", str(tmp_path / "small.toml"))
     status, out, _ = told(capsys, tmp_path, *words, "--receipt", str(tmp_path / "run"))
     assert status == 0
@@ -315,11 +323,15 @@ def test_a_run_that_was_done_makes_a_receipt_and_the_next_prediction_follows_it(
 
 def test_a_receipt_is_of_the_plan_that_the_run_had(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    run_dir.mkdir()
+    folder = run_dir / "attempt_1" / "worker_0"
+    folder.mkdir(parents=True)
     seconds = {"compute": 0.1, "communication": 0.02, "optimizer": 0.01, "data": 0.0, "total": 0.14}
-    rows = "\n".join(json.dumps({"step": step, "seconds": seconds}) for step in range(1, 9))
-    (run_dir / "metrics.jsonl").write_text(rows)
-    (run_dir / "run.json").write_text(json.dumps({"plan": "shard=2+batch(size=32,micro=16)", "workers": 2}))
+    (run_dir / "metrics.jsonl").write_text(metrics(8, seconds))
+    log = EventLog(folder / "events.jsonl", worker=0)
+    about: dict[str, Any] = {"rank": 0, "host": "a", "pid": 1, "device": "cpu", "startup_s": 1.0}
+    plan = "replicas=1+shard=2+batch(size=32,micro=16)"
+    log.emit(WorkerStarted(**about, workers=2, plan=plan, resumed_from_step=0))
+    log.close()
     _, out, _ = told(capsys, tmp_path, "--workers", "4", "--cluster", "h100x8-ib", "--receipt", str(run_dir))
     assert f"run      {run_dir}: replicas=1+shard=2+batch(micro=16), 6 steps on 2 workers" in out
 
@@ -349,8 +361,7 @@ def test_plans_are_run_and_ranked_by_what_was_measured(
         total = 0.5 if "shard=4" in plan else 0.3
         parts = {"compute": total - 0.1, "communication": 0.05, "optimizer": 0.05, "data": 0.0, "total": total}
         last = int(command[command.index("--max-steps") + 1])
-        rows = "\n".join(json.dumps({"step": step, "seconds": parts}) for step in range(1, last + 1))
-        (folder / "metrics.jsonl").write_text(rows)
+        (folder / "metrics.jsonl").write_text(metrics(last, parts))
         return ""
 
     monkeypatch.setattr(verify, "_problem_of", run)

@@ -69,6 +69,7 @@ OPTION_VALUES: dict[str, tuple[list[str], object]] = {
     "patience_s": (["--patience-s", "5"], 5.0),
     "grace_s": (["--grace-s", "90"], 90.0),
     "device": (["--device", "cpu"], "cpu"),
+    "cluster": (["--cluster", "lab.toml"], "lab.toml"),
     "capture_dir": (["--capture-dir", "c"], "c"),
     "threads": (["--threads", "2"], 2),
     "metrics_port": (["--metrics-port", "0"], 0),

@@ -23,6 +23,28 @@ from paceline.monitor.report.svg_plots import number_ticks, time_ticks
 BEGAN = 1_700_000_000.0
 CAUSE = "worker 1 (pid 7) killed by <signal> 9"
 SECONDS = {"data": 0.01, "compute": 0.05, "communication": 0.02, "optimizer": 0.01, "total": 0.1}
+RECEIPT = {
+    "cluster": "<lab>",
+    "attempt": 1,
+    "steps": 48,
+    "receipt": {
+        "model": "m",
+        "plan": "replicas=2",
+        "micro": 8,
+        "workers": 2,
+        "predicted_s": 0.2,
+        "predicted_parts": {"products": 0.15, "data": 0.05},
+        "predicted_bytes": 2e9,
+        "measured_s": 0.1,
+        "measured_parts": {"compute": 0.05, "communication": 0.02, "optimizer": 0.01, "data": 0.01},
+        "measured_bytes": 1e9,
+    },
+    "predicted_s": 0.2,
+    "predicted_bytes": 2e9,
+    "corrected_by": 0,
+    "corrected_of": "",
+    "not_kept": "<b>",
+}
 VOID = {"meta", "link", "br"}
 
 
@@ -150,6 +172,7 @@ def test_json_adds_up_and_no_page_is_written_where_none_is_asked_for(
 
 def test_the_page_is_one_file_that_fetches_nothing(run: Run) -> None:
     run.lose_a_worker()
+    (run.path / "receipt.json").write_text(json.dumps(RECEIPT))
     assert main(["report", "run", "--html", "somewhere.html"]) == 0
     text = Path("somewhere.html").read_text()
     page = Page(text)
@@ -158,6 +181,8 @@ def test_the_page_is_one_file_that_fetches_nothing(run: Run) -> None:
     assert "<signal>" not in text and CAUSE in " ".join(page.texts)  # what a user's run says is no markup
     assert "incident, 1 worker lost" in page.texts
     assert {"Where the time went", "Loss", "Samples per second", "Workers", "Incidents"} <= set(page.texts)
+    assert {"Receipt", "200 ms", "100 ms", "-50 %", "memory of the fullest worker"} <= set(page.texts)
+    assert "<b>" not in " ".join(re.findall("Not kept.*", text))
 
 
 def test_plots_are_well_formed_and_stay_inside_their_frames(run: Run) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 from pathlib import Path
 
 import pytest
@@ -405,6 +406,21 @@ def test_who_looks_answers_to_every_public_name_of_a_worker() -> None:
     assert {key: value for key, value in taken.items() if key not in ("self", "thing", "name", "buffers")} == hints
     model = torch.nn.BatchNorm1d(2)
     assert looker.prepare(model, buffers={"running_*": "mean"}) is model
+
+
+@pytest.mark.parametrize(("rank", "told"), [(0, [True, 0]), (None, [False, 3])])
+def test_a_look_beside_a_run_does_not_do_what_its_first_worker_does(
+    tmp_path: Path, rank: int | None, told: list[object]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import json, paceline\n"
+        "def train(worker):\n"
+        f"    open({str(tmp_path / 'told')!r}, 'w').write(json.dumps([worker.is_first, worker.rank]))\n"
+        "paceline.run(train, workers=4)\n"
+    )
+    inspect_script(script, args=(), plan=CommandPlan(), workers=None, rank=rank)
+    assert json.loads((tmp_path / "told").read_text()) == told
 
 
 def test_the_command_prints_a_table_of_100_columns_and_ends_with_2(

@@ -9,7 +9,7 @@ import pytest
 from paceline.cli.run import show_dry_run
 from paceline.errors import PlanError
 from paceline.plan import CommandPlan, Job, Plan
-from paceline.plan.script_scan import auto_plan_of_script, workers_of_script
+from paceline.plan.script_scan import auto_plan_of_script, cluster_of_script, workers_of_script
 from paceline.settings import settings_of
 
 ELASTIC = "Plan(layout=Layout(replicas=(2, 4), shard=2), batch=Batch(size=b))"
@@ -119,3 +119,19 @@ def test_whether_the_script_asks_for_auto(tmp_path: Path, text: str, plan: str |
 def test_auto_has_no_workers_of_its_own(tmp_path: Path) -> None:
     assert asked(tmp_path, "paceline.run(train, plan='auto+batch(size=64)')") == (None, [])
     assert asked(tmp_path, "paceline.run(train, plan='auto', workers=4)") == (4, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "cluster"),
+    [
+        ("paceline.run(train, cluster='lab.toml')", "lab.toml"),
+        ("where = 'h100x8-ib'\npaceline.run(train, cluster=where)", "h100x8-ib"),
+        ("paceline.run(train, cluster=options.cluster)", None),
+        ("paceline.run(train, cluster=None)", None),
+        ("paceline.run(train", None),
+    ],
+)
+def test_which_cluster_the_script_names(tmp_path: Path, text: str, cluster: str | None) -> None:
+    (tmp_path / "train.py").write_text(text)
+    assert cluster_of_script(tmp_path / "train.py") == cluster
+    assert cluster_of_script(tmp_path / "gone.py") is None

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from paceline import environment
 from paceline.cli.plan_costs.subject import Subject
 from paceline.errors import PlanError
+from paceline.monitor.records.measured_run import measured_run, started_as, work_by_worker
 from paceline.plan import Layout, Plan
+from paceline.plan.job import NO_CLUSTER
 from paceline.planner.named_cluster import NamedCluster
-from paceline.planner.receipt import LEAST_STEPS, WARM_UP, MeasuredStep, Receipt, measured_step
+from paceline.planner.receipt import LEAST_STEPS, WARM_UP, Receipt
 from paceline.planner.search import PricedPlan, micro_batches
+from paceline.planner.step_causes import WorkObserved
 from paceline.units import count_text, duration_text
 
-__all__ = ["Verified", "measured_run", "print_receipt", "print_verified", "verified", "verified_plans"]
+__all__ = ["Verified", "print_receipt", "print_verified", "verified", "verified_plans"]
 
 STEPS = 12
 SIZE_STEPS = 6  # of each further size of micro-batches
@@ -52,20 +53,15 @@ def verified(
     workers = one.case.axes.workers
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as folder:
         run_dir = Path(folder) / "run"
+        last = STEPS + SIZE_STEPS * len(others)
         command = [sys.executable, "-m", "paceline", "run", str(script), "--plan", str(_as_it_is(one.plan))]
-        command += [
-            "--workers",
-            str(workers),
-            "--max-steps",
-            str(STEPS + SIZE_STEPS * len(others)),
-            "--run-dir",
-            str(run_dir),
-        ]
+        command += ["--workers", str(workers), "--max-steps", str(last), "--run-dir", str(run_dir)]
+        command += ["--cluster", NO_CLUSTER]  # its receipt is made here
         command += ["--save-every-s", "0", "--no-save-at-end", "--no-tensorboard", *(["--", *args] if args else [])]
         problem = _problem_of(command, trial_of([one, *others]) if others else "")
         if problem:
             return Verified(priced=one, receipt=None, problem=problem)
-        first, *rest = (measured_run(run_dir, steps=steps) for steps in _steps_of(len(others)))
+        first, *rest = (measured_run(run_dir, steps=steps).step for steps in _steps_of(len(others)))
     if first is None:
         return Verified(priced=one, receipt=None, problem="it ended after too few steps to be measured")
     runs = [(one, first), *((other, found) for other, found in zip(others, rest, strict=True) if found is not None)]
@@ -137,26 +133,6 @@ def _problem_of(command: Sequence[str], trial: str) -> str:
     return lines[-1].removeprefix("paceline: ") if process.returncode else ""
 
 
-def measured_run(run_dir: Path, *, steps: range | None = None) -> MeasuredStep | None:
-    """Return what a run's records say of its steps, or some of them, and its memory; None where these are too few."""
-    rows = [row for row in _json_lines(run_dir / "metrics.jsonl") if steps is None or row.get("step") in steps]
-    peaks = [
-        event["peak_memory_bytes"]
-        for path in run_dir.glob("attempt_*/worker_*/events.jsonl")
-        for event in _json_lines(path)
-        if event.get("event") == "WorkerFinished"
-    ]
-    return measured_step(rows, peak=max(peaks, default=None))
-
-
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a file that may be written at present; none where it is not there."""
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError):
-            if isinstance(found := json.loads(line), dict):
-                yield found
-
-
 def verified_plans(
     subject: Subject, where: NamedCluster, count: int, *, script: Path, args: Sequence[str]
 ) -> list[Verified]:
@@ -223,19 +199,22 @@ def print_receipt(subject: Subject, where: NamedCluster, run_dir: Path) -> None:
 
     Raises PlanError for a directory without enough measured steps.
     """
-    measured = measured_run(run_dir)
+    found = measured_run(run_dir)
+    measured = found.step
     if measured is None:
         raise PlanError(
             f"{run_dir} has no metrics.jsonl of at least {WARM_UP + LEAST_STEPS} steps: name the directory of a run of "
             "this script."
         )
     plan, workers = subject.plan, subject.workers
-    with contextlib.suppress(OSError, ValueError, KeyError, PlanError):  # what the run itself noted
-        noted = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
-        plan, workers = Plan.parse(noted["plan"]).resolve(int(noted["workers"])), int(noted["workers"])
+    with contextlib.suppress(PlanError):  # of another version: then the script's own counts
+        if (started := started_as(run_dir, found.attempt)) is not None:
+            plan, workers = Plan.parse(started.plan).resolve(started.workers), started.workers
     receipt = Receipt.of(subject.signature, subject.price(plan, where.cluster, workers=workers), measured)
     print(f"\nrun      {run_dir}: {plan}, {measured.steps} steps on {workers} workers")
-    print(*receipt.lines(), sep="\n")
+    print(*receipt.table(), sep="\n")
+    if blame := receipt.blame(WorkObserved(work_s=work_by_worker(run_dir, found.attempt))):
+        print(f"         {blame}")
     _keep([receipt], where)
 
 

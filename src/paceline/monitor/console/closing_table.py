@@ -18,10 +18,11 @@ __all__ = ["MOST_LEFT", "closing_table", "ending_text"]
 MOST_LEFT = 3  # that the closing table names
 
 
-def closing_table(facts: Mapping[str, Any], *, is_head: bool = True) -> str:
+def closing_table(facts: Mapping[str, Any], *, is_head: bool = True, more: Sequence[tuple[str, str]] = ()) -> str:
     """Return the summary of an attempt (the contents of summary.json) as a small table, each row "what  value".
 
-    `is_head`: the facts are those of the whole run; other hosts know of checkpoints only what was saved there.
+    `is_head`: the facts are those of the whole run; other hosts know of checkpoints only what was saved
+    there. `more`: rows that come last but for the places of files.
     """
     took = duration_text(facts["duration_s"])
     title = f"{ending_text(facts)}, " + (f"after {took}" if facts["state"] == "finished" else f"{took} after its start")
@@ -79,6 +80,7 @@ def closing_table(facts: Mapping[str, Any], *, is_head: bool = True) -> str:
         )
     if facts["checkpoints_failed"]:
         rows.append(("failed saves", str(facts["checkpoints_failed"])))
+    rows += more
     rows += [("logs", local_path(facts["log_dir"])), ("run", local_path(facts["run_dir"]))]
     width = max(len(name) for name, _ in rows)
     return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)])

@@ -14,6 +14,7 @@ from paceline.monitor.records.run_files import local_path, replace_text
 from paceline.monitor.report.goodput import USEFUL
 from paceline.monitor.report.html_page import page_html
 from paceline.monitor.report.report import RunReport, read_report, report_text
+from paceline.planner.run_receipt import RunPrediction, RunReceipt
 from paceline.units import printable
 
 __all__ = ["main_report", "report_facts"]
@@ -72,8 +73,14 @@ def report_facts(report: RunReport) -> dict[str, Any]:
         "elsewhere": list(ledger.elsewhere),
         "memory": {worker: dataclasses.asdict(held) for worker, held in report.held.items()},
         "snapshots": None if report.kept is None else dataclasses.asdict(report.kept),
+        "prediction": _table(report.reported.prediction),
+        "receipt": _table(report.reported.receipt),
         "members": [[round(when, 3), count] for when, count in ledger.members],
     }
+
+
+def _table(found: RunPrediction | RunReceipt | None) -> dict[str, Any] | None:
+    return None if found is None else dataclasses.asdict(found)
 
 
 def _rounded(accounts: Mapping[str, float]) -> dict[str, float]:

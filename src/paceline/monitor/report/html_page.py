@@ -5,6 +5,7 @@ Time axes leave out the time between attempts. Incidents have the same numbers i
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,8 +13,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from paceline.monitor.console.progress import number_text, rate_text
 from paceline.monitor.report.goodput import ACCOUNTS, USEFUL, Incident
 from paceline.monitor.report.html_style import SCRIPT, STYLE
+from paceline.monitor.report.predicted import ReportedReceipt, steps_text
 from paceline.monitor.report.report import RunReport, clock_text, cost_text, elsewhere_text, incident_text
-from paceline.monitor.report.svg_plots import PlotMark, areas_plot, bar, line_plot, number_ticks, steps_plot, time_ticks
+from paceline.monitor.report.svg_plots import (
+    PlotMark,
+    areas_plot,
+    bar,
+    line_plot,
+    number_ticks,
+    paired_bars,
+    steps_plot,
+    time_ticks,
+)
+from paceline.planner.receipt import ReceiptRow
+from paceline.planner.run_receipt import RunReceipt
 from paceline.units import duration_text
 
 __all__ = ["page_html"]
@@ -120,6 +133,7 @@ def _cards(report: RunReport) -> Iterator[tuple[str, str, str]]:
                 kind="speed",
             ),
         )
+    yield from _receipt_card(report.reported)
     members = [(ledger.elapsed(when), count) for when, count in ledger.members]
     yield "Workers", "that took part, over time", steps_plot(members, x_ticks=x_ticks, x_range=x_range, marks=marks)
     if ledger.incidents:
@@ -131,6 +145,49 @@ def _cards(report: RunReport) -> Iterator[tuple[str, str, str]]:
     )
     if len(ledger.attempts) > 1:
         yield "Attempts", "Each start of the run in this directory", _attempts_table(report)
+
+
+def _receipt_card(reported: ReportedReceipt) -> Iterator[tuple[str, str, str]]:
+    """Predicted beside measured; where there is no receipt, why, and how to have one."""
+    receipt = reported.receipt
+    if receipt is None:
+        yield "Receipt", html.escape(_sentence(reported.why_none.removeprefix("none: "))), ""
+        return
+    rows = "".join(_receipt_row(row, receipt) for row in receipt.receipt.rows())
+    head = f'<th></th><th class="n">{receipt.left}</th>'
+    if receipt.corrected_by:
+        head += '<th class="n">corrected</th>'
+    head += '<th class="n">measured</th><th class="n">difference</th><th></th>'
+    remarks = "".join(f'<p class="after">{html.escape(_sentence(remark))}</p>' for remark in receipt.remarks())
+    about = (
+        f"What a step was predicted to take on {html.escape(receipt.cluster)}, and the median of {steps_text(reported)}"
+        "; grey bars are the prediction, blue ones what was measured"
+    )
+    yield "Receipt", about, _table(head, rows) + remarks
+
+
+def _receipt_row(row: ReceiptRow, receipt: RunReceipt) -> str:
+    """One quantity, with a bar for its prediction and one for what was measured; those of seconds have one scale."""
+    name = {"step": "the whole step", "memory": "memory of the fullest worker"}.get(row.name, row.name)
+    corrected = {"step": receipt.predicted_s, "memory": receipt.predicted_bytes}.get(row.name)
+    before = row if corrected is None else dataclasses.replace(row, predicted=corrected)
+    cells = f'<td class="n">{row.texts[0] if row.predicted else "-"}</td>'
+    if receipt.corrected_by:
+        cells += f'<td class="n">{before.texts[0] if corrected is not None else ""}</td>'
+    cells += f'<td class="n">{row.texts[1]}</td><td class="n">{before.texts[2]}</td>'
+    longest = max(row.predicted, row.measured) if row.name == "memory" else _scale(receipt)
+    total = ' class="total"' if row.name in ("step", "memory") else ""
+    bars = paired_bars(row.predicted, row.measured, longest)
+    return f'<tr{total}><td>{name}</td>{cells}<td class="wide">{bars}</td></tr>'
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _scale(receipt: RunReceipt) -> float:
+    """The longest bar of a receipt's seconds."""
+    return max(receipt.receipt.predicted_s, receipt.receipt.measured_s)
 
 
 def _accounts_table(report: RunReport) -> str:

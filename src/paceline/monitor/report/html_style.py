@@ -55,6 +55,8 @@ header p { margin: 4px 0 0; color: var(--soft); overflow-wrap: anywhere; }
 .card { padding: 16px 18px; margin-top: 12px; }
 svg { display: block; width: 100%; overflow: visible; } svg.plot { height: auto; }
 svg.bar { border-radius: 5px; overflow: hidden; }
+svg.pair .predicted { fill: var(--idle); } svg.pair .measured { fill: var(--loss); }
+p.after { color: var(--soft); font-size: 13px; margin: 8px 0 0; overflow-wrap: anywhere; }
 svg text { font-size: 12px; fill: var(--soft); }
 .grid { stroke: var(--line); } .axis, .notch { stroke: var(--soft); opacity: .6; }
 .line { fill: none; stroke-width: 1.6; stroke-linejoin: round; } .band { opacity: .22; } .area { opacity: .14; }

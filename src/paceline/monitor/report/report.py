@@ -19,6 +19,7 @@ from paceline.monitor.records.run_record import RunRecord
 from paceline.monitor.report.attempt_log import AttemptLog, read_attempts
 from paceline.monitor.report.curves import Curves, read_curves
 from paceline.monitor.report.goodput import ACCOUNTS, USEFUL, GoodputLedger, Incident, goodput_ledger
+from paceline.monitor.report.predicted import ReportedReceipt, read_reported_receipt, receipt_lines
 from paceline.units import bytes_text, duration_text, workers_text
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
 
 WIDTH = 100
 MOST_LISTED = 20  # incidents, and workers, that the table shows; the page and the JSON have all
+INDENT = 9  # of a receipt's lines
 SOURCES = {"memory": "from memory", "disk": "from disk", "nothing": "nothing was kept"}
 COLUMNS = ("useful", "data", "communication", "checkpoint", "start_up", "recovery", "vacant", "idle")  # of a worker
 
@@ -54,6 +56,7 @@ class RunReport:
     last_step: int | None
     kept: SnapshotCost | None = None  # None: no snapshots in memory
     held: Mapping[int, WorkerMemory] = dataclasses.field(default_factory=lambda: dict[int, WorkerMemory]())  # by worker
+    reported: ReportedReceipt = dataclasses.field(default_factory=ReportedReceipt)
     left_out: tuple[str, ...] = ()  # files with lines that cannot be read
 
 
@@ -89,6 +92,7 @@ def read_report(run_dir: Path | str, *others: Path | str) -> RunReport:
     logs = read_attempts(record, others=[place for place in places if place != record.run_dir], damaged=damaged)
     ledger = goodput_ledger(logs)
     plans = [each.event.plan for log in logs for each in log.records if isinstance(each.event, WorkerStarted)]
+    held = memory_by_worker(logs)
     steps = [step for book in ledger.attempts for step in (book.first_step, book.last_step) if step is not None]
     return RunReport(
         run_dir=record.run_dir,
@@ -100,7 +104,10 @@ def read_report(run_dir: Path | str, *others: Path | str) -> RunReport:
         first_step=min(steps, default=None),
         last_step=max(steps, default=None),
         kept=_snapshot_cost(logs, ledger),
-        held=memory_by_worker(logs),
+        held=held,
+        reported=read_reported_receipt(
+            record, peak=max((one.peak_memory_bytes for one in held.values()), default=None)
+        ),
         left_out=tuple(damaged.texts()),
     )
 
@@ -123,6 +130,7 @@ def report_text(report: RunReport) -> str:
             *_workers_lines(ledger),
             *memory_lines(report.held, most=MOST_LISTED),
             *([f"\n{snapshot_cost_text(report.kept)}"] if report.kept is not None else []),
+            *_receipt_lines(report.reported),
             *_incidents_lines(ledger),
             *(line for text in report.left_out for line in _wrapped(f"note: {text}", WIDTH)),
         ]
@@ -235,6 +243,18 @@ def _workers_lines(ledger: GoodputLedger) -> Iterator[str]:
         yield f"{worker:<8}" + "".join(f"{_brief(useful[name]):>11}" for name in COLUMNS)
     if len(ledger.workers) > MOST_LISTED:
         yield f"and {len(ledger.workers) - MOST_LISTED} more: see the page, or --json"
+
+
+def _receipt_lines(reported: ReportedReceipt) -> Iterator[str]:
+    yield ""
+    for line in receipt_lines(reported):
+        if len(line) <= WIDTH:
+            yield line
+            continue
+        first, *rest = _wrapped(line.strip(), WIDTH - INDENT)
+        indent = " " * (len(line) - len(line.lstrip()))
+        yield indent + first
+        yield from (" " * INDENT + one for one in rest)
 
 
 def _incidents_lines(ledger: GoodputLedger) -> Iterator[str]:

@@ -16,7 +16,16 @@ from paceline.monitor.console.progress import number_text
 from paceline.monitor.report.curves import Point
 from paceline.units import duration_text
 
-__all__ = ["PlotMark", "areas_plot", "bar", "line_plot", "number_ticks", "steps_plot", "time_ticks"]
+__all__ = [
+    "PlotMark",
+    "areas_plot",
+    "bar",
+    "line_plot",
+    "number_ticks",
+    "paired_bars",
+    "steps_plot",
+    "time_ticks",
+]
 
 WIDTH = 960
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 16, 26
@@ -170,6 +179,16 @@ def bar(shares: Mapping[str, float], *, height: int = 22, whole: float | None = 
     return (
         f'<svg class="bar" viewBox="0 0 1000 {height}" preserveAspectRatio="none" height="{height}" role="img">'
         f"{''.join(pieces)}</svg>"
+    )
+
+
+def paired_bars(predicted: float, measured: float, whole: float) -> str:
+    """Return two thin bars, what was predicted above what was measured; `whole`: what a full bar stands for."""
+    scale = 1000 / (whole or 1.0)
+    return (
+        '<svg class="pair" viewBox="0 0 1000 16" preserveAspectRatio="none" height="16" role="img">'
+        f'<rect class="predicted" y="1" width="{predicted * scale:.1f}" height="6"><title>predicted</title></rect>'
+        f'<rect class="measured" y="8" width="{measured * scale:.1f}" height="6"><title>measured</title></rect></svg>'
     )
 
 
