@@ -7,6 +7,7 @@ the parts that they have: in each step, once in several, or through servers. Wha
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 
@@ -40,11 +41,9 @@ class Passes:
 
 def data_parallel_s(case: Case, constants: Constants, passes: Passes) -> dict[str, float]:
     """Return the seconds of the parts "data", "coding", "offload" and "optimizer"."""
-    # A device that computes in its own program communicates there, too: nothing is hidden.
+    # A device that computes in its own program communicates there, too: nothing is hidden within a step.
     q = 1.0 if case.cluster.device.is_synchronous else constants.overlap
-
-    def exposed(compute: float, communication: float) -> float:
-        return (compute**q + communication**q) ** (1 / q) - compute
+    exposed = functools.partial(_exposed, q=q)
 
     inside = _within_replicas(case, constants)
     data = case.micro_batches * (
@@ -61,7 +60,7 @@ def data_parallel_s(case: Case, constants: Constants, passes: Passes) -> dict[st
             whole = between.sum_s(constants)
             if sync.overlap:  # a fragment travels behind the steps that follow
                 compute = sync.overlap * case.micro_batches * passes.slot_s
-                whole = sync.fragments * exposed(compute, whole / sync.fragments)
+                whole = sync.fragments * _exposed(compute, whole / sync.fragments, q=constants.overlap)
             data += whole / sync.every
             moved = numbers * (OUTER_BYTES if sync.outer is None else NESTEROV_BYTES)
             coded = (between.coding_s + moved / case.cluster.device.memory_bandwidth) / sync.every
@@ -71,8 +70,8 @@ def data_parallel_s(case: Case, constants: Constants, passes: Passes) -> dict[st
             mixed = numbers * (MIX_BYTES + PEER_BYTES * (1 + between.peers)) * _mixes(sync)
             mixed += numbers * OUTER_BYTES / sync.average_every
             coded = mixed / case.cluster.device.memory_bandwidth
-        case ParameterServer():
-            replicas = 1 if case.at_once > 1 else between.members
+        case ParameterServer() as sync:  # a mirror gets each sum, too
+            replicas = 1 if case.at_once > 1 else between.members + sync.mirrored
             data += exposed(passes.slot_s, between.push_s(constants, replicas=replicas))
             data += between.pull_s(constants, replicas=replicas)
             coded = between.coding_s
@@ -82,6 +81,11 @@ def data_parallel_s(case: Case, constants: Constants, passes: Passes) -> dict[st
         exposed(passes.forward_s, moving.forward_s) + exposed(passes.backward_s, moving.backward_s)
     )
     return {"data": data, "coding": coded, "offload": offload, "optimizer": _optimizer_s(case)}
+
+
+def _exposed(compute: float, communication: float, *, q: float) -> float:
+    """Seconds of communication that compute does not hide."""
+    return (compute**q + communication**q) ** (1 / q) - compute
 
 
 def sent_bytes(case: Case) -> float:
@@ -110,7 +114,7 @@ def _mixes(sync: Gossip) -> float:
 
 def served_apart(case: Case, constants: Constants, parts: Mapping[str, float]) -> dict[str, float]:
     """Return the parts of one update, where replicas take batches of their own: as many updates are under way, and the
-    servers' own work may be the limit. No one waits for the slowest host.
+    servers' own work may be the limit. Nobody waits for the slowest host.
     """
     found = {name: value / case.at_once for name, value in parts.items()} | {"straggle": 0.0}
     least = _Between.of(case, case.held_parameters, 1).served_s(constants)

@@ -28,7 +28,7 @@ from paceline.plan import (
 )
 from paceline.planner.search import PricedPlan
 
-__all__ = ["MENU", "LossyPlan", "lossy_plans", "what_changes"]
+__all__ = ["CLEARLY", "MENU", "LossyPlan", "lossy_plans", "what_changes"]
 
 MENU: tuple[tuple[Sync, Wire], ...] = (
     (AllReduce(), Cast(dtype="bf16")),

@@ -11,13 +11,14 @@ from paceline.cli.plan_costs.subject import Subject
 from paceline.errors import PlanError
 from paceline.plan import Compute, Plan
 from paceline.planner.constants import Calibration
+from paceline.planner.data_parallel import sent_bytes
 from paceline.planner.goodput import goodput
 from paceline.planner.lossy_plans import LossyPlan, what_changes
 from paceline.planner.memory import MEMORY_PARTS
 from paceline.planner.named_cluster import NamedCluster
 from paceline.planner.predict import PARTS
 from paceline.planner.search import PricedPlan, is_exact, lack_text, remedy
-from paceline.units import count_text, duration_text, gigabytes_text
+from paceline.units import bytes_text, count_text, duration_text, gigabytes_text
 
 __all__ = ["FITS", "Prices", "memory_lines", "print_prediction", "remedy_lines", "short_text"]
 
@@ -112,6 +113,9 @@ def _step_lines(one: PricedPlan, calibration: Calibration) -> Iterator[str]:
     for name, value in sorted(one.step.parts.items(), key=lambda part: -part[1]):
         if value / step >= SMALL:
             yield f"         {value / step * 100:3.0f} %  {PARTS[name]}"
+    sent = sent_bytes(one.case)
+    if sent > 0:
+        yield f"         each worker sends {bytes_text(sent)} a step to other replicas"
 
 
 def memory_lines(one: PricedPlan) -> Iterator[str]:
