@@ -63,8 +63,8 @@ def _of_sync(sync: Sync) -> str:
         case AllReduce(op="adasum"):
             return "gradients are combined by Adasum"
         case LocalSGD(every=every, outer=outer):
-            means = "replicas average every" if outer is None else "DiLoCo: replicas agree every"
-            return f"{means} {every} steps, and step alone between"
+            means = "replicas average only every" if outer is None else "DiLoCo: replicas agree only every"
+            return f"{means} {every} steps"
         case Gossip(peers=peers):
             return f"replicas mix weights with {'two neighbors' if peers == 'ring' else 'one partner'} only"
         case ParameterServer(staleness=None):

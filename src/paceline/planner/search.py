@@ -185,10 +185,11 @@ def search(
 
 
 def _best_of_layouts(found: Iterable[PricedPlan]) -> list[PricedPlan]:
-    best: dict[tuple[Layout, Sync, Wire], PricedPlan] = {}
+    best: dict[tuple[Layout, Sync, Wire] | Layout, PricedPlan] = {}
     for one in sorted(found, key=_rank):
         cuts = dataclasses.replace(one.plan.layout, schedule="1f1b", sequence=False)
-        best.setdefault((cuts, one.plan.sync, one.plan.wire), one)
+        alone = one.case.axes.replicas == 1  # has nobody to agree with
+        best.setdefault(cuts if alone else (cuts, one.plan.sync, one.plan.wire), one)
     return list(best.values())
 
 

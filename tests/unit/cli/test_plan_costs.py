@@ -12,6 +12,8 @@ import pytest
 
 from paceline.cli.main import main
 from paceline.cli.plan_costs import verify
+from paceline.plan import Plan
+from paceline.planner.search import is_exact
 
 SCRIPT = """
 import paceline, torch
@@ -175,6 +177,31 @@ def test_mistakes_are_named(
 def test_a_cluster_needs_a_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "replicas=2", "--cluster", "h100x8-ib"]) == 2
     assert "--cluster goes with a script" in capsys.readouterr().err
+
+
+def test_what_is_faster_with_other_losses_stands_apart(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(SMALL.replace("memory_gb = 1.0", "memory_gb = 80.0"))
+    words = ("--workers", "4", "--cluster", str(tmp_path / "small.toml"), "--plan", "replicas=4")
+    status, out, _ = told(capsys, tmp_path, *words)
+    assert status == 0
+    exact, lossy = out.split("The best plan of each layout")[1].split("Faster, with other losses than one process")
+    assert "localsgd" not in exact and "int8" not in exact
+    steps = re.findall(r"^ +([\d.]+) ms", exact, re.MULTILINE)
+    found = re.findall(r"^ +([\d.]+) ms .*\n(?: {42}\S.*\n)* {41}(\w.*)$", lossy, re.MULTILINE)
+    assert 1 <= len(found) <= 3
+    assert all(float(step) < float(steps[0]) for step, _ in found)
+    assert any("replicas average only every 8 steps" in changes for _, changes in found), lossy
+    assert all(len(line) <= 100 or "--plan" in line for line in out.split("cluster  ")[1].splitlines()[1:])
+
+
+def test_of_a_script_with_other_losses_that_is_said_and_its_own_kind_is_ranked(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    _, out, _ = told(capsys, tmp_path, "--workers", "4", "--cluster", "h100x8-ethernet", "--plan", "replicas=4+int8")
+    assert "The script's plan has other losses than one process: gradients are rounded to 8 bits." in out
+    ranked = out.split("The best plan of each layout")[1].split("the first, to copy")[0]
+    assert "replicas=2+stages=2+schedule=zero-bubble+int8" in ranked and "replicas=4 micro" in ranked
+    assert re.search(r"each worker sends [\d.]+ MiB a step to other replicas", out), out
 
 
 @pytest.mark.thorough
@@ -362,6 +389,7 @@ def test_plans_are_run_and_ranked_by_what_was_measured(
     assert "stages" in table[-1]
     assert table[-1].endswith("the pipeline cannot be cut so")
     assert sum("<- the script's" in line for line in table) == 1
+    assert all(is_exact(Plan.parse(one)) for one in ran), "what learns otherwise is not tried, however fast it is"
     assert len((tmp_path / "small.receipts.jsonl").read_text().splitlines()) == sum("stages" not in one for one in ran)
 
 

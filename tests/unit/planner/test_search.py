@@ -129,10 +129,12 @@ def test_the_least_workers_hold_the_model_and_fewer_do_not(memory_gb: float, lea
 @pytest.mark.parametrize("own", [Plan(), Plan(wire=Int8()), Plan(sync=LocalSGD(every=4)), Plan(wire=Sparse())], ids=str)
 def test_the_search_has_exact_plans_and_those_of_the_plans_own_kind(own: Plan) -> None:
     plan = dataclasses.replace(own, batch=Batch(size=64), compute=PLAN.compute)
-    found = search(plan, GPT, catalogue().cluster("h100x8-ethernet", hosts=2), built_in(), workers=16)
+    found = search(plan, GPT, catalogue().cluster("h100x8-ethernet", hosts=1), built_in(), workers=8)
     kinds = {(one.plan.sync, one.plan.wire) for one in found}
     assert kinds == {(own.sync, own.wire), (AllReduce(), Raw())}
-    assert any(is_exact(one.plan) for one in found)
+    alone = [one.plan.layout for one in found if one.case.axes.replicas == 1]
+    cuts = [dataclasses.replace(layout, schedule="1f1b", sequence=False) for layout in alone]
+    assert len(cuts) == len(set(cuts)) > 0, "one replica agrees with nobody: its layout stands there once"
     assert is_exact(own) == (own.wire in (Raw(), Sparse()) and own.sync == AllReduce())
 
 
@@ -178,7 +180,7 @@ def test_where_only_offload_fits_the_remedy_has_it_beside_more_workers() -> None
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["h100x8-ib", "h100x8-ethernet", "rtx4090x8-pcie"])
+@pytest.mark.parametrize("name", ["h100x8-ethernet", "rtx4090x8-pcie"])
 def test_a_hundred_blocks_on_64_workers_take_a_second_with_everything(name: str) -> None:
     deep = transformer(
         layers=100, hidden=8192, heads=64, kv_heads=8, ffn=28672, gated=True, sequence=4096, vocabulary=128256

@@ -160,7 +160,7 @@ def _is_meta(model: nn.Module) -> bool:
 
 def _this_machine(workers: int) -> Cluster:
     """A cluster of this host's memory; its rates are of no interest here."""
-    device = catalogue().device("a100-80gb")
+    device = dataclasses.replace(catalogue().device("a100-80gb"), is_synchronous=not torch.cuda.is_available())
     if torch.cuda.is_available():
         there = torch.cuda.device_count()
         if workers > there:
