@@ -70,9 +70,10 @@ def data_parallel_s(case: Case, constants: Constants, passes: Passes) -> dict[st
             mixed = numbers * (MIX_BYTES + PEER_BYTES * (1 + between.peers)) * _mixes(sync)
             mixed += numbers * OUTER_BYTES / sync.average_every
             coded = mixed / case.cluster.device.memory_bandwidth
-        case ParameterServer() as sync:  # a mirror gets each sum, too
-            replicas = 1 if case.at_once > 1 else between.members + sync.mirrored
-            data += exposed(passes.slot_s, between.push_s(constants, replicas=replicas))
+        case ParameterServer() as sync:
+            replicas = 1 if case.at_once > 1 else between.members
+            mirrored = replicas + sync.mirrored  # a mirror gets each sum, too
+            data += exposed(passes.slot_s, between.push_s(constants, replicas=mirrored))
             data += between.pull_s(constants, replicas=replicas)
             coded = between.coding_s
     moving = offloading_of(case)
@@ -197,13 +198,8 @@ class _Between:
         case, device = self.case, self.case.cluster.device
         if case.wire is None or self.members == 1:
             return 0.0
-        found = coding(
-            case.wire,
-            self.numbers,
-            self._shapes,
-            replicas=self.members,
-            bucket_bytes=case.sync.bucket_bytes,
-        )
+        replicas, bucket_bytes = self.members, case.sync.bucket_bytes
+        found = coding(case.wire, self.numbers, self._shapes, replicas=replicas, bucket_bytes=bucket_bytes)
         moving, launching = found.moved / device.memory_bandwidth, found.launches * device.launch_s
         return moving + launching if device.is_synchronous else max(moving, launching)
 
@@ -226,16 +222,19 @@ class _Between:
     # Gossip.
 
     @property
+    def in_ring(self) -> bool:
+        """Whether peers are neighbors in a ring; otherwise they are drawn."""
+        return isinstance(self.case.sync, Gossip) and self.case.sync.peers == "ring"
+
+    @property
     def peers(self) -> int:
         """To how many others a replica sends its weights."""
-        ring = isinstance(self.case.sync, Gossip) and self.case.sync.peers == "ring"
-        return min(self.members - 1, 2 if ring else 1)
+        return min(self.members - 1, 2 if self.in_ring else 1)
 
     @property
     def mean_peers(self) -> float:
-        """As `peers`, on average: of an odd number of replicas one has no partner."""
-        is_odd = self.members % 2 and isinstance(self.case.sync, Gossip) and self.case.sync.peers == "random"
-        return self.peers * (1 - 1 / self.members) if is_odd else self.peers
+        """As `peers`, on average: of an odd number of drawn replicas one has no partner."""
+        return self.peers if self.in_ring or self.members % 2 == 0 else self.peers * (1 - 1 / self.members)
 
     def peers_s(self, constants: Constants) -> float:
         """Seconds until weights of peers are there: neighbors in a ring mostly share a host, drawn ones do not."""
@@ -245,8 +244,8 @@ class _Between:
         num_bytes, cluster = NUMBER_BYTES * self.numbers, case.cluster
         crossing = 0.0
         if members > inside:
-            ring = isinstance(case.sync, Gossip) and case.sync.peers == "ring"
-            crossing = self.peers if ring and inside > 1 else self.peers * inside * (members - inside) / (members - 1)
+            drawn = self.peers * inside * (members - inside) / (members - 1)
+            crossing = self.peers if self.in_ring and inside > 1 else drawn
         groups = cluster.devices_per_host / inside
         local = self.peers * num_bytes / (cluster.device.link * constants.link) if inside > 1 else 0.0
         remote = crossing * num_bytes * groups / (cluster.network * constants.network)

@@ -228,7 +228,7 @@ def least_workers(
         found = [
             price(one, model, enough, calibration, workers=workers)
             for one in candidates(lean, model, workers=workers, per_host=cluster.devices_per_host)
-            if one.batch.micro == 1 and one.compute.recompute == "blocks"
+            if one.batch.micro == 1 and one.compute.recompute == "blocks" and not why_not_there(one, enough)
         ]
         best = min((one for one in found if one.fits == "fits"), key=_rank, default=None)
         if best is not None:

@@ -194,6 +194,15 @@ def test_what_is_faster_with_other_losses_stands_apart(capsys: pytest.CaptureFix
     assert all(len(line) <= 100 or "--plan" in line for line in out.split("cluster  ")[1].splitlines()[1:])
 
 
+def test_what_is_offloaded_is_said_with_what_the_host_has(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(SMALL.replace("memory_gb = 1.0", "memory_gb = 80.0") + "host_memory_gb = 64\n")
+    plan = "replicas=4+compute(offload=optimizer)"
+    _, out, _ = told(capsys, tmp_path, "--workers", "4", "--cluster", str(tmp_path / "small.toml"), "--plan", plan)
+    # Adam's 8 bytes for each of 18.9 M parameters; two workers on a host
+    assert "host     0.151 GB for each worker, 0.303 GB for those of a host, of 64 GB" in out
+    assert re.search(r"\d+ %  moving what is offloaded to the device and back", out), out
+
+
 def test_of_a_script_with_other_losses_that_is_said_and_its_own_kind_is_ranked(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -131,8 +131,9 @@ def memory_lines(one: PricedPlan) -> Iterator[str]:
         if value / one.memory.peak >= SMALL:
             yield f"         {gigabytes_text(value):>6} GB  {MEMORY_PARTS[name]}"
     if one.memory.elsewhere:
-        where = "on its host's disk" if one.case.on_disk else "in its host's memory"
-        yield f"         {gigabytes_text(one.memory.elsewhere):>6} GB  of each worker {where}"
+        each, together = (gigabytes_text(one.memory.elsewhere * count) for count in (1, one.case.on_host))
+        there = "on its disk" if one.case.on_disk else f"of {gigabytes_text(one.case.cluster.host_memory)} GB"
+        yield f"host     {each} GB for each worker, {together} GB for those of a host, {there}"
 
 
 def _ranking(subject: Subject, where: NamedCluster, own: PricedPlan) -> Iterator[str]:

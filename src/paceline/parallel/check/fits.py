@@ -160,7 +160,7 @@ def _is_meta(model: nn.Module) -> bool:
 
 def _this_machine(workers: int) -> Cluster:
     """A cluster of this host's memory; its rates are of no interest here."""
-    device = dataclasses.replace(catalogue().device("a100-80gb"), is_synchronous=not torch.cuda.is_available())
+    device = catalogue().device("a100-80gb")
     if torch.cuda.is_available():
         there = torch.cuda.device_count()
         if workers > there:
@@ -170,5 +170,6 @@ def _this_machine(workers: int) -> Cluster:
         memory, runtime = float(torch.cuda.get_device_properties(0).total_memory), device.runtime
     else:
         memory, runtime = (memory_limit_bytes() or device.memory) / workers, CPU_RUNTIME
+        device = dataclasses.replace(device, name="the CPU", is_synchronous=True)
     device = dataclasses.replace(device, memory=memory, runtime=runtime)
     return Cluster(device=device, hosts=1, devices_per_host=workers, network=device.network)
