@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
 
+from paceline.planner.case import Case
 from paceline.planner.constants import CONSTANTS, Calibration, Constants
-from paceline.planner.predict import Case, Workload
+from paceline.planner.predict import Workload
 from tables.rows import Reading, measured_s, read_row
 
 __all__ = ["Sample", "fit", "folds", "middle", "samples", "software_factors", "spread"]

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.planner.axes import Axes, Schedule
+from paceline.planner.case import Case, Recompute
 from paceline.planner.cluster import Cluster, Device, catalogue
 from paceline.planner.model_costs import ModelCosts, transformer
-from paceline.planner.predict import Case, Recompute
 from paceline.planner.software import EAGER, FUSED, MEGATRON, UNFUSED_ATTENTION, Software
 
 __all__ = ["Reading", "load_rows", "measured_gb", "measured_s", "read_row"]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paceline.codec.base import Codec, CodecContext, Rounds
 from paceline.codec.quantized_sum import quantized_sum, rows_of_bytes, scales_in
+from paceline.schedule.payload_sizes import INT8
 
 __all__ = ["Int8Codec"]
 
@@ -23,7 +24,7 @@ class Int8Codec(Codec):
     finite anywhere."""
 
     num_rounds = 2
-    length, bits = 256, 8
+    length, bits = INT8
 
     def exchange(self, flat: Tensor, replica: CodecContext) -> Rounds:
         return quantized_sum(flat, self, replica)

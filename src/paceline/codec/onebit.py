@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paceline.codec.base import Codec, CodecContext, Rounds
 from paceline.codec.quantized_sum import quantized_sum, rows_of_bytes, scales_in
+from paceline.schedule.payload_sizes import ONE_BIT
 
 __all__ = ["OneBitCodec", "bits_of", "signs_in"]
 
@@ -22,7 +23,7 @@ class OneBitCodec(Codec):
     """One bit for each number, eight to a byte, and a scale in fp32 for each block."""
 
     num_rounds = 2
-    length, bits = 1024, 1
+    length, bits = ONE_BIT
 
     def exchange(self, flat: Tensor, replica: CodecContext) -> Rounds:
         return quantized_sum(flat, self, replica)

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from paceline.codec.base import Codec, CodecContext, Rounds, SumPayload
+from paceline.schedule.payload_sizes import is_factored
 from paceline.schedule.sample_order import mix
 
 __all__ = ["PowerSGDCodec"]
 
-WORTH = 4  # a matrix is sent as factors if it shrinks by at least this factor
 LEFT, RIGHT = "left", "right"  # of the sides of a matrix: which has the orthonormal factor
 
 
@@ -60,12 +60,9 @@ class PowerSGDCodec(Codec):
     def __init__(self, rank: int, *, shapes: Sequence[tuple[int, int]]) -> None:
         self.rank = rank
         self._shapes = list(shapes)
-        self._factored = [place for place, shape in enumerate(shapes) if self._is_worth_it(*shape)]
+        self._factored = [place for place, shape in enumerate(shapes) if is_factored(*shape, rank)]
         self._starts: dict[int, _Start] = {}
         self._next: dict[int, _Start] = {}
-
-    def _is_worth_it(self, rows: int, columns: int) -> bool:
-        return WORTH * self.rank * (rows + columns) // 2 <= rows * columns
 
     def exchange(self, flat: Tensor, replica: CodecContext) -> Rounds:
         self.drop()

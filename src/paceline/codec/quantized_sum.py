@@ -15,11 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.codec.base import CodecContext, GatherPayload, Rounds, ScatterPayload
+from paceline.schedule.payload_sizes import block_split, coded_bytes
 from paceline.schedule.sample_order import mix
 
 __all__ = ["BlockEncoding", "quantized_sum", "rows_of_bytes", "scales_in"]
-
-LEAST_BLOCKS = 8  # for each replica: of fewer, a second round costs more than it spares
 
 
 class BlockEncoding(Protocol):
@@ -40,17 +39,15 @@ class BlockEncoding(Protocol):
 def quantized_sum(flat: Tensor, coarse: BlockEncoding, replica: CodecContext) -> Rounds:
     """The rounds of `Codec.exchange`: one between two replicas, and of small tensors; otherwise two."""
     size, count = flat.numel(), replica.count
-    num_blocks = -(-size // coarse.length)
-    is_shared = count > 2 and num_blocks >= LEAST_BLOCKS * count
-    each = -(-num_blocks // count) if is_shared else num_blocks
-    num_padded = each * count if is_shared else each
+    shared = block_split(size, coarse.length, count)
+    each, num_padded = shared or (-(-size // coarse.length),) * 2
     blocks = F.pad(flat.float(), (0, num_padded * coarse.length - size)).view(num_padded, coarse.length)
     starts = torch.arange(0, num_padded * coarse.length, coarse.length, device=flat.device)
     counts = (size - starts).clamp_(0, coarse.length)
     coded = coarse.encode(blocks, counts, replica.seed)
     own = coarse.decode(coded)
-    if not is_shared:
-        spare = (blocks.numel() - size) * coarse.bits // 8  # bytes of nothing, at the end
+    if shared is None:
+        spare = coded.numel() - coded_bytes(size, coarse.length, coarse.bits)  # bytes of nothing, at the end
         rows = yield GatherPayload(coded.view(-1)[: coded.numel() - spare])
         total = torch.zeros_like(blocks)
         for row in rows:

@@ -8,16 +8,14 @@ sent: with a ratio of 0.01 one in 100 of fp32.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from paceline.codec.base import Codec, CodecContext, GatherPayload, Rounds, as_bytes
+from paceline.schedule.payload_sizes import TOP_K_BLOCK, top_k_count
 
 __all__ = ["TopKCodec"]
 
-BLOCK = 2**16
 MIDDLE = 2**15  # positions are stored as signed numbers
 
 
@@ -32,7 +30,7 @@ class TopKCodec(Codec):
         starts = torch.cat([_starts(first, count) for first, count in self._shares(flat.numel())]).to(flat.device)
         offsets = torch.cat(
             [
-                numbers[first : first + BLOCK].abs().topk(count, sorted=False).indices
+                numbers[first : first + TOP_K_BLOCK].abs().topk(count, sorted=False).indices
                 for first, count in self._shares(flat.numel())
             ]
         )
@@ -48,8 +46,8 @@ class TopKCodec(Codec):
 
     def _shares(self, numel: int) -> list[tuple[int, int]]:
         """The first number of each block, and how many of it are sent."""
-        lengths = ((first, min(BLOCK, numel - first)) for first in range(0, numel, BLOCK))
-        return [(first, min(length, math.ceil(self.ratio * length))) for first, length in lengths]
+        lengths = ((first, min(TOP_K_BLOCK, numel - first)) for first in range(0, numel, TOP_K_BLOCK))
+        return [(first, top_k_count(length, self.ratio)) for first, length in lengths]
 
 
 def _starts(first: int, count: int) -> Tensor:

@@ -16,6 +16,10 @@ __all__ = ["Catalogue", "Cluster", "Device", "catalogue", "load_catalogue"]
 
 GB = 1e9
 LAUNCH_S = 8e-6  # in eager torch: 5 to 10 us (PyTorch's CUDA graphs blog, 2021)
+HOST_LINK = 25e9  # PCIe 4.0 x16 has 31.5 GB/s in each direction; copies of pinned memory reach 24 to 26
+HOST_MEMORY = 300e9  # two sockets of 8 channels of DDR4-3200 have 410 GB/s; STREAM reaches three quarters
+HOST_BYTES = 512e9  # of memory: what hosts of 8 devices have at least
+DISK = 3e9  # one NVMe drive on PCIe 4.0 writes 3 to 5 GB/s for long
 RUNTIME = 4e9  # CUDA context and libraries, some 1 GB; buffers of NCCL, workspaces of products
 PRECISIONS = {"bf16", "fp16", "fp8", "fp32"}
 BUILT_IN = Path(__file__).with_name("catalogue.toml")
@@ -27,6 +31,7 @@ class Device:
 
     `peak` and `best_matmul` are by precision ("bf16", "fp16", "fp8", "fp32"), `attention` by kernel ("flash",
     "vendor"), with half of the pairs of a causal model. `network` is what a host of such devices usually has.
+    `host_link`: to the host's memory, for copies, in one direction.
     """
 
     name: str
@@ -44,6 +49,7 @@ class Device:
     launch_s: float = LAUNCH_S
     is_synchronous: bool = False
     latency: float | None = None
+    host_link: float = HOST_LINK
 
     def peak_of(self, precision: str) -> float:
         """The peak in a precision; in one that the device lacks, that of bf16."""
@@ -56,12 +62,17 @@ class Device:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """`hosts` hosts of `devices_per_host` devices each; `network` is bytes per second of one host in one direction."""
+    """`hosts` hosts of `devices_per_host` devices each; `network` is bytes per second of one host in one direction, and
+    so are its memory's bandwidth and its disk's. Its devices share them, and `host_memory`, in bytes.
+    """
 
     device: Device
     hosts: int
     devices_per_host: int
     network: float
+    host_memory: float = HOST_BYTES
+    host_memory_bandwidth: float = HOST_MEMORY
+    disk: float = DISK
 
     def __post_init__(self) -> None:
         if self.hosts < 1 or self.devices_per_host < 1:
@@ -175,9 +186,12 @@ def _known(table: Mapping[str, Any], keys: set[str]) -> None:
 
 DEVICE_KEYS = {
     *("names", "memory_gb", "memory_gb_s", "tflops", "best_matmul", "attention", "units", "watts", "link_gb_s"),
-    *("network_gb_s", "source", "runtime_gb", "launch_us", "synchronous", "latency_us"),
+    *("network_gb_s", "source", "runtime_gb", "launch_us", "synchronous", "latency_us", "host_link_gb_s"),
 }
-CLUSTER_KEYS = {"device", "hosts", "devices_per_host", "network_gb_s", "source"}
+CLUSTER_KEYS = {
+    *("device", "hosts", "devices_per_host", "network_gb_s", "source"),
+    *("host_memory_gb", "host_memory_gb_s", "disk_gb_s"),
+}
 
 
 def _device(name: str, table: Mapping[str, Any]) -> Device:
@@ -202,6 +216,7 @@ def _device(name: str, table: Mapping[str, Any]) -> Device:
         launch_s=_number(table, "launch_us") / 1e6 if "launch_us" in table else LAUNCH_S,
         is_synchronous=_yes(table, "synchronous"),
         latency=_number(table, "latency_us") / 1e6 if "latency_us" in table else None,
+        host_link=_number(table, "host_link_gb_s") * GB if "host_link_gb_s" in table else HOST_LINK,
     )
 
 
@@ -213,4 +228,7 @@ def _cluster(table: Mapping[str, Any], devices: Mapping[str, Device], aliases: M
         hosts=_whole(table, "hosts"),
         devices_per_host=_whole(table, "devices_per_host"),
         network=_number(table, "network_gb_s") * GB,
+        host_memory=_number(table, "host_memory_gb") * GB if "host_memory_gb" in table else HOST_BYTES,
+        host_memory_bandwidth=_number(table, "host_memory_gb_s") * GB if "host_memory_gb_s" in table else HOST_MEMORY,
+        disk=_number(table, "disk_gb_s") * GB if "disk_gb_s" in table else DISK,
     )

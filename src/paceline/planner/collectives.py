@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 
 from paceline.planner.cluster import Cluster
 from paceline.planner.constants import Constants
+from paceline.schedule.allreduce.cost_model import LinkCost, NetworkCost, predict
 
-__all__ = ["exchange_s", "gather_s", "latency_s"]
+__all__ = ["exchange_s", "gather_s", "latency_s", "sum_s"]
+
+FOLLOWED = 64  # workers of a schedule that is followed send by send
+FREE = 1e18  # a rate that costs nothing
+TENSOR_BYTES = 1 << 20  # followed, and in proportion
 
 
 def latency_s(cluster: Cluster, constants: Constants) -> float:
@@ -39,3 +46,51 @@ def exchange_s(num_bytes: float, members: int, inside: int, cluster: Cluster, co
     local = num_bytes * (inside - 1) / members / (cluster.device.link * constants.link)
     remote = num_bytes * away * cluster.devices_per_host / (cluster.network * constants.network)
     return max(local, remote) + latency_s(cluster, constants) * (math.log2(members) + 1)
+
+
+def sum_s(
+    num_bytes: float, members: int, inside: int, cluster: Cluster, constants: Constants, *, algorithm: str
+) -> float:
+    """Seconds of an all-reduce by an algorithm of `paceline.schedule.allreduce`; "auto" is the fastest for the cluster.
+
+    What the named ones load links with is read off the schedules that are executed.
+    """
+    if algorithm == "auto" or members <= 1:
+        return 2 * gather_s(num_bytes, members, inside, cluster, constants)
+    loads = _loads(algorithm, max(1, members // inside), inside)
+    local = num_bytes * loads.local / (cluster.device.link * constants.link)
+    groups = cluster.devices_per_host / inside
+    remote = num_bytes * loads.remote * groups / (cluster.network * constants.network)
+    return max(local, remote) + latency_s(cluster, constants) * loads.rounds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Loads:
+    """Of an all-reduce: how many tensors pass a worker's link within its host, and a host's network, and how many sends
+    follow each other.
+    """
+
+    local: float
+    remote: float
+    rounds: float
+
+
+@functools.lru_cache(maxsize=256)
+def _loads(algorithm: str, hosts: int, inside: int) -> _Loads:
+    """Follow the schedule, of up to 64 workers; with more, links are loaded alike, and what is added are rounds: of a
+    ring two for each worker, otherwise two for each doubling.
+    """
+    fewer_inside = min(inside, FOLLOWED)
+    fewer = min(hosts, max(1, FOLLOWED // fewer_inside))
+    workers, followed = hosts * inside, fewer * fewer_inside
+    homes = tuple(worker // fewer_inside for worker in range(followed))
+    free, counted = LinkCost(latency_s=0.0, bytes_per_s=FREE), LinkCost(latency_s=0.0, bytes_per_s=TENSOR_BYTES)
+    late = LinkCost(latency_s=1.0, bytes_per_s=FREE)
+
+    def followed_s(between: LinkCost, within: LinkCost, num_bytes: int = TENSOR_BYTES) -> float:
+        network = NetworkCost(hosts=homes, between=between, inside=within, adds_bytes_per_s=FREE)
+        return predict(algorithm, num_bytes=num_bytes, network=network)
+
+    more = 2.0 * (workers - followed) if algorithm == "ring" else 2 * math.log2(workers / followed)
+    rounds = followed_s(late, late, num_bytes=followed) + more
+    return _Loads(local=followed_s(free, counted), remote=followed_s(counted, free), rounds=rounds)

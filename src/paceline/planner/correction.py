@@ -33,7 +33,7 @@ class Correction:
         """The factor of one part."""
         if name in COMPUTE:
             return self.compute
-        return self.optimizer if name == "optimizer" else self.communication
+        return self.optimizer if name in ("optimizer", "offload") else self.communication
 
     def of_step(self, estimated: Prediction) -> Prediction:
         """Return the corrected prediction; utilisation and tokens per second follow the step."""
@@ -57,7 +57,7 @@ class Correction:
             return estimated
         parts = dict(estimated.parts)
         parts["runtime"] = max(0.0, parts["runtime"] + self.added_bytes)
-        return MemoryPrediction(peak=sum(parts.values()), parts=parts)
+        return dataclasses.replace(estimated, peak=sum(parts.values()), parts=parts)
 
 
 UNCORRECTED = Correction()

@@ -11,16 +11,29 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
+from paceline.plan import AllReduce, Gossip, LocalSGD, ParameterServer, Sync
+from paceline.planner.case import VALUE, Case, Recompute
 from paceline.planner.model_costs import Block
-from paceline.planner.predict import VALUE, Case, Recompute
+from paceline.planner.offloading import ADAM, PIECES, offloading_of, optimizer_bytes
+from paceline.planner.wire_costs import FEEDBACK_BYTES
 
-__all__ = ["MEMORY_PARTS", "MemoryPrediction", "Verdict", "in_flight", "predict_memory", "state_bytes", "verdict"]
+__all__ = [
+    "MEMORY_PARTS",
+    "VERDICTS",
+    "MemoryPrediction",
+    "Verdict",
+    "in_flight",
+    "predict_memory",
+    "state_bytes",
+    "verdict",
+]
 
 MEMORY_PARTS = {
     "state": "weights, gradients, and the optimizer's state",
+    "agreement": "what sync and wire keep: error feedback, agreed weights, momentum",
     "kept": "what forward keeps for backward",
     "working": "the block that is computed again, and gathered parameters",
     "logits": "the head's results, and their gradients",
@@ -29,8 +42,10 @@ MEMORY_PARTS = {
 }
 
 Verdict = Literal["fits", "does not fit", "unsure"]
+VERDICTS: tuple[Verdict, ...] = ("fits", "unsure", "does not fit")  # the better ones first
 
-WEIGHT, MASTER, ADAM = 2.0, 4.0, 8.0  # bytes per parameter
+WEIGHT, MASTER = 2.0, 4.0  # bytes per parameter
+COPY = 4.0  # bytes of a weight or gradient in a copy of them
 GAPS = 0.1
 LOGIT_BYTES = 2.0 + 4.0 + 4.0  # in 16 bit, in 32 bit for the loss, and their gradient
 # Kept per score by unfused attention: softmax; with dropout also its mask and result.
@@ -40,10 +55,11 @@ QUERY_STATISTICS = 4.0  # bytes per token and head that fused attention keeps
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPrediction:
-    """Bytes of the fullest worker, and of each of its `MEMORY_PARTS`."""
+    """Bytes of the fullest worker, and of each of its `MEMORY_PARTS`; `elsewhere`: on its host, or on disk."""
 
     peak: float
     parts: Mapping[str, float]
+    elsewhere: float = 0.0
 
 
 def in_flight(case: Case) -> float:
@@ -94,9 +110,43 @@ def state_bytes(
 def predict_memory(case: Case, factor: float = 1.0, *, state: float | None = None) -> MemoryPrediction:
     """Return the fullest worker's bytes; `factor` is measured over predicted. `state`: where it is known exactly."""
     axes, software, model = case.axes, case.software, case.model
-    group = axes.shard * axes.context  # rows of experts are split among these, all others also among `experts`
+    group = axes.shard * axes.context
     parts = dict.fromkeys(MEMORY_PARTS, 0.0)
-    parts["state"] = state or sum(
+    parts["state"] = state or _state(case)
+    parts["agreement"] = _agreement_bytes(case)
+    kept, largest = 0.0, 0.0
+    for block in model.blocks:
+        each, working = _block_bytes(case, block, case.recompute)
+        kept, largest = kept + block.count * each, max(largest, working)
+    blocks = model.count / axes.stages  # of the first stage
+    blocks = blocks - 1 + 2 / axes.stages if case.has_short_ends else blocks * case.unevenness
+    parts["kept"] = in_flight(case) * kept / model.count * blocks
+    parts["working"] = largest
+    if model.rest is not None:  # near the loss, values are in 32 bit, too, and have gradients of their size
+        parts["logits"] = _block_bytes(case, model.rest, "none")[0] / case.value_bytes * LOGIT_BYTES
+    if case.offload == "optimizer" and state is None:
+        parts["working"] += min(PIECES, optimizer_bytes(case))
+    if state is None and ((axes.zero == 3 and group > 1) or case.offload == "all"):
+        ends = model.rest.parameters if model.rest is not None else model.vocabulary * model.hidden
+        unit = max(ends, *(block.parameters - block.expert_parameters for block in model.blocks))
+        parts["working"] += software.gathered_units * unit / axes.tensor * software.weight_bytes
+    if axes.stages == 1:
+        parts["logits"] += case.micro_tokens * model.vocabulary / axes.tensor * LOGIT_BYTES
+    parts["gaps"] = sum(parts.values()) * GAPS
+    parts["runtime"] = case.cluster.device.runtime
+    if case.offload == "all":  # it is prepared whole on the device
+        parts["working"] += max(0.0, COPY * case.held_parameters + parts["runtime"] - sum(parts.values()))
+    parts = {name: value * factor for name, value in parts.items()}
+    return MemoryPrediction(peak=sum(parts.values()), parts=parts, elsewhere=offloading_of(case).elsewhere)
+
+
+def _state(case: Case) -> float:
+    """Bytes of weights, gradients and Adam on the device; what is offloaded, or on servers, is not there."""
+    axes, software = case.axes, case.software
+    if case.offload == "all":
+        return 0.0
+    group = axes.shard * axes.context  # rows of experts are split among these, all others also among `experts`
+    found = sum(
         state_bytes(
             held,
             zero=axes.zero,
@@ -108,26 +158,43 @@ def predict_memory(case: Case, factor: float = 1.0, *, state: float | None = Non
         )
         for held, members in ((case.held_dense, group * axes.experts), (case.held_experts, group))
     )
-    kept, largest = 0.0, 0.0
-    for block in model.blocks:
-        each, working = _block_bytes(case, block, case.recompute)
-        kept, largest = kept + block.count * each, max(largest, working)
-    blocks = model.count / axes.stages  # of the first stage
-    blocks = blocks - 1 + 2 / axes.stages if case.has_short_ends else blocks * case.unevenness
-    parts["kept"] = in_flight(case) * kept / model.count * blocks
-    parts["working"] = largest
-    if model.rest is not None:  # near the loss, values are in 32 bit, too, and have gradients of their size
-        parts["logits"] = _block_bytes(case, model.rest, "none")[0] / case.value_bytes * LOGIT_BYTES
-    if state is None and axes.zero == 3 and group > 1:
-        ends = model.rest.parameters if model.rest is not None else model.vocabulary * model.hidden
-        unit = max(ends, *(block.parameters - block.expert_parameters for block in model.blocks))
-        parts["working"] += software.gathered_units * unit / axes.tensor * software.weight_bytes
-    if axes.stages == 1:
-        parts["logits"] += case.micro_tokens * model.vocabulary / axes.tensor * LOGIT_BYTES
-    parts["gaps"] = sum(parts.values()) * GAPS
-    parts["runtime"] = case.cluster.device.runtime
-    parts = {name: value * factor for name, value in parts.items()}
-    return MemoryPrediction(peak=sum(parts.values()), parts=parts)
+    is_elsewhere = case.offload == "optimizer" or isinstance(case.sync, ParameterServer)
+    return found - optimizer_bytes(case) if is_elsewhere else found
+
+
+def _agreement_bytes(case: Case) -> float:
+    """Bytes of what outlives a step, or is made for an exchange, beside the gradients."""
+    each = AGREED[type(case.sync)](case.sync, case.axes.replicas)
+    if case.wire is not None and case.wire.feedback and case.axes.data * case.axes.context > 1:
+        each += FEEDBACK_BYTES
+    return each * case.held_split
+
+
+def _summed(sync: Sync, replicas: int) -> float:
+    """Adasum holds all replicas' gradients of its share, and one more copy."""
+    is_adasum = isinstance(sync, AllReduce) and sync.op == "adasum" and replicas > 1
+    return COPY * (1 + 1 / replicas) if is_adasum else 0.0
+
+
+def _averaged(sync: Sync, _: int) -> float:
+    """The agreed weights, the move that is sent, the outer momentum, and weights when they were sent."""
+    if not isinstance(sync, LocalSGD):
+        return 0.0
+    return COPY * (2 + (sync.outer is not None) + (sync.keep_moves / sync.fragments))
+
+
+def _mixed(sync: Sync, replicas: int) -> float:
+    """The agreed weights, and while weights are mixed those of each peer, the own ones, and the mix."""
+    peers = min(replicas - 1, 2 if isinstance(sync, Gossip) and sync.peers == "ring" else 1)
+    return COPY * (3 + peers)
+
+
+AGREED: Mapping[type[Sync], Callable[[Sync, int], float]] = {
+    AllReduce: _summed,
+    LocalSGD: _averaged,
+    Gossip: _mixed,
+    ParameterServer: lambda *_: COPY,  # gradients, while they are pushed
+}
 
 
 def _block_bytes(case: Case, block: Block, recompute: Recompute) -> tuple[float, float]:
@@ -159,11 +226,19 @@ def _block_bytes(case: Case, block: Block, recompute: Recompute) -> tuple[float,
 
 
 def verdict(case: Case, prediction: MemoryPrediction, *, half_width: float) -> Verdict:
-    """Say whether a case fits: "unsure" where the device's memory lies within the prediction's band.
+    """Say whether a case fits its device, and what is offloaded its host: "unsure" where the memory that is there lies
+    within the prediction's band.
 
     `half_width`: of the 80 % band, of the logarithm. "fits" asks for twice that: to be wrong with it costs a run.
     """
-    memory = case.cluster.device.memory
-    if prediction.peak * math.exp(2 * half_width) <= memory:
+    found = _verdict(prediction.peak, case.cluster.device.memory, half_width)
+    if case.on_disk or case.cluster.device.is_synchronous:
+        return found
+    on_host = _verdict(prediction.elsewhere * case.on_host, case.cluster.host_memory, half_width)
+    return VERDICTS[max(VERDICTS.index(found), VERDICTS.index(on_host))]
+
+
+def _verdict(num_bytes: float, memory: float, half_width: float) -> Verdict:
+    if num_bytes * math.exp(2 * half_width) <= memory:
         return "fits"
-    return "does not fit" if prediction.peak * math.exp(-half_width) > memory else "unsure"
+    return "does not fit" if num_bytes * math.exp(-half_width) > memory else "unsure"

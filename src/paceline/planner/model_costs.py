@@ -58,7 +58,8 @@ class Block:
     Per token and block: `moved` elements are read and written by element-wise operations (norms, residuals), and
     `moved_split` by those that tensor parallel divides (activation functions, rotations); `kept` and `kept_split` bytes
     are kept for backward in 16 bit, without the scores of attention. `experts` and `routed`: of how many experts each
-    token takes how many; their parameters are `expert_parameters`, contained in `parameters`.
+    token takes how many; their parameters are `expert_parameters`, contained in `parameters`. `shapes`: rows and
+    columns of the parameters, where they are known; otherwise those of the products.
     """
 
     count: int
@@ -75,6 +76,16 @@ class Block:
     experts: int = 1
     routed: int = 1
     expert_parameters: int = 0
+    shapes: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def matrices(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of the parameters; what is in no product is a column."""
+        if self.shapes:
+            return self.shapes
+        found = tuple((layer.outputs, layer.inputs) for layer in self.matmuls)
+        left = self.parameters - sum(rows * columns for rows, columns in found)
+        return (*found, (left, 1)) if left > 0 else found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +119,12 @@ class ModelCosts:
     def parameters(self) -> int:
         ends = (1 if self.tied else 2) * self.vocabulary * self.hidden
         return sum(block.count * block.parameters for block in self._all) + ends
+
+    @property
+    def shapes(self) -> list[tuple[int, int, int]]:
+        """Rows and columns of all parameters, and how many there are of each."""
+        ends = [(self.vocabulary, self.hidden, 1 if self.tied else 2)] if self.vocabulary else []
+        return ends + [(*shape, block.count) for block in self._all for shape in block.matrices]
 
     @property
     def used_parameters(self) -> float:

@@ -13,22 +13,18 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Literal
 
-from paceline.errors import PlanError
 from paceline.planner.axes import Axes
-from paceline.planner.cluster import Cluster
+from paceline.planner.case import VALUE, Case
 from paceline.planner.collectives import exchange_s, gather_s, latency_s
 from paceline.planner.constants import Constants
+from paceline.planner.data_parallel import Passes, data_parallel_s, served_apart
 from paceline.planner.matmul import Products, products
-from paceline.planner.model_costs import Block, Matmul, ModelCosts
-from paceline.planner.software import Software
+from paceline.planner.model_costs import Block, Matmul
 from paceline.schedule.pipeline import build
 from paceline.schedule.pipeline_timeline import StageCost, simulate
 
-__all__ = ["PARTS", "Case", "Prediction", "Recompute", "Workload", "idle_slots"]
-
-Recompute = Literal["none", "full", "half", "selective"]
+__all__ = ["PARTS", "Prediction", "Workload", "idle_slots"]
 
 PARTS = {
     "products": "matrix products of the blocks",
@@ -43,12 +39,13 @@ PARTS = {
     "sends": "exposed sends between stages",
     "idle": "the pipeline's bubble",
     "data": "exposed data-parallel communication",
+    "coding": "coding what replicas send, and mixing it with what they have",
+    "offload": "moving what is offloaded to the device and back",
     "optimizer": "the optimizer's step",
     "straggle": "waiting for the slowest host",
     "other": "what was measured beside all these",
 }
 
-VALUE = 2  # bytes of a value in 16 bit
 SCORE_PASSES = 8.0  # bytes of a score in an unfused attention's forward: written, softmax's two, read
 BACKWARD_MOVES = 1.7  # element-wise traffic of backward over that of forward
 BACKWARD_SCORES = 1.6
@@ -58,85 +55,8 @@ FORWARD_ATTENTION, BACKWARD_ATTENTION = 0.85, 2.5 * 1.06
 SMALL_HEADS, SMALL_HEAD_RATE = 80, 0.92  # head sizes below the first reach this share of the rate at 128
 UNFUSED_RATE = 0.7  # of batched products of attention, over that of large ones
 OFF_GRID_RATE = 0.5  # head sizes that are no multiple of 8: operands are not aligned to 16 bytes
-OPTIMIZER_BYTES = 32.0  # per parameter: 12 bytes of state and master weights read and written, gradient, weight
 MOST_FOLLOWED = 256  # stages of a schedule that is followed action by action
 HEAD_BYTES = 8.0  # per word of the vocabulary: logits in 16 bit and 32 bit, softmax
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """What is predicted. `micro_batch` is in samples of one data-parallel worker, of which it runs `micro_batches`.
-
-    `precision` is that of products and of what is kept: "fp32" has values of 4 bytes, all others of 2.
-    """
-
-    model: ModelCosts
-    cluster: Cluster
-    axes: Axes
-    micro_batch: float
-    micro_batches: float
-    software: Software
-    precision: Literal["bf16", "fp16", "fp8", "fp32"] = "bf16"
-    recompute: Recompute = "none"
-    wire_bytes: float = 2.0  # of a parameter, or its gradient, between data-parallel workers
-
-    def __post_init__(self) -> None:
-        if self.micro_batch <= 0 or self.micro_batches < 1:
-            raise PlanError(
-                f"A worker runs {self.micro_batches:g} micro-batches of {self.micro_batch:g} samples; give at least 1 "
-                "of more than 0."
-            )
-
-    @property
-    def value_bytes(self) -> float:
-        """Bytes of a value between two operations."""
-        return 2 * VALUE if self.precision == "fp32" else VALUE
-
-    @property
-    def samples(self) -> float:
-        """Samples of a step, of all workers."""
-        return self.micro_batch * self.micro_batches * self.axes.data
-
-    @property
-    def tokens(self) -> float:
-        return self.samples * self.model.sequence
-
-    @property
-    def micro_tokens(self) -> float:
-        """Tokens of a micro-batch on one worker."""
-        return self.micro_batch * self.model.sequence / self.axes.context
-
-    @property
-    def has_short_ends(self) -> bool:
-        """Whether the first and the last stage have a block less than the others, for the embedding and the head: how
-        many blocks there are shows it."""
-        count, stages = self.model.count, self.axes.stages
-        return stages > 2 and count % stages != 0 and (count + 2) % stages == 0
-
-    @property
-    def unevenness(self) -> float:
-        """Blocks of the fullest stage over those of the average one."""
-        return math.ceil(self.model.count / self.axes.stages) * self.axes.stages / self.model.count
-
-    @property
-    def held_dense(self) -> float:
-        """Parameters of the fullest worker but its experts, if nothing but tensor and stages divides them."""
-        axes, model = self.axes, self.model
-        total = sum(block.count * (block.parameters - block.expert_parameters) for block in model.blocks)
-        ends = model.vocabulary * model.hidden * (1 if axes.stages > 1 or model.tied else 2)
-        ends += model.rest.parameters if model.rest is not None else 0
-        return (total / axes.stages + ends) / axes.tensor
-
-    @property
-    def held_experts(self) -> float:
-        """Parameters of one worker's experts, if nothing but tensor, experts and stages divides them."""
-        axes = self.axes
-        total = sum(block.count * block.expert_parameters for block in self.model.blocks)
-        return total / (axes.stages * axes.tensor * axes.experts)
-
-    @property
-    def held_parameters(self) -> float:
-        return self.held_dense + self.held_experts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,12 +146,14 @@ class Workload:
             slot += send + uneven
             parts["sends"] = send * micros
             parts["idle"] = idle_slots(axes, micros) * (stage.all_s + sum(head) / axes.stages + send) + uneven * micros
-        parts["data"] = self._data_s(constants, stage, head, slot)
-        parts["optimizer"] = self._optimizer_s()
+        passes = Passes(forward_s=stage.forward_s + head[0], backward_s=stage.backward_s + head[1], slot_s=slot)
+        parts |= data_parallel_s(case, constants, passes)
         total = sum(parts.values())
         hosts = max(1.0, axes.workers / case.cluster.devices_per_host)
         parts["straggle"] = total * constants.straggle * math.log2(hosts)
-        step_s = (total + parts["straggle"]) * factor
+        if case.at_once > 1:
+            parts = served_apart(case, constants, parts)
+        step_s = sum(parts.values()) * factor
         flops = case.model.model_flops(case.tokens)
         return Prediction(
             step_s=step_s,
@@ -358,18 +280,7 @@ class Workload:
             forward_s, backward_s = forward_s + rest.forward_s, backward_s + rest.backward_s - rest.repeated
         return forward_s, backward_s
 
-    def _optimizer_s(self) -> float:
-        case = self.case
-        axes, held = case.axes, case.held_parameters
-        if axes.zero:
-            held = (case.held_dense / axes.experts + case.held_experts) / (axes.shard * axes.context)
-        return held * OPTIMIZER_BYTES / case.cluster.device.memory_bandwidth
-
     # Communication.
-
-    @property
-    def _data_members(self) -> int:
-        return self.case.axes.data * self.case.axes.context
 
     def _tensor_s(self, block: Block, constants: Constants) -> float:
         """Two all-reduces of a micro-batch's activations, or with `sequence` as much in halves (Megatron-LM)."""
@@ -410,32 +321,3 @@ class Workload:
         else:
             seconds = num_bytes / (case.cluster.device.link * constants.link)
         return 2 * axes.chunks * (seconds + latency_s(case.cluster, constants))
-
-    def _data_s(self, constants: Constants, stage: _Seconds, head: tuple[float, float], slot: float) -> float:
-        """Gradients are summed behind the last micro-batch; ZeRO-3 gathers parameters behind every one.
-
-        Shards are gathered and summed within a replica's group, then replicas sum the shards that they have.
-        """
-        case, axes = self.case, self.case.axes
-        # A device that computes in its own program communicates there, too: nothing is hidden.
-        q = 1.0 if case.cluster.device.is_synchronous else constants.overlap
-        num_bytes, per_host = case.held_parameters * case.wire_bytes, case.cluster.devices_per_host
-
-        def exposed(compute: float, communication: float) -> float:
-            return (compute**q + communication**q) ** (1 / q) - compute
-
-        if not axes.zero:
-            members = self._data_members
-            inside = axes.inside(members, axes.tensor, per_host)
-            return exposed(slot, 2 * gather_s(num_bytes, members, inside, case.cluster, constants))
-        group = axes.shard * axes.experts * axes.context
-        inside = axes.inside(group, axes.tensor, per_host)
-        between = axes.inside(axes.replicas, axes.tensor * group, per_host)
-        summed = 2 * gather_s(num_bytes / group, axes.replicas, between, case.cluster, constants)
-        if axes.zero == 3:
-            units = max(1.0, case.model.count / axes.stages)
-            gather = units * gather_s(num_bytes / units, group, inside, case.cluster, constants)
-            forward, backward = stage.forward_s + head[0], stage.backward_s + head[1]
-            repeated = case.micro_batches * (exposed(forward, gather) + exposed(backward, 2 * gather))
-            return repeated + exposed(slot, summed)
-        return exposed(slot, 2 * gather_s(num_bytes, group, inside, case.cluster, constants) + summed)

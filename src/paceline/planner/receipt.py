@@ -36,8 +36,8 @@ __all__ = [
 # What a worker's step log tells apart, and the predicted parts that go into it. Workers wait within communication.
 PARTS_OF: Mapping[str, tuple[str, ...]] = {
     "compute": ("products", "attention", "moves", "launches", "head", "recompute"),
-    "communication": ("tensor", "context", "experts", "sends", "data", "idle", "straggle"),
-    "optimizer": ("optimizer",),
+    "communication": ("tensor", "context", "experts", "sends", "data", "coding", "idle", "straggle"),
+    "optimizer": ("optimizer", "offload"),
     "data": (),  # waiting for samples: not predicted
 }
 WAITING = ("idle", "straggle")  # within communication, and as long as compute makes it

@@ -1,28 +1,39 @@
 """Which plans a number of workers could run, and how they rank: every layout, micro-batch and recompute, priced.
 
-What rules forbid is left out. The rest is priced, which takes a tenth of a millisecond each, and ranked: what fits
-first, then what may fit, then what does not, by the memory that it lacks.
+What rules forbid is left out. The rest is priced, which takes a quarter of a millisecond each, and ranked: what fits
+first, then what may fit, then what does not, by the memory that it lacks. Replicas agree exactly, or as in the given
+plan (others are in `lossy_plans`). Offload comes in only where a layout does not surely fit without it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-from paceline.plan import Batch, Compute, Layout, Plan
+from paceline.plan import AllReduce, Batch, Compute, Layout, Plan, Raw, Sync, Wire
+from paceline.planner.case import Case
 from paceline.planner.cluster import Cluster
 from paceline.planner.constants import Calibration
 from paceline.planner.correction import UNCORRECTED, Correction
-from paceline.planner.memory import MemoryPrediction, Verdict, predict_memory, verdict
+from paceline.planner.memory import VERDICTS, MemoryPrediction, Verdict, predict_memory, verdict
 from paceline.planner.model_costs import ModelCosts
-from paceline.planner.plan_case import case_of
-from paceline.planner.predict import Case, Prediction, Workload
+from paceline.planner.plan_case import case_of, why_not_there
+from paceline.planner.predict import Prediction, Workload
 from paceline.units import gigabytes_text
 
-__all__ = ["PricedPlan", "candidates", "least_workers", "micro_batches", "price", "remedy", "search"]
+__all__ = [
+    "PricedPlan",
+    "candidates",
+    "is_exact",
+    "lack_text",
+    "least_workers",
+    "micro_batches",
+    "price",
+    "remedy",
+    "search",
+]
 
-ORDER: dict[Verdict, int] = {"fits": 0, "unsure": 1, "does not fit": 2}
 MOST_SHARD = 512  # workers that split one replica's state
 SPREADS = {"none": 0.25, "memory none": 0.25}
 
@@ -40,6 +51,13 @@ class PricedPlan:
     fits: Verdict
     estimated: Prediction
     estimated_bytes: float
+
+    @property
+    def lacking_bytes(self) -> float:
+        """What the device, or its share of the host, lacks of memory; 0 where both have enough."""
+        cluster = self.case.cluster
+        on_device = self.memory.peak - cluster.device.memory
+        return max(0.0, on_device, self.memory.elsewhere - cluster.host_memory / self.case.on_host)
 
     @property
     def samples_per_s(self) -> float:
@@ -75,11 +93,26 @@ def price(
     )
 
 
+def is_exact(plan: Plan) -> bool:
+    """Whether a plan's losses are those of one process, to rounding, whatever its layout."""
+    return plan.wire.exact and plan.sync.exact_with_fewer
+
+
 def candidates(plan: Plan, model: ModelCosts, *, workers: int, per_host: int) -> Iterator[Plan]:
-    """Yield the plans that so many workers could run with this plan's batch and precision, and that no rule forbids.
+    """Yield the plans that so many workers could run with this plan's batch and precision, and that no rule forbids,
+    without offload: replicas agree by all-reduce, and as in this plan.
 
     Tensor parallel stays within a host and divides attention's heads; stages do not outnumber blocks.
     """
+    resident = dataclasses.replace(plan.compute, offload="none", offload_path=None)
+    plan = dataclasses.replace(plan, compute=resident)
+    yield from _layouts_of(plan, model, workers=workers, per_host=per_host)
+    if not (isinstance(plan.sync, AllReduce) and plan.sync.op == "mean" and isinstance(plan.wire, Raw)):
+        exact = dataclasses.replace(plan, sync=AllReduce(), wire=Raw())
+        yield from _layouts_of(exact, model, workers=workers, per_host=per_host)
+
+
+def _layouts_of(plan: Plan, model: ModelCosts, *, workers: int, per_host: int) -> Iterator[Plan]:
     heads = [block.attention.heads for block in model.blocks if block.attention is not None]
     tensors = [n for n in _divisors(workers) if n <= per_host and heads and all(h % n == 0 for h in heads)] or [1]
     for tensor in tensors:
@@ -144,20 +177,52 @@ def search(
     comes first.
 
     `correct`: by what was measured of plans like a given one. One layout has several candidates: its micro-batches,
-    recompute, and schedules. Plans of `without` are left out.
+    recompute, schedules, and where none of these surely fits, offload. Plans of `without` are left out.
     """
-    found = sorted(
-        (
+
+    def priced(plans: Iterable[Plan]) -> list[PricedPlan]:
+        return [
             price(one, model, cluster, calibration, workers=workers, correction=correct(one))
-            for one in candidates(plan, model, workers=workers, per_host=cluster.devices_per_host)
-            if one not in without
-        ),
-        key=_rank,
-    )
-    best: dict[Layout, PricedPlan] = {}
-    for one in found:
-        best.setdefault(dataclasses.replace(one.plan.layout, schedule="1f1b", sequence=False), one)
+            for one in plans
+            if one not in without and not why_not_there(one, cluster)
+        ]
+
+    per_host = cluster.devices_per_host
+    best = _best_of_layouts(priced(candidates(plan, model, workers=workers, per_host=per_host)))
+    lean = [one.plan for one in best if one.fits != "fits"]
+    offloaded = priced(other for one in lean for other in _offloaded(one, workers=workers))
+    return _best_of_layouts([*best, *offloaded]) if offloaded else best
+
+
+def _best_of_layouts(found: Iterable[PricedPlan]) -> list[PricedPlan]:
+    best: dict[tuple[Layout, Sync, Wire] | Layout, PricedPlan] = {}
+    for one in sorted(found, key=_rank):
+        cuts = dataclasses.replace(one.plan.layout, schedule="1f1b", sequence=False)
+        alone = one.case.axes.replicas == 1  # has nobody to agree with
+        best.setdefault(cuts if alone else (cuts, one.plan.sync, one.plan.wire), one)
     return list(best.values())
+
+
+def _offloaded(plan: Plan, *, workers: int) -> Iterator[Plan]:
+    """The plan with its optimizer's state on the host, and with all of it, in its own and the smallest micro-batches,
+    with and without recompute.
+    """
+    for offload in ("optimizer", "all"):
+        for micro in dict.fromkeys((plan.batch.resolved_micro, 1)):
+            for recompute in ("none", "blocks"):
+                compute = dataclasses.replace(plan.compute, offload=offload, recompute=recompute)
+                batch = dataclasses.replace(plan.batch, micro=micro)
+                yield from _allowed(plan, plan.layout, batch, compute, workers)
+
+
+def lack_text(one: PricedPlan) -> str:
+    """Say what of the device's memory a plan lacks and what takes most of it, or what of the host's."""
+    if one.memory.peak <= one.case.cluster.device.memory:
+        needed, there = one.memory.elsewhere * one.case.on_host, one.case.cluster.host_memory
+        return f"needs {gigabytes_text(needed)} GB of each host's memory, of {gigabytes_text(there)} GB"
+    parts = sorted(one.memory.parts.items(), key=lambda part: -part[1])[:2]
+    said = ", ".join(f"{name} {gigabytes_text(value)} GB" for name, value in parts)
+    return f"lacks {gigabytes_text(one.lacking_bytes)} GB: {said}"
 
 
 def least_workers(
@@ -173,7 +238,7 @@ def least_workers(
         found = [
             price(one, model, enough, calibration, workers=workers)
             for one in candidates(lean, model, workers=workers, per_host=cluster.devices_per_host)
-            if one.batch.micro == 1 and one.compute.recompute == "blocks"
+            if one.batch.micro == 1 and one.compute.recompute == "blocks" and not why_not_there(one, enough)
         ]
         best = min((one for one in found if one.fits == "fits"), key=_rank, default=None)
         if best is not None:
@@ -182,22 +247,36 @@ def least_workers(
 
 
 def remedy(plan: Plan, model: ModelCosts, cluster: Cluster, calibration: Calibration, *, workers: int) -> str:
-    """Say in words which plan surely fits with this batch and precision: of so many workers, or of as few as can be."""
-    for one in search(plan, model, cluster, calibration, workers=workers):
-        if one.fits == "fits":
-            return f"{gigabytes_text(one.memory.peak)} GB with {one.plan}"
+    """Say in words which plan surely fits with this batch and precision: of so many workers, or of as few as can be;
+    and beside these one that offloads, where only that fits these workers.
+    """
+    fitting = [one for one in search(plan, model, cluster, calibration, workers=workers) if one.fits == "fits"]
+    resident = next((one for one in fitting if one.plan.compute.offload == "none"), None)
+    if resident is not None:
+        return _memory_text(resident)
     least = least_workers(plan, model, cluster, calibration)
     memory = gigabytes_text(cluster.device.memory)
-    if least is None:
-        return f"none with devices of {memory} GB and this batch: a smaller model, or devices of more memory"
-    count = least.case.axes.workers
-    return (
-        f"it needs at least {count} {'worker' if count == 1 else 'workers'} of {memory} GB: "
-        f"{gigabytes_text(least.memory.peak)} GB with {least.plan}"
+    said: list[str] = []
+    if least is not None:
+        count = _workers_text(least.case.axes.workers)
+        said.append(f"it needs at least {count} of {memory} GB: {_memory_text(least)}")
+    if fitting:
+        said.append(f"on {_workers_text(workers)} {_memory_text(fitting[0])}")
+    return ", or ".join(said) or (
+        f"none with devices of {memory} GB and this batch: a smaller model, or devices of more memory"
     )
 
 
+def _memory_text(one: PricedPlan) -> str:
+    elsewhere = f" and {gigabytes_text(one.memory.elsewhere)} GB of the host's" if one.memory.elsewhere else ""
+    return f"{gigabytes_text(one.memory.peak)} GB{elsewhere} with {one.plan}"
+
+
+def _workers_text(count: int) -> str:
+    return f"{count} {'worker' if count == 1 else 'workers'}"
+
+
 def _rank(one: PricedPlan) -> tuple[float, ...]:
-    order = ORDER[one.fits]
-    cost = one.memory.peak if one.fits == "does not fit" else one.step.step_s
-    return (order, round(math.log(cost), 3), len(str(one.plan)))
+    order = VERDICTS.index(one.fits)
+    cost = one.lacking_bytes if one.fits == "does not fit" else one.step.step_s
+    return (order, round(math.log(max(1e-9, cost)), 3), len(str(one.plan)))

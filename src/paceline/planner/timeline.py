@@ -48,6 +48,8 @@ def step_slices(one: PricedPlan) -> Iterator[TraceSlice]:
             name: parts.get(part, 0.0)
             for name, part in (
                 ("gradients", "data"),
+                ("coding", "coding"),
+                ("offload", "offload"),
                 ("optimizer", "optimizer"),
                 ("waiting", "straggle"),
                 ("other", "other"),

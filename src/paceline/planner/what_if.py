@@ -126,7 +126,7 @@ def _cluster(cluster: Cluster, known: Catalogue, changed: Mapping[str, str], wor
     per_host = _whole(changed, "per_host") or cluster.devices_per_host
     network = rate_of(changed["link"]) if "link" in changed else cluster.network
     hosts = max(1, math.ceil(workers / per_host))
-    return Cluster(device=device, hosts=hosts, devices_per_host=per_host, network=network)
+    return dataclasses.replace(cluster, device=device, hosts=hosts, devices_per_host=per_host, network=network)
 
 
 def _whole(changed: Mapping[str, str], name: str) -> int | None:

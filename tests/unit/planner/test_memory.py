@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from paceline.planner.axes import Axes
+from paceline.planner.case import Case
 from paceline.planner.cluster import Cluster, catalogue
 from paceline.planner.memory import MEMORY_PARTS, in_flight, predict_memory, state_bytes, verdict
 from paceline.planner.model_costs import transformer
-from paceline.planner.predict import Case
 from paceline.planner.software import FUSED, UNFUSED_ATTENTION
 from paceline.schedule.pipeline import build, peak_in_flight
 

@@ -7,10 +7,12 @@ import dataclasses
 import pytest
 
 from paceline.planner.axes import Axes
+from paceline.planner.case import Case
 from paceline.planner.cluster import Cluster, catalogue
 from paceline.planner.constants import Constants
+from paceline.planner.data_parallel import OPTIMIZER_BYTES
 from paceline.planner.model_costs import Attention, Block, ModelCosts
-from paceline.planner.predict import OPTIMIZER_BYTES, Case, Prediction, Workload
+from paceline.planner.predict import Prediction, Workload
 from paceline.planner.software import EAGER, FUSED
 
 DEVICE = dataclasses.replace(catalogue().device("h100"), memory_bandwidth=1e12, link=100e9)

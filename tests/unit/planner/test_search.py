@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 
 import pytest
 
 from paceline.errors import PlanError
-from paceline.plan import Batch, Cast, Compute, Layout, LocalSGD, Plan
+from paceline.plan import AllReduce, Batch, Cast, Compute, Int8, Layout, LocalSGD, ParameterServer, Plan, Raw, Sparse
 from paceline.planner.cluster import Cluster, catalogue
 from paceline.planner.constants import built_in
+from paceline.planner.lossy_plans import CLEARLY, MENU, lossy_plans, what_changes
 from paceline.planner.model_costs import ModelCosts, transformer
-from paceline.planner.plan_case import case_of
-from paceline.planner.search import candidates, least_workers, price, remedy, search
+from paceline.planner.plan_case import case_of, why_not_there
+from paceline.planner.search import PricedPlan, candidates, is_exact, lack_text, least_workers, price, remedy, search
 
 LLAMA = transformer(
     layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, gated=True, sequence=4096, vocabulary=128256
 )
+GPT = transformer(layers=24, hidden=2048, heads=16, sequence=1024, vocabulary=32000)
 HUGE = transformer(layers=128, hidden=25600, heads=160, sequence=2048, vocabulary=51200)  # a trillion parameters
 PLAN = Plan(batch=Batch(size=512), compute=Compute(precision="bf16"))
 
@@ -55,8 +58,9 @@ def test_where_nothing_fits_the_least_memory_comes_first() -> None:
     found = search(dataclasses.replace(PLAN, batch=Batch(size=8)), HUGE, h100(1), built_in(), workers=8)
     assert found
     assert {one.fits for one in found} == {"does not fit"}
-    peaks = [one.memory.peak for one in found]
-    assert peaks == pytest.approx(sorted(peaks), rel=2e-3)
+    lacking = [one.lacking_bytes for one in found]
+    assert lacking == pytest.approx(sorted(lacking), rel=2e-3)
+    assert {one.plan.compute.offload for one in found} == {"optimizer"}, "it is tried where nothing fits without"
 
 
 @pytest.mark.thorough
@@ -72,7 +76,7 @@ def test_a_plan_becomes_a_case() -> None:
     plan = Plan(layout=Layout(shard=4, tensor=2), batch=Batch(size=64, micro=4), wire=Cast(dtype="bf16"))
     case = case_of(plan, LLAMA, h100(1), workers=8)
     assert (case.axes.data, case.micro_batch, case.micro_batches) == (4, 4, 4)
-    assert (case.precision, case.value_bytes, case.wire_bytes) == ("fp32", 4, 2.0)
+    assert (case.precision, case.value_bytes, case.wire) == ("fp32", 4, Cast(dtype="bf16"))
     assert case.software.kernels == "single"
     compiled = dataclasses.replace(plan, compute=Compute(precision="bf16", recompute="blocks", compile=True))
     case = case_of(dataclasses.replace(compiled, layout=Layout(shard=8)), LLAMA, h100(1), workers=8)
@@ -83,8 +87,7 @@ def test_a_plan_becomes_a_case() -> None:
     ("plan", "says"),
     [
         (Plan(compute=Compute(precision="fp64")), "fp64"),
-        (Plan(sync=LocalSGD(every=4)), "LocalSGD"),
-        (Plan(compute=Compute(offload="optimizer")), "offload=optimizer"),
+        (Plan(sync=ParameterServer()), "built for the CPU so far, not for h100"),
         (Plan(layout=Layout(tensor=3)), "does not take 8 workers"),
     ],
 )
@@ -115,8 +118,125 @@ def test_the_least_workers_hold_the_model_and_fewer_do_not(memory_gb: float, lea
     assert found.fits == "fits"
     assert least <= found.case.axes.workers <= most
     fewer = found.case.axes.workers // 2
-    assert all(one.fits != "fits" for one in search(PLAN, LLAMA, cluster, built_in(), workers=fewer))
-    assert str(found.plan) in remedy(PLAN, LLAMA, cluster, built_in(), workers=1)
+    others = [one for one in search(PLAN, LLAMA, cluster, built_in(), workers=fewer) if one.fits == "fits"]
+    assert all(one.plan.compute.offload != "none" for one in others)
+    said = remedy(PLAN, LLAMA, cluster, built_in(), workers=fewer)
+    assert said.startswith(f"it needs at least {found.case.axes.workers} workers of {memory_gb} GB: ")
+    assert str(found.plan) in said
+    assert ("GB of the host's with" in said) == bool(others)
+
+
+@pytest.mark.parametrize("own", [Plan(), Plan(wire=Int8()), Plan(sync=LocalSGD(every=4)), Plan(wire=Sparse())], ids=str)
+def test_the_search_has_exact_plans_and_those_of_the_plans_own_kind(own: Plan) -> None:
+    plan = dataclasses.replace(own, batch=Batch(size=64), compute=PLAN.compute)
+    found = search(plan, GPT, catalogue().cluster("h100x8-ethernet", hosts=1), built_in(), workers=8)
+    kinds = {(one.plan.sync, one.plan.wire) for one in found}
+    assert kinds == {(own.sync, own.wire), (AllReduce(), Raw())}
+    alone = [one.plan.layout for one in found if one.case.axes.replicas == 1]
+    cuts = [dataclasses.replace(layout, schedule="1f1b", sequence=False) for layout in alone]
+    assert len(cuts) == len(set(cuts)) > 0, "one replica agrees with nobody: its layout stands there once"
+    assert is_exact(own) == (own.wire in (Raw(), Sparse()) and own.sync == AllReduce())
+
+
+def test_offload_is_tried_only_where_a_layout_does_not_surely_fit_without() -> None:
+    cluster = catalogue().cluster("rtx4090x8-pcie", hosts=1)
+    assert all(one.compute.offload == "none" for one in candidates(PLAN, GPT, workers=8, per_host=8))
+    found = search(dataclasses.replace(PLAN, batch=Batch(size=64)), GPT, cluster, built_in(), workers=8)
+    tried = [one for one in found if one.plan.compute.offload != "none"]
+    assert 0 < len(tried) < len(found)
+    for one in tried:
+        resident = dataclasses.replace(one.plan, compute=dataclasses.replace(one.plan.compute, offload="none"))
+        for micro in (1, one.plan.batch.micro):
+            other = dataclasses.replace(resident, batch=dataclasses.replace(resident.batch, micro=micro))
+            assert price(other, GPT, cluster, built_in(), workers=8).fits != "fits"
+    on_cpu = dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, is_synchronous=True, memory=8e9))
+    lean = search(dataclasses.replace(PLAN, batch=Batch(size=64)), GPT, on_cpu, built_in(), workers=8)
+    assert {one.plan.compute.offload for one in lean} == {"none"}, "the host's memory is the device's there"
+
+
+def test_what_is_lacking_is_said() -> None:
+    cluster = catalogue().cluster("rtx4090x8-pcie", hosts=1)
+    plan = dataclasses.replace(PLAN, layout=Layout(shard=8), batch=Batch(size=64, micro=1))
+    one = price(plan, LLAMA, cluster, built_in(), workers=8)
+    state = one.memory.parts["state"] / 1e9
+    assert one.lacking_bytes == pytest.approx(one.memory.peak - 24e9)
+    assert lack_text(one).startswith(f"lacks {one.lacking_bytes / 1e9:.3g} GB: ")
+    assert f"state {state:.3g} GB" in lack_text(one)
+    small = dataclasses.replace(cluster, host_memory=1e9)
+    offloaded = dataclasses.replace(PLAN, layout=Layout(shard=8), compute=Compute(offload="optimizer"))
+    offloaded = dataclasses.replace(offloaded, batch=Batch(size=64, micro=1))
+    one = price(offloaded, GPT, small, built_in(), workers=8)
+    assert one.fits == "does not fit"
+    assert lack_text(one) == f"needs {one.memory.elsewhere * 8 / 1e9:.3g} GB of each host's memory, of 1 GB"
+
+
+def test_where_only_offload_fits_the_remedy_has_it_beside_more_workers() -> None:
+    cluster = catalogue().cluster("rtx4090x8-pcie", hosts=1)
+    said = remedy(dataclasses.replace(PLAN, batch=Batch(size=64)), GPT, cluster, built_in(), workers=1)
+    more, offloaded = said.split(", or ")
+    assert more.startswith("it needs at least 2 workers of 24 GB: ")
+    assert offloaded.startswith("on 1 worker ")
+    assert "offload=" in offloaded and "offload=" not in more
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["h100x8-ethernet", "rtx4090x8-pcie"])
+def test_a_hundred_blocks_on_64_workers_take_a_second_with_everything(name: str) -> None:
+    deep = transformer(
+        layers=100, hidden=8192, heads=64, kv_heads=8, ffn=28672, gated=True, sequence=4096, vocabulary=128256
+    )
+    cluster = catalogue().cluster(name, hosts=8)
+
+    def all_of_it() -> tuple[list[str], list[str]]:
+        found = search(PLAN, deep, cluster, built_in(), workers=64)
+        others = lossy_plans(found, lambda plan: reprice(plan, deep, cluster, 64))
+        return [str(one.plan) for one in found], [str(one.priced.plan) for one in others]
+
+    began = time.process_time()
+    first = all_of_it()
+    assert time.process_time() - began < 5
+    assert first == all_of_it()
+
+
+# Plans with other losses.
+
+
+def reprice(plan: Plan, model: ModelCosts, cluster: Cluster, workers: int) -> PricedPlan | None:
+    if plan.check(workers=workers) or why_not_there(plan, cluster):
+        return None
+    return price(plan, model, cluster, built_in(), workers=workers)
+
+
+def test_lossy_plans_are_faster_than_all_exact_ones_and_each_than_the_gentler_before() -> None:
+    cluster = catalogue().cluster("h100x8-ethernet", hosts=2)
+    found = search(dataclasses.replace(PLAN, batch=Batch(size=256)), GPT, cluster, built_in(), workers=16)
+    assert all(is_exact(one.plan) for one in found)
+    lossy = lossy_plans(found, lambda plan: reprice(plan, GPT, cluster, 16))
+    fastest = min(one.step.step_s for one in found if one.fits == "fits")
+    times = [fastest, *(one.priced.step.step_s for one in lossy)]
+    assert len(times) > 2
+    assert all(after < CLEARLY * before for before, after in itertools.pairwise(times))
+    order = [MENU.index((one.priced.plan.sync, one.priced.plan.wire)) for one in lossy]
+    assert order == sorted(set(order))
+    for one in lossy:
+        assert not is_exact(one.priced.plan)
+        assert one.priced.fits == "fits"
+        assert one.changes == what_changes(one.priced.plan) != ""
+
+
+def test_on_one_host_nothing_is_gained_by_other_losses() -> None:
+    cluster = h100(1)
+    found = search(dataclasses.replace(PLAN, batch=Batch(size=64)), GPT, cluster, built_in(), workers=8)
+    assert lossy_plans(found, lambda plan: reprice(plan, GPT, cluster, 8)) == []
+
+
+def test_every_way_of_the_menu_says_what_it_changes_and_exact_ones_nothing() -> None:
+    assert all(what_changes(Plan(sync=sync, wire=wire)) for sync, wire in MENU)
+    assert not any(is_exact(Plan(sync=sync, wire=wire)) for sync, wire in MENU)
+    exact = [Plan(), Plan(wire=Sparse()), Plan(sync=ParameterServer(servers=2)), Plan(sync=AllReduce(algorithm="ring"))]
+    for plan in exact:
+        assert is_exact(plan)
+        assert what_changes(plan) == ""
 
 
 def test_where_no_number_of_workers_is_enough_that_is_said() -> None:

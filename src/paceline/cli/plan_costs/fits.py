@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.cli.plan_costs.prediction import memory_lines
+from paceline.cli.plan_costs.prediction import memory_lines, remedy_lines
 from paceline.cli.plan_costs.subject import Subject
 from paceline.planner.named_cluster import NamedCluster
 from paceline.planner.search import remedy
@@ -24,5 +24,5 @@ def print_fits(subject: Subject, clusters: Sequence[NamedCluster]) -> bool:
         print(*memory_lines(own), sep="\n")
         if own.fits != "fits":
             advice = remedy(subject.plan, subject.model, where.cluster, subject.calibration, workers=subject.workers)
-            print(f"remedy   {advice}")
+            print(*remedy_lines(advice), sep="\n")
     return fits

@@ -9,18 +9,24 @@ from collections.abc import Iterator, Sequence
 from paceline import config
 from paceline.cli.plan_costs.subject import Subject
 from paceline.errors import PlanError
+from paceline.plan import Compute, Plan
 from paceline.planner.constants import Calibration
+from paceline.planner.data_parallel import sent_bytes
 from paceline.planner.goodput import goodput
+from paceline.planner.lossy_plans import LossyPlan, what_changes
 from paceline.planner.memory import MEMORY_PARTS
 from paceline.planner.named_cluster import NamedCluster
 from paceline.planner.predict import PARTS
-from paceline.planner.search import PricedPlan
-from paceline.units import count_text, duration_text, gigabytes_text
+from paceline.planner.search import PricedPlan, is_exact, lack_text, remedy
+from paceline.units import bytes_text, count_text, duration_text, gigabytes_text
 
-__all__ = ["FITS", "Prices", "memory_lines", "print_prediction"]
+__all__ = ["FITS", "Prices", "memory_lines", "print_prediction", "remedy_lines", "short_text"]
 
 SHOWN = 8  # plans of the ranking
 SMALL = 0.01  # parts of a step below it are left out
+LACKING, LOSSY = 3, 3  # plans that lack memory, and that have other losses
+INDENT, WIDE = " " * 41, 59  # of the column of plans
+HEAD = "    a step       samples/s      GB  fits   plan"
 FITS = {"fits": "yes", "unsure": "maybe", "does not fit": "no"}
 
 
@@ -93,7 +99,7 @@ def print_prediction(
         price = f", {money:,.2f} at {prices.price_of(where.name):g} a device and hour" if money is not None else ""
         with_failures = " with failures" if mtbf_s is not None else ""
         print(f"total    {count_text(int(prices.samples))} samples: {duration_text(seconds)}{with_failures}{price}")
-    print(*_ranking(subject, own, subject.best(subject.plan, where.cluster, workers=subject.workers)), sep="\n")
+    print(*_ranking(subject, where, own), sep="\n")
     return own.fits != "does not fit"
 
 
@@ -107,6 +113,9 @@ def _step_lines(one: PricedPlan, calibration: Calibration) -> Iterator[str]:
     for name, value in sorted(one.step.parts.items(), key=lambda part: -part[1]):
         if value / step >= SMALL:
             yield f"         {value / step * 100:3.0f} %  {PARTS[name]}"
+    sent = sent_bytes(one.case)
+    if sent > 0:
+        yield f"         each worker sends {bytes_text(sent)} a step to other replicas"
 
 
 def memory_lines(one: PricedPlan) -> Iterator[str]:
@@ -121,23 +130,90 @@ def memory_lines(one: PricedPlan) -> Iterator[str]:
     for name, value in sorted(one.memory.parts.items(), key=lambda part: -part[1]):
         if value / one.memory.peak >= SMALL:
             yield f"         {gigabytes_text(value):>6} GB  {MEMORY_PARTS[name]}"
+    if one.memory.elsewhere:
+        each, together = (gigabytes_text(one.memory.elsewhere * count) for count in (1, one.case.on_host))
+        there = "on its disk" if one.case.on_disk else f"of {gigabytes_text(one.case.cluster.host_memory)} GB"
+        yield f"host     {each} GB for each worker, {together} GB for those of a host, {there}"
 
 
-def _ranking(subject: Subject, own: PricedPlan, ranked: Sequence[PricedPlan]) -> Iterator[str]:
-    """The best plans with the script's batch and precision; where none fits, those that lack the least memory."""
+def _ranking(subject: Subject, where: NamedCluster, own: PricedPlan) -> Iterator[str]:
+    """The best plans with the script's batch and precision, those that lack memory, and what is faster with other
+    losses.
+    """
+    ranked = subject.best(subject.plan, where.cluster, workers=subject.workers)
     if not ranked:
         yield (
             f"\nNo other plan shares {own.plan.batch.size} samples evenly among {own.case.axes.workers} workers: try "
             "another batch size."
         )
         return
-    if ranked[0].fits == "does not fit":
-        yield "\nNo plan fits these devices. Least memory:"
-    else:
+    there = [one for one in ranked if one.fits != "does not fit"]
+    if there:
         yield "\nThe best plan of each layout, with this batch and precision, the fastest first"
-    yield "    a step       samples/s      GB  fits   plan"
-    for one in ranked[:SHOWN]:
-        cells = f"{duration_text(one.step.step_s):>12} {count_text(one.samples_per_s):>10} {one.memory.peak / 1e9:7.1f}"
-        mine = "   <- the script's" if one.plan == own.plan else ""
-        yield f"{cells}  {FITS[one.fits]:5}  {one.plan}{mine}"
-    yield "Whether the model can be cut so: paceline plan SCRIPT --check --plan PLAN"
+    else:
+        yield "\nNo plan fits these devices. Least memory:"
+    yield HEAD
+    for one in there[:SHOWN] or ranked[: SHOWN // 2]:
+        yield _row(one, "   <- the script's" if one.plan == own.plan else "")
+        if not there:
+            yield f"{INDENT}{lack_text(one)}"
+    if there:
+        yield f"the first, to copy: --plan '{there[0].plan}'"
+    lacking = [one for one in ranked if one.fits == "does not fit"]
+    if there and lacking:
+        lacking.sort(key=lambda one: (one.step.step_s, len(str(one.plan))))
+        yield ("\nFaster, if there were the memory" if _is_faster(lacking[0], there[0]) else "\nWhat does not fit")
+        for one in lacking[:LACKING]:
+            yield _row(one)
+            yield f"{INDENT}{lack_text(one)}"
+    if not there:
+        advice = remedy(subject.plan, subject.model, where.cluster, subject.calibration, workers=subject.workers)
+        yield from remedy_lines(advice)
+    if not is_exact(own.plan):
+        yield f"\nThe script's plan has other losses than one process: {what_changes(own.plan)}."
+    yield from _lossy_lines(
+        subject.lossy([one for one in there if is_exact(one.plan)], where.cluster, workers=subject.workers)
+    )
+    yield "\nWhether the model can be cut so: paceline plan SCRIPT --check --plan PLAN"
+
+
+def _row(one: PricedPlan, remark: str = "") -> str:
+    cells = f"{duration_text(one.step.step_s):>12} {count_text(one.samples_per_s):>10} {one.memory.peak / 1e9:7.1f}"
+    return f"{cells}  {FITS[one.fits]:5}  {_wrapped(short_text(one.plan))}{remark}"
+
+
+def _wrapped(plan: str) -> str:
+    """A plan's text in lines that the console has room for; it is broken before a +."""
+    lines = [""]
+    for part in plan.replace("+", "\n+").replace(" ", "\n ").split("\n"):
+        if len(lines[-1]) + len(part) > WIDE:
+            lines.append("")
+        lines[-1] += part
+    return f"\n{INDENT}".join(lines)
+
+
+def _is_faster(one: PricedPlan, other: PricedPlan) -> bool:
+    return one.step.step_s < other.step.step_s
+
+
+def _lossy_lines(found: Sequence[LossyPlan]) -> Iterator[str]:
+    if not found:
+        return
+    yield "\nFaster, with other losses than one process (docs/explanation/compression.md has how far off)"
+    yield HEAD
+    for one in found[-LOSSY:]:
+        yield _row(one.priced)
+        yield f"{INDENT}{one.changes}"
+
+
+def remedy_lines(advice: str) -> Iterator[str]:
+    """Each way that there is on a line of its own."""
+    for number, one in enumerate(advice.split(", or ")):
+        yield f"remedy   {one}" if number == 0 else f"         or {one}"
+
+
+def short_text(plan: Plan) -> str:
+    """A plan without what all candidates share: its cuts and micro-batch, recompute, offload, how replicas agree."""
+    compute = Compute(recompute=plan.compute.recompute, offload=plan.compute.offload)
+    text = str(Plan(layout=plan.layout, sync=plan.sync, wire=plan.wire, compute=compute))
+    return f"{text.replace('replicas=1+', '')} micro={plan.batch.resolved_micro}"

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from paceline.errors import PlanError
-from paceline.plan import Plan
+from paceline.plan import ParameterServer, Plan
 from paceline.planner.axes import Axes
 from paceline.planner.cluster import Cluster
 from paceline.planner.constants import Calibration, built_in
 from paceline.planner.correction import Correction
+from paceline.planner.lossy_plans import LossyPlan, lossy_plans
 from paceline.planner.model_costs import ModelCosts
 from paceline.planner.named_cluster import NamedCluster
+from paceline.planner.plan_case import why_not_there
 from paceline.planner.receipt import Receipt, correction_of, read_receipts
 from paceline.planner.search import PricedPlan, price, search
 from paceline.units import count_text
@@ -135,6 +137,18 @@ class Subject:
             )
         ]
 
+    def lossy(self, exact: Sequence[PricedPlan], cluster: Cluster, *, workers: int) -> list[LossyPlan]:
+        """Return plans that are faster than all of these and have other losses than one process."""
+
+        def reprice(plan: Plan) -> PricedPlan | None:
+            if plan.check(workers=workers) or why_not_there(plan, cluster):
+                return None
+            return self.price(plan, cluster, workers=workers)
+
+        return lossy_plans(exact, reprice)
+
 
 def _cuts(plan: Plan) -> object:
-    return dataclasses.replace(plan.layout, replicas=1), plan.compute.precision
+    """What decides the bytes of weights, gradients and optimizer on a worker."""
+    on_servers = isinstance(plan.sync, ParameterServer)
+    return dataclasses.replace(plan.layout, replicas=1), plan.compute.precision, plan.compute.offload, on_servers

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from paceline.cli.plan_costs.prediction import FITS, Prices
+from paceline.cli.plan_costs.prediction import FITS, Prices, short_text
 from paceline.cli.plan_costs.subject import Subject
-from paceline.plan import Compute, Plan
 from paceline.planner.named_cluster import NamedCluster
 from paceline.planner.search import PricedPlan
 from paceline.planner.what_if import variations
@@ -83,14 +82,7 @@ def _table(rows: Sequence[_Row], prices: Prices) -> Iterator[str]:
             money = prices.money(one, row.cluster)
             cells += f"  {'' if money is None else f'{money:,.2f}':>12}"
         mine = "   <- the script's" if row.is_own else ""
-        yield f"{cells}  {one.memory.peak / 1e9:6.1f}  {FITS[one.fits]:5}  {_short(one.plan)}{mine}"
-
-
-def _short(plan: Plan) -> str:
-    """A plan without what all rows share: its cuts, the micro-batch, recompute."""
-    compute = Compute(recompute=plan.compute.recompute)
-    text = str(Plan(layout=plan.layout, compute=compute))
-    return f"{text.replace('replicas=1+', '')} micro={plan.batch.resolved_micro}"
+        yield f"{cells}  {one.memory.peak / 1e9:6.1f}  {FITS[one.fits]:5}  {short_text(one.plan)}{mine}"
 
 
 def _choice(rows: Sequence[_Row], prices: Prices) -> Iterator[str]:

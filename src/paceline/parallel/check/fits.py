@@ -170,5 +170,6 @@ def _this_machine(workers: int) -> Cluster:
         memory, runtime = float(torch.cuda.get_device_properties(0).total_memory), device.runtime
     else:
         memory, runtime = (memory_limit_bytes() or device.memory) / workers, CPU_RUNTIME
+        device = dataclasses.replace(device, name="the CPU", is_synchronous=True)
     device = dataclasses.replace(device, memory=memory, runtime=runtime)
     return Cluster(device=device, hosts=1, devices_per_host=workers, network=device.network)

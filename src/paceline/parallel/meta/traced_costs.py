@@ -49,6 +49,7 @@ class _Counts:
         default_factory=list[tuple[int, int, float, float, bool]]
     )  # heads, head size, queries x keys, elements of keys and values, causal
     parameters: int = 0
+    shapes: tuple[tuple[int, int], ...] = ()
     width: int = 0  # elements of its input, for each of its rows
     rows: float = 0.0
 
@@ -68,7 +69,8 @@ def trace_costs(
     named = [unit for _, unit in units]
     counts: dict[nn.Module | None, _Counts] = {unit: _Counts() for unit in named} | {None: _Counts()}
     for unit, found in _parameters_of(model, named).items():
-        counts[unit].parameters = found
+        counts[unit].parameters = sum(one.numel() for one in found)
+        counts[unit].shapes = tuple(_rows_and_columns(one) for one in found)
     recorder = _Recorder(counts)
     with fake_values(model) as mode:
         own = {id(tensor) for _, _, tensor in own_tensors(model.modules())}
@@ -81,16 +83,23 @@ def trace_costs(
     return _as_costs([counts[unit] for unit in named], counts[None], samples)
 
 
-def _parameters_of(model: nn.Module, units: Sequence[nn.Module]) -> dict[nn.Module | None, int]:
+def _parameters_of(model: nn.Module, units: Sequence[nn.Module]) -> dict[nn.Module | None, list[nn.Parameter]]:
     """Parameters of each unit and of the rest; shared ones count where they come first."""
     seen: set[int] = set()
-    found: dict[nn.Module | None, int] = {}
+    found: dict[nn.Module | None, list[nn.Parameter]] = {}
     for unit in units:
-        new = {id(one): one.numel() for one in unit.parameters() if id(one) not in seen}
+        new = {id(one): one for one in unit.parameters() if id(one) not in seen}
         seen |= new.keys()
-        found[unit] = sum(new.values())
-    found[None] = sum(one.numel() for one in model.parameters() if id(one) not in seen)
+        found[unit] = list(new.values())
+    found[None] = [one for one in model.parameters() if id(one) not in seen]
     return found
+
+
+def _rows_and_columns(parameter: nn.Parameter) -> tuple[int, int]:
+    """A parameter's shape as a matrix; with fewer than two dims, a column."""
+    if parameter.dim() < 2 or not parameter.numel():
+        return parameter.numel(), 1
+    return parameter.shape[0], parameter.numel() // parameter.shape[0]
 
 
 class _Recorder(TorchDispatchMode):
@@ -290,6 +299,7 @@ def _block(found: _Counts, samples: int) -> Block:
     return Block(
         count=1,
         parameters=found.parameters,
+        shapes=found.shapes,
         matmuls=matmuls,
         hidden=round(found.width * found.rows / samples),
         attention=attention,
