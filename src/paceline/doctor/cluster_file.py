@@ -43,9 +43,10 @@ def _lines(seen: Examination, name: str, when: str) -> Iterator[str]:
     yield f"link_gb_s = {_link(seen, slowest, constants) / 1e9:.4g}"
     yield f"network_gb_s = {_network(seen, slowest, constants) / 1e9:.4g}"
     if seen.all_reduce:
-        smallest = min(seen.all_reduce, key=lambda one: one.num_bytes)
+        alone_s = min(seen.all_reduce, key=lambda one: one.num_bytes).seconds
+        smallest_s = max(alone_s, seen.all_reduce_at_work_s or 0.0)
         doublings = math.log2(len(seen.workers)) + 1
-        yield f"latency_us = {smallest.seconds / 2 / doublings * 1e6:.4g}  # an all-reduce is two collectives"
+        yield f"latency_us = {smallest_s / 2 / doublings * 1e6:.4g}  # an all-reduce is two collectives"
     if slowest.device == "cpu":
         yield f"runtime_gb = {max(one.runtime for one in seen.workers) / 1e9:.4g}"
         yield f"launch_us = {statistics.median(one.launch_s for one in seen.workers) * 1e6:.4g}"

@@ -99,6 +99,7 @@ class ScriptReading:
 class Examination:
     """All of it; `took_s`: its seconds. `host_link`: bytes per second (busbw) of an all-reduce among the workers of a
     host, of several hosts; None on one host, and where hosts have one worker each.
+    `all_reduce_at_work_s`: what a small one adds to workers that compute on their processors, on CPUs.
     """
 
     workers: Sequence[WorkerRates]
@@ -108,6 +109,7 @@ class Examination:
     took_s: float
     torch: str
     host_link: float | None = None
+    all_reduce_at_work_s: float | None = None
 
     @property
     def per_host(self) -> int:
