@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-from paceline.planner.model_costs import Block
+from paceline.planner.model_costs import ADAM_BYTES, Block
 from paceline.planner.predict import VALUE, Case, Recompute
 
 __all__ = ["MEMORY_PARTS", "MemoryPrediction", "Verdict", "in_flight", "predict_memory", "state_bytes", "verdict"]
@@ -30,7 +30,7 @@ MEMORY_PARTS = {
 
 Verdict = Literal["fits", "does not fit", "unsure"]
 
-WEIGHT, MASTER, ADAM = 2.0, 4.0, 8.0  # bytes per parameter
+WEIGHT, MASTER = 2.0, 4.0  # bytes per parameter
 GAPS = 0.1
 LOGIT_BYTES = 2.0 + 4.0 + 4.0  # in 16 bit, in 32 bit for the loss, and their gradient
 # Kept per score by unfused attention: softmax; with dropout also its mask and result.
@@ -72,23 +72,27 @@ def state_bytes(
     gradient_bytes: float = 2.0,
     copied_bytes: float = 0.0,
     keeps_gathered: bool = False,
+    frozen: float = 0.0,
+    optimizer_bytes: float = ADAM_BYTES,
 ) -> float:
-    """Return the bytes of weights, gradients and Adam of so many parameters, of which `members` workers split what
-    `zero` says.
+    """Return the bytes of weights, gradients and optimizer of so many parameters, of which `members` workers split what
+    `zero` says. `frozen` ones of them are weights alone.
 
     `weight_bytes` and `gradient_bytes`: of those that are not split; weights of 4 bytes are their own master weights.
     `copied_bytes`: of a copy of the gradients that are split. `keeps_gathered`: ZeRO-3 whose parameters and gradients
     stay whole within a step.
     """
+    trained = parameters - frozen
     if zero == 0 or members == 1:
         masters = 0.0 if weight_bytes > WEIGHT else MASTER
-        return parameters * (weight_bytes + gradient_bytes + masters + ADAM)
+        return frozen * weight_bytes + trained * (weight_bytes + gradient_bytes + masters + optimizer_bytes)
+    state = MASTER + optimizer_bytes
     if zero == 1:
-        return parameters * (weight_bytes + gradient_bytes + (MASTER + ADAM + copied_bytes) / members)
+        return parameters * weight_bytes + trained * (gradient_bytes + (state + copied_bytes) / members)
     if zero == 2:
-        return parameters * (weight_bytes + (WEIGHT + MASTER + ADAM) / members)
-    whole = parameters * (weight_bytes + gradient_bytes) if keeps_gathered else 0.0
-    return parameters * (2 * WEIGHT + MASTER + ADAM) / members + whole
+        return parameters * weight_bytes + trained * (WEIGHT + state) / members
+    whole = parameters * weight_bytes + trained * gradient_bytes if keeps_gathered else 0.0
+    return (frozen * weight_bytes + trained * (2 * WEIGHT + state)) / members + whole
 
 
 def predict_memory(case: Case, factor: float = 1.0, *, state: float | None = None) -> MemoryPrediction:
@@ -105,8 +109,13 @@ def predict_memory(case: Case, factor: float = 1.0, *, state: float | None = Non
             gradient_bytes=VALUE if case.precision == "fp16" else software.gradient_bytes,
             copied_bytes=VALUE if case.precision == "fp16" else 0.0,  # gradients in 32 bit, less those in 16 bit
             keeps_gathered=software.keeps_gathered and axes.stages > 1,
+            frozen=frozen,
+            optimizer_bytes=model.optimizer_bytes,
         )
-        for held, members in ((case.held_dense, group * axes.experts), (case.held_experts, group))
+        for held, frozen, members in (
+            (case.held_dense, case.frozen_dense, group * axes.experts),
+            (case.held_experts, case.frozen_experts, group),
+        )
     )
     kept, largest = 0.0, 0.0
     for block in model.blocks:
@@ -117,7 +126,7 @@ def predict_memory(case: Case, factor: float = 1.0, *, state: float | None = Non
     parts["kept"] = in_flight(case) * kept / model.count * blocks
     parts["working"] = largest
     if model.rest is not None:  # near the loss, values are in 32 bit, too, and have gradients of their size
-        parts["logits"] = _block_bytes(case, model.rest, "none")[0] / case.value_bytes * LOGIT_BYTES
+        parts["logits"] = sum(_block_bytes(case, model.rest, "none")) / case.value_bytes * LOGIT_BYTES
     if state is None and axes.zero == 3 and group > 1:
         ends = model.rest.parameters if model.rest is not None else model.vocabulary * model.hidden
         unit = max(ends, *(block.parameters - block.expert_parameters for block in model.blocks))
@@ -142,20 +151,23 @@ def _block_bytes(case: Case, block: Block, recompute: Recompute) -> tuple[float,
             scores = each * heads * tokens * block.attention.span
         else:
             scores = QUERY_STATISTICS * heads * tokens
+    if not block.needs_backward:
+        return 0.0, 0.0
     wide = case.value_bytes / VALUE
+    again = tokens * (block.working / spread + block.working_split / width) * wide  # regions of the model itself
     whole = (tokens * (block.kept / spread + block.kept_split / width) + scores) * wide
     entry = case.value_bytes * tokens * block.hidden / spread  # the block's input
     if recompute == "none":
-        return whole, 0.0
+        return whole, again
     if recompute == "full":
-        return entry, whole
+        return entry, whole + again
     if recompute == "half":
-        return (entry + whole) / 2, whole
+        return (entry + whole) / 2, whole + again
     if case.software.selective == "attention":
-        return whole - scores, scores
+        return whole - scores, scores + again
     # The block's input, attention's result, and every second product's; norms and activation functions come again.
     results = sum(layer.rows * layer.outputs for layer in block.matmuls)
-    return entry + tokens * case.value_bytes / width * (block.hidden + results / 2), whole
+    return entry + tokens * case.value_bytes / width * (block.hidden + results / 2), whole + again
 
 
 def verdict(case: Case, prediction: MemoryPrediction, *, half_width: float) -> Verdict:

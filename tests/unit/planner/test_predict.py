@@ -11,8 +11,9 @@ from paceline.plan import Layout
 from paceline.planner.axes import Axes
 from paceline.planner.cluster import Cluster, catalogue
 from paceline.planner.constants import Constants
+from paceline.planner.idle_slots import idle_slots
 from paceline.planner.model_costs import transformer
-from paceline.planner.predict import PARTS, Case, Prediction, Workload, idle_slots
+from paceline.planner.predict import PARTS, Case, Prediction, Workload
 from paceline.planner.software import EAGER, FUSED, MEGATRON, UNFUSED_ATTENTION
 from paceline.schedule.pipeline import build
 from paceline.schedule.pipeline_timeline import StageCost, simulate
