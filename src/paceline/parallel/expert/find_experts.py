@@ -96,10 +96,10 @@ def find_experts(model: nn.Module, *, size: int, named: Sequence[str] = ()) -> l
 
 
 def _looks_routed(module: nn.Module) -> bool:
-    if not _takes_routed_tokens(module):
-        return False
     count = getattr(module, "num_experts", None)
     if not isinstance(module, nn.ModuleList) and not (isinstance(count, int) and count > 1):
+        return False
+    if not _takes_routed_tokens(module):
         return False
     one = _described("", module)
     return one.count > 1 and bool(one.stacked or one.lists)
