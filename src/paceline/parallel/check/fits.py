@@ -98,7 +98,8 @@ def fits(
         memory for processes, the workers share.
     :param workers: those of the plan if None, or of one replica.
     :param sample: input of the model, as of `worker.prepare`; None: a small one is guessed, and costs little memory.
-    :param optimizer: whose state is counted exactly; None: Adam in mixed precision, 16 bytes a trained parameter in all.
+    :param optimizer: whose state is counted exactly; None: Adam in mixed precision, 16 bytes a trained
+        parameter in all.
     :return: an answer that is true where it surely fits.
     :raises PlanError: the plan breaks a rule, the model cannot be cut so, or no input is known.
     """

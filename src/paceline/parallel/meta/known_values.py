@@ -2,8 +2,9 @@
 
 Which expert a token takes is a router's choice (topk, argmax, sort), and code that sends tokens to experts looks at it:
 it counts, compares, and asks where. So a choice gets numbers, which spread evenly: token t takes the experts t k to
-t k + k - 1, counted around. What follows from such numbers alone, and from new integers, is computed with them, beside
-the fake tensors. All other tensors stay without numbers, and code that looks at those still raises.
+t k + k - 1, counted around. Integers of the data keep their numbers, such as masks and labels. What follows from such
+numbers alone, and from new integers, is computed with them, beside the fake tensors. All other tensors stay without
+numbers, and code that looks at those still raises.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ aten = torch.ops.aten
 MOST = 1 << 22  # elements of a tensor whose numbers are kept
 CHOICES = {aten.topk: 1, aten.sort: 1, aten.max: 1, aten.argmax: 0}  # which result has the places that were chosen
 FACTORIES = (aten.arange, aten.zeros, aten.ones, aten.full, aten.scalar_tensor)
+INDEXED = (aten.index, aten.index_put, aten.index_put_)
 LOOKS_AT_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -38,8 +40,18 @@ class KnownValues:
         self._mode = mode
         self._numbers = WeakTensorKeyDictionary()
 
+    def give(self, fake: Tensor, numbers: Tensor) -> None:
+        """Let a fake tensor have these numbers; they are left alone."""
+        if not numbers.is_meta and numbers.numel() <= MOST:
+            self._numbers[fake] = numbers.detach().clone()
+
+    def knows(self, tensor: Any) -> bool:
+        return isinstance(tensor, Tensor) and tensor in self._numbers
+
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return what the operation returns; fake tensors, or numbers that follow from known ones."""
+        if func.overloadpacket in INDEXED and any(one is not None and one.dtype == torch.bool for one in args[1]):
+            args = (args[0], self._places(args[1]), *args[2:])
         given = tensors_in((args, kwargs))
         if self._is_known(func, given):
             with unset_fake_temporarily():
@@ -61,6 +73,21 @@ class KnownValues:
         if func.overloadpacket in CHOICES and given and given[0].dim() and given[0].dtype.is_floating_point:
             self._choose(func, args, kwargs, tensors_in(result))
         return result
+
+    def _places(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Indices with the places in which known masks are true, in place of the masks."""
+        found: list[Tensor | None] = []
+        for one in indices:
+            if one is None or one.dtype != torch.bool or one not in self._numbers:
+                found.append(one)
+                continue
+            with unset_fake_temporarily():
+                places = self._numbers[one].nonzero(as_tuple=True)
+            for real in places:
+                made = fake_of(self._mode, real)
+                self._numbers[made] = real
+                found.append(made)
+        return found
 
     def _is_known(self, func: Any, given: Sequence[Tensor]) -> bool:
         if torch.Tag.nondeterministic_seeded in func.tags:

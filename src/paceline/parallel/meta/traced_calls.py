@@ -1,8 +1,11 @@
-"""Calls that a trace sees as a whole: attention, and regions that the model itself computes again in backward."""
+"""Calls that a trace sees as a whole: attention, and regions that the model itself computes again in backward; and one
+that it answers, whether a tensor has numbers.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,7 +14,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor
 
-__all__ = ["attention_seen", "recompute_seen"]
+__all__ = ["attention_seen", "numbers_told", "recompute_seen"]
 
 
 @contextlib.contextmanager
@@ -59,3 +62,23 @@ def recompute_seen(region: Callable[[Any], AbstractContextManager[None]]) -> Ite
     finally:
         for name in names:
             setattr(module, name, former[name])
+
+
+@contextlib.contextmanager
+def numbers_told(knows: Callable[[Any], bool]) -> Iterator[None]:
+    """Within it, transformers takes a fake tensor whose numbers are known for a real one.
+
+    It asks before it looks at masks and positions. For a fake tensor it would write out a mask that a real run leaves
+    out, and attention would cost twice as much.
+    """
+    name = "is_fake_tensor"
+    module: Any = sys.modules.get("transformers.utils.import_utils")
+    former: Any = getattr(module, name, None)
+    if former is None:
+        yield
+        return
+    setattr(module, name, lambda one: former(one) and not knows(one))
+    try:
+        yield
+    finally:
+        setattr(module, name, former)

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily  # it has no public name
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import TorchDispatchMode  # torch documents it, and has no public name for it
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -26,7 +27,7 @@ from paceline.parallel.meta.fake_weights import fake_of, fake_values
 from paceline.parallel.meta.known_values import KnownValues
 from paceline.parallel.meta.meta_device import own_tensors
 from paceline.parallel.meta.tensor_tree import map_tensors, tensors_in
-from paceline.parallel.meta.traced_calls import attention_seen, recompute_seen
+from paceline.parallel.meta.traced_calls import attention_seen, numbers_told, recompute_seen
 from paceline.parallel.meta.traced_counts import (
     VALUE,
     HeldParameters,
@@ -81,11 +82,19 @@ def trace_costs(
         counts[unit].held = held
     with fake_values(model) as mode:
         kv_heads: Any = getattr(getattr(model, "config", None), "num_key_value_heads", None)
-        recorder = _Recorder(counts, KnownValues(mode), kv_heads=kv_heads if isinstance(kv_heads, int) else 0)
+        values = KnownValues(mode)
+        recorder = _Recorder(counts, values, kv_heads=kv_heads if isinstance(kv_heads, int) else 0)
         own = [tensor for _, _, tensor in own_tensors(model.modules())]
 
         def without_values(value: Any) -> Any:
-            return map_tensors(value, lambda one: fake_of(mode, one))
+            return map_tensors(value, fake)
+
+        def fake(tensor: Tensor) -> Tensor:
+            made = fake_of(mode, tensor)
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                with unset_fake_temporarily():
+                    values.give(made, tensor)
+            return made
 
         with (
             recorder.watching(model, named, experts),
@@ -93,6 +102,7 @@ def trace_costs(
             recorder,
             attention_seen(recorder.attend),
             recompute_seen(recorder.region),
+            numbers_told(values.knows),
         ):
             run(without_values)
     return as_costs([counts[unit] for unit in named], counts[None], samples)
@@ -343,7 +353,7 @@ class _Recorder(TorchDispatchMode):
         self.is_paused = True
         try:
             result = call()
-            if result.dim() > 3:  # as the kernels leave it: heads beside each other, for each token
+            if result.dim() > 3 and query.stride(-3) < query.stride(-2):  # the result lies in memory as queries do
                 result = result.transpose(-3, -2).contiguous().transpose(-3, -2)
         finally:
             self.is_paused = False
