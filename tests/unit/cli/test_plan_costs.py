@@ -324,6 +324,14 @@ def test_a_receipt_is_of_the_plan_that_the_run_had(capsys: pytest.CaptureFixture
     assert f"run      {run_dir}: replicas=1+shard=2+batch(micro=16), 6 steps on 2 workers" in out
 
 
+def test_frozen_layers_are_told_and_not_priced(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ("--workers", "4", "--cluster", "h100x8-ib")
+    frozen = f"{ENCODER}; model.requires_grad_(False).layers[-1].requires_grad_(True)"
+    status, out, _ = told(capsys, tmp_path, *words, make=frozen)
+    assert status == 0
+    assert re.search(r"18\.9 M parameters \(3\.15 M trained\), 6 blocks, 2\.38 G operations a sample", out), out
+
+
 def test_a_run_without_steps_makes_no_receipt(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ("--workers", "4", "--cluster", "h100x8-ib", "--receipt", str(tmp_path))
     status, _, err = told(capsys, tmp_path, *words)

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (  # torch documents the mode, and has
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline.parallel.meta.fake_weights import fake_of
+from paceline.parallel.meta.meta_device import USER_ERRORS
 from paceline.parallel.meta.tensor_tree import map_tensors, tensors_in
 
 __all__ = ["KnownValues"]
@@ -43,7 +44,7 @@ class KnownValues:
     def give(self, fake: Tensor, numbers: Tensor) -> None:
         """Let a fake tensor have these numbers; they are left alone."""
         if not numbers.is_meta and numbers.numel() <= MOST:
-            self._numbers[fake] = numbers.detach().clone()
+            self._numbers[fake] = numbers.detach().to("cpu", copy=True)
 
     def knows(self, tensor: Any) -> bool:
         return isinstance(tensor, Tensor) and tensor in self._numbers
@@ -53,9 +54,8 @@ class KnownValues:
         if func.overloadpacket in INDEXED and any(one is not None and one.dtype == torch.bool for one in args[1]):
             args = (args[0], self._places(args[1]), *args[2:])
         given = tensors_in((args, kwargs))
-        if self._is_known(func, given):
-            with unset_fake_temporarily():
-                real = func(*self._real(args), **self._real(kwargs))
+        real = self._computed(func, args, kwargs) if self._is_known(func, given) else None
+        if real is not None:
             if any(tag in func.tags for tag in LOOKS_AT_VALUES):
                 made = map_tensors(real, lambda one: fake_of(self._mode, one))
                 self._keep(made, real)
@@ -73,6 +73,14 @@ class KnownValues:
         if func.overloadpacket in CHOICES and given and given[0].dim() and given[0].dtype.is_floating_point:
             self._choose(func, args, kwargs, tensors_in(result))
         return result
+
+    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What the operation returns for the numbers; None where it refuses them, such as labels out of range."""
+        with unset_fake_temporarily():
+            try:
+                return func(*self._real(args), **self._real(kwargs))
+            except USER_ERRORS:
+                return None
 
     def _places(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Indices with the places in which known masks are true, in place of the masks."""
