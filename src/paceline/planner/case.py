@@ -78,10 +78,17 @@ class Case:
 
     @property
     def held_split(self) -> float:
+        """Parameters that one worker holds of those that shards split."""
+        return self._split(self.held_dense, self.held_experts)
+
+    @property
+    def trained_split(self) -> float:
         """Parameters of which one worker keeps the optimizer's state."""
-        if not self.axes.zero:
-            return self.held_parameters
-        return (self.held_dense / self.axes.experts + self.held_experts) / (self.axes.shard * self.axes.context)
+        return self._split(self.held_dense - self.frozen_dense, self.held_experts - self.frozen_experts)
+
+    def _split(self, dense: float, experts: float) -> float:
+        axes = self.axes
+        return (dense / axes.experts + experts) / (axes.shard * axes.context) if axes.zero else dense + experts
 
     @property
     def samples(self) -> float:
@@ -119,6 +126,13 @@ class Case:
         return (total / axes.stages + ends) / axes.tensor
 
     @property
+    def frozen_dense(self) -> float:
+        """Those of `held_dense` that are not trained."""
+        axes, model = self.axes, self.model
+        total = sum(block.count * (block.frozen - block.frozen_experts) for block in model.blocks)
+        return (total / axes.stages + (model.rest.frozen if model.rest is not None else 0)) / axes.tensor
+
+    @property
     def held_experts(self) -> float:
         """Parameters of one worker's experts, if nothing but tensor, experts and stages divides them."""
         axes = self.axes
@@ -126,5 +140,17 @@ class Case:
         return total / (axes.stages * axes.tensor * axes.experts)
 
     @property
+    def frozen_experts(self) -> float:
+        """Those of `held_experts` that are not trained."""
+        axes = self.axes
+        total = sum(block.count * block.frozen_experts for block in self.model.blocks)
+        return total / (axes.stages * axes.tensor * axes.experts)
+
+    @property
     def held_parameters(self) -> float:
         return self.held_dense + self.held_experts
+
+    @property
+    def trained_parameters(self) -> float:
+        """Those of `held_parameters` that have a gradient."""
+        return self.held_parameters - self.frozen_dense - self.frozen_experts

@@ -18,9 +18,11 @@ from paceline.planner.constants import Constants
 from paceline.planner.offloading import offloading_of
 from paceline.planner.wire_costs import NUMBER_BYTES, WireTraffic, coding, traffic
 
-__all__ = ["OPTIMIZER_BYTES", "Passes", "data_parallel_s", "sent_bytes", "served_apart"]
+__all__ = ["Passes", "data_parallel_s", "sent_bytes", "served_apart"]
 
-OPTIMIZER_BYTES = 32.0  # per parameter: 12 bytes of state and master weights read and written, gradient, weight
+# Bytes of a trained parameter in the optimizer's step: state and master weight are read and written, beside gradient
+# and weight.
+MASTER_BYTES, STEP_BYTES = 4.0, 8.0
 # Local SGD's, per parameter: the move is formed, compared and scaled, then subtracted from the anchors, or Nesterov's
 # momentum takes it (Douillard et al. 2023), and the weights follow. Counted in sync/local/local_sgd.py.
 OUTER_BYTES, NESTEROV_BYTES = 48.0, 80.0
@@ -49,7 +51,7 @@ def data_parallel_s(case: Case, constants: Constants, passes: Passes) -> dict[st
     data = case.micro_batches * (
         exposed(passes.forward_s, inside.forward_s) + exposed(passes.backward_s, inside.backward_s)
     )
-    behind_last, numbers = inside.behind_last_s, case.held_parameters / inside.group
+    behind_last, numbers = inside.behind_last_s, case.trained_parameters / inside.group
     between = _Between.of(case, numbers, inside.group)
     match case.sync:
         case AllReduce():
@@ -86,7 +88,7 @@ def data_parallel_s(case: Case, constants: Constants, passes: Passes) -> dict[st
 
 def _exposed(compute: float, communication: float, *, q: float) -> float:
     """Seconds of communication that compute does not hide."""
-    return (compute**q + communication**q) ** (1 / q) - compute
+    return max(0.0, (compute**q + communication**q) ** (1 / q) - compute)  # rounding may give less
 
 
 def sent_bytes(case: Case) -> float:
@@ -94,7 +96,7 @@ def sent_bytes(case: Case) -> float:
     metrics: without weights that servers send back.
     """
     group = _group_of(case)
-    between = _Between.of(case, case.held_parameters / group, group)
+    between = _Between.of(case, case.trained_parameters / group, group)
     summed = between.traffic.sent_bytes(between.members)
     match case.sync:
         case LocalSGD(every=every):
@@ -118,7 +120,7 @@ def served_apart(case: Case, constants: Constants, parts: Mapping[str, float]) -
     servers' own work may be the limit. Nobody waits for the slowest host.
     """
     found = {name: value / case.at_once for name, value in parts.items()} | {"straggle": 0.0}
-    least = _Between.of(case, case.held_parameters, 1).served_s(constants)
+    least = _Between.of(case, case.trained_parameters, 1).served_s(constants)
     found["data"] += max(0.0, least - sum(found.values()))
     return found
 
@@ -134,8 +136,9 @@ class _Within:
 
 
 def _within_replicas(case: Case, constants: Constants) -> _Within:
-    axes, per_host, held = case.axes, case.cluster.devices_per_host, case.held_parameters
-    gathered, reduced = held * case.gathered_bytes, held * case.reduced_bytes
+    axes, per_host = case.axes, case.cluster.devices_per_host
+    # Frozen ones are gathered, and have no gradient.
+    gathered, reduced = case.held_parameters * case.gathered_bytes, case.trained_parameters * case.reduced_bytes
 
     def one_way(num_bytes: float, size: int) -> float:
         return gather_s(num_bytes, size, axes.inside(size, axes.tensor, per_host), case.cluster, constants)
@@ -285,5 +288,6 @@ def _optimizer_s(case: Case) -> float:
     """Seconds of the optimizer where its state is, or comes to: on the device, the servers, or the host's processor."""
     if case.offload == "all":
         return offloading_of(case).on_host_s
-    held = case.held_split / (case.sync.servers if isinstance(case.sync, ParameterServer) else 1)
-    return held * OPTIMIZER_BYTES / case.cluster.device.memory_bandwidth
+    held = case.trained_split / (case.sync.servers if isinstance(case.sync, ParameterServer) else 1)
+    each = 2 * (case.model.optimizer_bytes + MASTER_BYTES) + STEP_BYTES
+    return held * each / case.cluster.device.memory_bandwidth

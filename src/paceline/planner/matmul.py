@@ -36,9 +36,9 @@ class Products:
     def __init__(self, whole: float = 0.0, per_depth: float = 0.0) -> None:
         self.whole, self.per_depth = whole, per_depth
 
-    def add(self, rows: float, columns: float, inner: float, units: int) -> None:
-        """Add one product; a device of no `units` cuts nothing into tiles, and is always full."""
-        flops = 2.0 * rows * columns * inner
+    def add(self, rows: float, columns: float, inner: float, units: int, times: float = 1.0) -> None:
+        """Add one product, so many `times`; a device of no `units` cuts nothing into tiles, and is always full."""
+        flops = times * 2.0 * rows * columns * inner
         if units:
             flops /= fill(rows, columns, units)
             self.per_depth += flops / inner
@@ -48,14 +48,22 @@ class Products:
         return self.whole + depth * self.per_depth
 
 
-def products(tokens: float, layers: tuple[Matmul, ...], tensor: int, units: int) -> tuple[Products, Products]:
-    """Return the products of forward and of backward (gradients of inputs and weights) on one of `tensor` workers."""
+def products(
+    tokens: float, layers: tuple[Matmul, ...], tensor: int, units: int, experts: int = 1
+) -> tuple[Products, Products]:
+    """Return the products of forward and of backward (gradients of inputs and weights) on one of `tensor` workers.
+
+    Of `experts` workers each has a share of a product's groups, with the tokens of all.
+    """
     forward, backward = Products(), Products()
     for layer in layers:
         outputs = layer.outputs / (tensor if layer.split == "outputs" else 1)
         inputs = layer.inputs / (tensor if layer.split == "inputs" else 1)
-        rows = tokens * layer.rows
-        forward.add(rows, outputs, inputs, units)
-        backward.add(rows, inputs, outputs, units)
-        backward.add(inputs, outputs, rows, units)
+        held = max(1.0, layer.groups / experts)
+        rows = tokens * layer.rows / held
+        forward.add(rows, outputs, inputs, units, held)
+        if layer.needs_inputs:
+            backward.add(rows, inputs, outputs, units, held)
+        if layer.needs_weights:
+            backward.add(inputs, outputs, rows, units, held)
     return forward, backward

@@ -16,8 +16,8 @@ from typing import Literal
 
 from paceline.plan import AllReduce, Gossip, LocalSGD, ParameterServer, Sync
 from paceline.planner.case import VALUE, Case, Recompute
-from paceline.planner.model_costs import Block
-from paceline.planner.offloading import ADAM, PIECES, offloading_of, optimizer_bytes
+from paceline.planner.model_costs import ADAM_BYTES, Block
+from paceline.planner.offloading import PIECES, offloading_of, optimizer_bytes
 from paceline.planner.wire_costs import FEEDBACK_BYTES
 
 __all__ = [
@@ -88,23 +88,27 @@ def state_bytes(
     gradient_bytes: float = 2.0,
     copied_bytes: float = 0.0,
     keeps_gathered: bool = False,
+    frozen: float = 0.0,
+    optimizer_bytes: float = ADAM_BYTES,
 ) -> float:
-    """Return the bytes of weights, gradients and Adam of so many parameters, of which `members` workers split what
-    `zero` says.
+    """Return the bytes of weights, gradients and optimizer of so many parameters, of which `members` workers split what
+    `zero` says. `frozen` ones of them are weights alone.
 
     `weight_bytes` and `gradient_bytes`: of those that are not split; weights of 4 bytes are their own master weights.
     `copied_bytes`: of a copy of the gradients that are split. `keeps_gathered`: ZeRO-3 whose parameters and gradients
     stay whole within a step.
     """
+    trained = parameters - frozen
     if zero == 0 or members == 1:
         masters = 0.0 if weight_bytes > WEIGHT else MASTER
-        return parameters * (weight_bytes + gradient_bytes + masters + ADAM)
+        return frozen * weight_bytes + trained * (weight_bytes + gradient_bytes + masters + optimizer_bytes)
+    state = MASTER + optimizer_bytes
     if zero == 1:
-        return parameters * (weight_bytes + gradient_bytes + (MASTER + ADAM + copied_bytes) / members)
+        return parameters * weight_bytes + trained * (gradient_bytes + (state + copied_bytes) / members)
     if zero == 2:
-        return parameters * (weight_bytes + (WEIGHT + MASTER + ADAM) / members)
-    whole = parameters * (weight_bytes + gradient_bytes) if keeps_gathered else 0.0
-    return parameters * (2 * WEIGHT + MASTER + ADAM) / members + whole
+        return parameters * weight_bytes + trained * (WEIGHT + state) / members
+    whole = parameters * weight_bytes + trained * gradient_bytes if keeps_gathered else 0.0
+    return (frozen * weight_bytes + trained * (2 * WEIGHT + state)) / members + whole
 
 
 def predict_memory(case: Case, factor: float = 1.0, *, state: float | None = None) -> MemoryPrediction:
@@ -123,7 +127,7 @@ def predict_memory(case: Case, factor: float = 1.0, *, state: float | None = Non
     parts["kept"] = in_flight(case) * kept / model.count * blocks
     parts["working"] = largest
     if model.rest is not None:  # near the loss, values are in 32 bit, too, and have gradients of their size
-        parts["logits"] = _block_bytes(case, model.rest, "none")[0] / case.value_bytes * LOGIT_BYTES
+        parts["logits"] = sum(_block_bytes(case, model.rest, "none")) / case.value_bytes * LOGIT_BYTES
     if case.offload == "optimizer" and state is None:
         parts["working"] += min(PIECES, optimizer_bytes(case))
     if state is None and ((axes.zero == 3 and group > 1) or case.offload == "all"):
@@ -142,7 +146,7 @@ def predict_memory(case: Case, factor: float = 1.0, *, state: float | None = Non
 
 def _state(case: Case) -> float:
     """Bytes of weights, gradients and Adam on the device; what is offloaded, or on servers, is not there."""
-    axes, software = case.axes, case.software
+    axes, software, model = case.axes, case.software, case.model
     if case.offload == "all":
         return 0.0
     group = axes.shard * axes.context  # rows of experts are split among these, all others also among `experts`
@@ -155,8 +159,13 @@ def _state(case: Case) -> float:
             gradient_bytes=VALUE if case.precision == "fp16" else software.gradient_bytes,
             copied_bytes=VALUE if case.precision == "fp16" else 0.0,  # gradients in 32 bit, less those in 16 bit
             keeps_gathered=software.keeps_gathered and axes.stages > 1,
+            frozen=frozen,
+            optimizer_bytes=model.optimizer_bytes,
         )
-        for held, members in ((case.held_dense, group * axes.experts), (case.held_experts, group))
+        for held, frozen, members in (
+            (case.held_dense, case.frozen_dense, group * axes.experts),
+            (case.held_experts, case.frozen_experts, group),
+        )
     )
     is_elsewhere = case.offload == "optimizer" or isinstance(case.sync, ParameterServer)
     return found - optimizer_bytes(case) if is_elsewhere else found
@@ -167,7 +176,7 @@ def _agreement_bytes(case: Case) -> float:
     each = AGREED[type(case.sync)](case.sync, case.axes.replicas)
     if case.wire is not None and case.wire.feedback and case.axes.data * case.axes.context > 1:
         each += FEEDBACK_BYTES
-    return each * case.held_split
+    return each * case.trained_split
 
 
 def _summed(sync: Sync, replicas: int) -> float:
@@ -209,20 +218,23 @@ def _block_bytes(case: Case, block: Block, recompute: Recompute) -> tuple[float,
             scores = each * heads * tokens * block.attention.span
         else:
             scores = QUERY_STATISTICS * heads * tokens
+    if not block.needs_backward:
+        return 0.0, 0.0
     wide = case.value_bytes / VALUE
+    again = tokens * (block.working / spread + block.working_split / width) * wide  # regions of the model itself
     whole = (tokens * (block.kept / spread + block.kept_split / width) + scores) * wide
     entry = case.value_bytes * tokens * block.hidden / spread  # the block's input
     if recompute == "none":
-        return whole, 0.0
+        return whole, again
     if recompute == "full":
-        return entry, whole
+        return entry, whole + again
     if recompute == "half":
-        return (entry + whole) / 2, whole
+        return (entry + whole) / 2, whole + again
     if case.software.selective == "attention":
-        return whole - scores, scores
+        return whole - scores, scores + again
     # The block's input, attention's result, and every second product's; norms and activation functions come again.
     results = sum(layer.rows * layer.outputs for layer in block.matmuls)
-    return entry + tokens * case.value_bytes / width * (block.hidden + results / 2), whole
+    return entry + tokens * case.value_bytes / width * (block.hidden + results / 2), whole + again
 
 
 def verdict(case: Case, prediction: MemoryPrediction, *, half_width: float) -> Verdict:

@@ -11,8 +11,9 @@ from typing import Literal
 
 from paceline.errors import PlanError
 
-__all__ = ["Attention", "Block", "Matmul", "ModelCosts", "transformer"]
+__all__ = ["ADAM_BYTES", "Attention", "Block", "Matmul", "ModelCosts", "transformer"]
 
+ADAM_BYTES = 8.0  # two moments in 32 bit
 DROPOUT_BYTES = 2  # masks after attention and MLP, a byte each
 
 
@@ -21,23 +22,33 @@ class Matmul:
     """A linear layer: `rows` x inputs times inputs x outputs, where `rows` is how often each token takes it.
 
     `split`: which dimension tensor parallel divides (the outputs of a "column", the inputs of a "row" layer).
+    `needs_inputs` and `needs_weights`: whether backward computes the gradient of its inputs, and of its weights.
+    `groups`: of experts, which share the rows and have weights of their own.
     """
 
     inputs: int
     outputs: int
     split: Literal["outputs", "inputs"] | None = None
     rows: float = 1.0
+    needs_inputs: bool = True
+    needs_weights: bool = True
+    groups: int = 1
 
     def flops(self, tokens: float) -> float:
         """Floating-point operations of its forward."""
         return 2.0 * tokens * self.rows * self.inputs * self.outputs
+
+    @property
+    def passes(self) -> int:
+        """Products as large as this one, in forward and backward together."""
+        return 1 + self.needs_inputs + self.needs_weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Attention:
     """Scores of each token with `span` others, and their weighted sum of values; tensor parallel divides heads.
 
-    `kv_elements`: keys and values of a token.
+    `kv_elements`: keys and values of a token. `kv_heads`: of the heads, those of keys and values (0: as many).
     """
 
     heads: int
@@ -45,6 +56,8 @@ class Attention:
     span: float
     kv_elements: float
     causal: bool = True
+    kv_heads: int = 0
+    needs_backward: bool = True
 
     def flops(self, tokens: float) -> float:
         """Operations of its forward over all pairs of tokens; half of them count if `causal` ones are skipped."""
@@ -59,7 +72,12 @@ class Block:
     `moved_split` by those that tensor parallel divides (activation functions, rotations); `kept` and `kept_split` bytes
     are kept for backward in 16 bit, without the scores of attention. `experts` and `routed`: of how many experts each
     token takes how many; their parameters are `expert_parameters`, contained in `parameters`. `shapes`: rows and
-    columns of the parameters, where they are known; otherwise those of the products.
+    columns of the trained parameters, where they are known; otherwise those of the products.
+
+    `frozen`: parameters that are not trained, contained in `parameters`; `frozen_experts` those in `expert_parameters`.
+    `followed`: the share of element-wise operations that have a backward. `again`: the share of the forward that the
+    model itself computes again in backward (torch.utils.checkpoint); of that, `kept` and `kept_split` have only the
+    inputs, and `working` and `working_split` what the largest region keeps while it is computed again.
     """
 
     count: int
@@ -76,16 +94,31 @@ class Block:
     experts: int = 1
     routed: int = 1
     expert_parameters: int = 0
+    frozen: int = 0
+    frozen_experts: int = 0
+    followed: float = 1.0
+    again: float = 0.0
+    working: float = 0.0
+    working_split: float = 0.0
     shapes: tuple[tuple[int, int], ...] = ()
 
     @property
     def matrices(self) -> tuple[tuple[int, int], ...]:
-        """Rows and columns of the parameters; what is in no product is a column."""
-        if self.shapes:
+        """Rows and columns of the trained parameters; what is in no product is a column."""
+        if self.shapes or self.frozen == self.parameters:
             return self.shapes
         found = tuple((layer.outputs, layer.inputs) for layer in self.matmuls)
         left = self.parameters - sum(rows * columns for rows, columns in found)
         return (*found, (left, 1)) if left > 0 else found
+
+    @property
+    def needs_backward(self) -> bool:
+        """Whether a gradient passes through it: not in frozen blocks below the first trained layer."""
+        return (
+            self.followed > 0
+            or any(one.needs_inputs or one.needs_weights for one in self.matmuls)
+            or (self.attention is not None and self.attention.needs_backward)
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +134,7 @@ class ModelCosts:
     vocabulary: int = 0
     tied: bool = False  # embedding and head are one matrix
     rest: Block | None = None
+    optimizer_bytes: float = ADAM_BYTES  # state of a trained parameter
 
     @property
     def count(self) -> int:
@@ -127,6 +161,11 @@ class ModelCosts:
         return ends + [(*shape, block.count) for block in self._all for shape in block.matrices]
 
     @property
+    def trained(self) -> int:
+        """Parameters that have gradients and optimizer state."""
+        return self.parameters - sum(block.count * block.frozen for block in self._all)
+
+    @property
     def used_parameters(self) -> float:
         """Parameters that a token takes: of all experts only the routed ones, and no embedding."""
         idle = sum(block.count * block.expert_parameters * (1 - block.routed / block.experts) for block in self._all)
@@ -135,12 +174,14 @@ class ModelCosts:
     def model_flops(self, tokens: float) -> float:
         """Operations of forward and backward, as model-FLOPs utilisation counts them: three times forward's products,
         and attention over all pairs, of which causal models need half (Chowdhery et al., "PaLM", 2022, appendix B).
+        Gradients that frozen layers do not need are left out.
         """
         total = 6.0 * tokens * self.vocabulary * self.hidden
         for block in self._all:
-            total += 3 * block.count * sum(layer.flops(tokens) for layer in block.matmuls)
+            total += block.count * sum(layer.passes * layer.flops(tokens) for layer in block.matmuls)
             if block.attention is not None:
-                total += 3 * block.count * block.attention.flops(tokens) * (0.5 if block.attention.causal else 1.0)
+                passes = 3 if block.attention.needs_backward else 1
+                total += passes * block.count * block.attention.flops(tokens) * (0.5 if block.attention.causal else 1.0)
         return total
 
     @property
@@ -202,7 +243,12 @@ def transformer(
                 parameters=2 * hidden * hidden + 2 * hidden * kv + mlp * experts + 4 * hidden,
                 matmuls=matmuls,
                 attention=Attention(
-                    heads=heads, head_size=head_size, span=float(sequence), kv_elements=2.0 * kv, causal=causal
+                    heads=heads,
+                    head_size=head_size,
+                    span=float(sequence),
+                    kv_elements=2.0 * kv,
+                    causal=causal,
+                    kv_heads=kv_heads,
                 ),
                 moved=10.0 * hidden,  # norms: read, write, twice; residuals: two read, one written, twice
                 moved_split=4.0 * hidden + (into + 1) * routed * ffn,

@@ -13,9 +13,8 @@ import dataclasses
 
 from paceline.planner.case import Case
 
-__all__ = ["ADAM", "PIECES", "Offloading", "offloading_of", "optimizer_bytes"]
+__all__ = ["PIECES", "Offloading", "offloading_of", "optimizer_bytes"]
 
-ADAM = 8.0  # bytes of Adam's state per parameter
 PIECES = 2 * 16e6 * 1.048576  # of Adam's two tensors of state, in pieces of 16 MiB: what is on the device at a time
 ROW_BYTES = 4.0  # a parameter or a gradient, in fp32 on the host
 # torch's Adam on a processor reads and writes tensors one operation at a time, per parameter: weight decay 8, lerp of
@@ -37,8 +36,8 @@ class Offloading:
 
 
 def optimizer_bytes(case: Case) -> float:
-    """Return the bytes of a worker's part of Adam's state."""
-    return ADAM * case.held_split
+    """Return the bytes of a worker's part of the optimizer's state."""
+    return case.model.optimizer_bytes * case.trained_split
 
 
 def offloading_of(case: Case) -> Offloading:
@@ -54,7 +53,7 @@ def offloading_of(case: Case) -> Offloading:
         crossing_s = 0.0 if device.is_synchronous else 2 * state / rate  # a CPU's memory is the host's
         return Offloading(optimizer_s=max(crossing_s, files_s), elsewhere=state)
     rows = ROW_BYTES * case.held_split
-    host_s = case.held_split * HOST_OPTIMIZER_BYTES * sharing / cluster.host_memory_bandwidth
+    host_s = case.trained_split * HOST_OPTIMIZER_BYTES * sharing / cluster.host_memory_bandwidth
     return Offloading(
         optimizer_s=files_s,
         forward_s=rows / rate,

@@ -10,21 +10,18 @@ stage's micro-batches, the pipeline's idle time, what of the data-parallel commu
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from paceline.planner.axes import Axes
-from paceline.planner.case import VALUE, Case
+from paceline.planner.case import VALUE, Case, Recompute
 from paceline.planner.collectives import exchange_s, gather_s, latency_s
 from paceline.planner.constants import Constants
 from paceline.planner.data_parallel import Passes, data_parallel_s, served_apart
+from paceline.planner.idle_slots import idle_slots
 from paceline.planner.matmul import Products, products
 from paceline.planner.model_costs import Block, Matmul
-from paceline.schedule.pipeline import build
-from paceline.schedule.pipeline_timeline import StageCost, simulate
 
-__all__ = ["PARTS", "Prediction", "Workload", "idle_slots"]
+__all__ = ["PARTS", "Prediction", "Workload"]
 
 PARTS = {
     "products": "matrix products of the blocks",
@@ -55,7 +52,6 @@ FORWARD_ATTENTION, BACKWARD_ATTENTION = 0.85, 2.5 * 1.06
 SMALL_HEADS, SMALL_HEAD_RATE = 80, 0.92  # head sizes below the first reach this share of the rate at 128
 UNFUSED_RATE = 0.7  # of batched products of attention, over that of large ones
 OFF_GRID_RATE = 0.5  # head sizes that are no multiple of 8: operands are not aligned to 16 bytes
-MOST_FOLLOWED = 256  # stages of a schedule that is followed action by action
 HEAD_BYTES = 8.0  # per word of the vocabulary: logits in 16 bit and 32 bit, softmax
 
 
@@ -67,27 +63,6 @@ class Prediction:
     parts: Mapping[str, float]
     tokens_per_s: float
     mfu: float  # model-FLOPs utilisation of the peak in 16 bit, between 0 and 1
-
-
-def idle_slots(axes: Axes, micro_batches: float) -> float:
-    """Return for how many micro-batches' forward and backward each stage idles in a step, if all stages cost the same.
-
-    (stages - 1) / chunks (Narayanan et al. 2021); a third of it where the weights' part of backward fills the rest, and
-    forward and both parts of backward cost the same (ZB-H1 of Qi et al. 2023); nothing at twice the memory (ZB-2p).
-    With fewer micro-batches than stages, the schedule itself is followed.
-    """
-    if 1 <= micro_batches < axes.stages <= MOST_FOLLOWED and axes.schedule != "zero-bubble-2p":
-        return _followed(axes.schedule, axes.stages, axes.chunks, math.ceil(micro_batches))
-    slots = (axes.stages - 1) / axes.chunks
-    return {"zero-bubble": slots / 3, "zero-bubble-2p": 0.0}.get(axes.schedule, slots)
-
-
-@functools.lru_cache(maxsize=1 << 12)
-def _followed(schedule: str, stages: int, chunks: int, micros: int) -> float:
-    pipeline = build(schedule, num_workers=stages, num_micro=micros, stages_per_worker=chunks)
-    each = 1 / (3 * chunks)
-    cost = StageCost(forward=each, backward_input=each, backward_weight=each)
-    return simulate(pipeline, cost).makespan - micros
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,7 +93,9 @@ class Workload:
         self.case = case
         axes, device, model = case.axes, case.cluster.device, case.model
         units = 0 if device.is_synchronous else device.units  # a CPU has caches in place of tiles
-        self._products = [products(case.micro_tokens, block.matmuls, axes.tensor, units) for block in model.blocks]
+        self._products = [
+            products(case.micro_tokens, block.matmuls, axes.tensor, units, axes.experts) for block in model.blocks
+        ]
         self._rest: tuple[Products, Products] | None = None
         if model.rest is not None:
             self._rest = products(case.micro_tokens, model.rest.matmuls, axes.tensor, units)
@@ -180,23 +157,28 @@ class Workload:
         backward: dict[str, float] = {}
         repeated = 0.0
         for block, work in zip(self.case.model.blocks, self._products, strict=True):
-            one, share = self._block(block, work, constants), block.count / self.case.axes.stages
+            one, share = self._block(block, work, constants, self.case.recompute), block.count / self.case.axes.stages
             for total, seconds in ((forward, one.forward), (backward, one.backward)):
                 for name, value in seconds.items():
                     total[name] = total.get(name, 0.0) + value * share
             repeated += one.repeated * share
         return _Seconds(forward, backward, repeated)
 
-    def _block(self, block: Block, work: tuple[Products, Products], constants: Constants) -> _Seconds:
+    def _block(
+        self, block: Block, work: tuple[Products, Products], constants: Constants, recompute: Recompute
+    ) -> _Seconds:
         case, axes = self.case, self.case.axes
         tokens, bandwidth = case.micro_tokens, case.cluster.device.memory_bandwidth
         rate = self._rate(case.precision, constants)
         forward: dict[str, float] = {"products": work[0].flops(constants.depth) / rate}
         backward: dict[str, float] = {"products": work[1].flops(constants.depth) / rate}
         if case.cluster.device.is_synchronous:  # weights come from memory: read, in backward read twice and written
-            weights = sum(layer.inputs * layer.outputs for layer in block.matmuls) / axes.tensor
-            forward["products"] += weights * case.value_bytes / bandwidth
-            backward["products"] += 3 * weights * case.value_bytes / bandwidth
+            forward["products"] += self._weight_elements(block, lambda _: 1) * case.value_bytes / bandwidth
+            backward["products"] += (
+                self._weight_elements(block, lambda layer: layer.needs_inputs + 2 * layer.needs_weights)
+                * case.value_bytes
+                / bandwidth
+            )
         forward["attention"], backward["attention"] = self._attention(block, constants)
 
         spread = axes.tensor if axes.sequence else 1
@@ -206,7 +188,7 @@ class Workload:
             inputs = sum(layer.rows * layer.inputs for layer in block.matmuls)
             quantised = tokens * inputs / axes.tensor * 2 * VALUE / bandwidth * constants.passes
         forward["moves"] = moved + quantised
-        backward["moves"] = moved * BACKWARD_MOVES + quantised
+        backward["moves"] = (moved * BACKWARD_MOVES + quantised) * block.followed
 
         forward["tensor"] = backward["tensor"] = self._tensor_s(block, constants)
         forward["context"] = self._context_s(block, constants)
@@ -214,8 +196,22 @@ class Workload:
         forward["experts"] = backward["experts"] = self._experts_s(block, constants)
         if case.software.kernels == "single":
             forward["launches"] = self._launches_s(block.launches, sum(forward.values()))
-            backward["launches"] = self._launches_s(2 * block.launches, sum(backward.values()))
-        return _Seconds(forward, backward, self._repeated(forward))
+            backward["launches"] = self._launches_s(2 * block.launches * block.followed, sum(backward.values()))
+        if not block.needs_backward:
+            return _Seconds(forward, dict.fromkeys(backward, 0.0), 0.0)
+        own = sum(forward.values()) * block.again
+        return _Seconds(forward, backward, self._repeated(forward, recompute) + own)
+
+    def _weight_elements(self, block: Block, times: Callable[[Matmul], int]) -> float:
+        """Elements of weights on one worker, each as many `times` as they pass the memory."""
+        axes = self.case.axes
+        return (
+            sum(
+                times(layer) * layer.inputs * layer.outputs * max(1.0, layer.groups / axes.experts)
+                for layer in block.matmuls
+            )
+            / axes.tensor
+        )
 
     def _launches_s(self, launches: float, busy_s: float) -> float:
         """Seconds that launching adds to those in which the device is busy."""
@@ -250,16 +246,17 @@ class Workload:
             rate *= device.peak_of("fp32") / device.peak["bf16"]
         rate *= SMALL_HEAD_RATE if attention.head_size < SMALL_HEADS else 1.0
         needed = flops * (0.5 if attention.causal and case.software.skips_pairs else 1.0)
-        return needed / rate * FORWARD_ATTENTION, needed / rate * BACKWARD_ATTENTION
+        backward = BACKWARD_ATTENTION if attention.needs_backward else 0.0
+        return needed / rate * FORWARD_ATTENTION, needed / rate * backward
 
-    def _repeated(self, forward: Mapping[str, float]) -> float:
+    def _repeated(self, forward: Mapping[str, float], recompute: Recompute) -> float:
         """Seconds of what backward computes again."""
         case, whole = self.case, sum(forward.values())
-        if case.recompute == "full":
+        if recompute == "full":
             return whole
-        if case.recompute == "half":  # every second block
+        if recompute == "half":  # every second block
             return whole / 2
-        if case.recompute == "none":
+        if recompute == "none":
             return 0.0
         if case.software.selective == "attention":
             return forward["attention"]
@@ -276,8 +273,8 @@ class Workload:
             forward_s += forward.flops(constants.depth) / rate + moved
             backward_s += backward.flops(constants.depth) / rate + 2 * moved
         if case.model.rest is not None and self._rest is not None:
-            rest = self._block(case.model.rest, self._rest, constants)
-            forward_s, backward_s = forward_s + rest.forward_s, backward_s + rest.backward_s - rest.repeated
+            rest = self._block(case.model.rest, self._rest, constants, "none")
+            forward_s, backward_s = forward_s + rest.forward_s, backward_s + rest.backward_s
         return forward_s, backward_s
 
     # Communication.

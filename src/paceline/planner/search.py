@@ -102,7 +102,8 @@ def candidates(plan: Plan, model: ModelCosts, *, workers: int, per_host: int) ->
     """Yield the plans that so many workers could run with this plan's batch and precision, and that no rule forbids,
     without offload: replicas agree by all-reduce, and as in this plan.
 
-    Tensor parallel stays within a host and divides attention's heads; stages do not outnumber blocks.
+    Tensor parallel stays within a host and divides attention's heads; stages do not outnumber blocks; experts are
+    spread where the model has routed ones.
     """
     resident = dataclasses.replace(plan.compute, offload="none", offload_path=None)
     plan = dataclasses.replace(plan, compute=resident)
@@ -113,19 +114,39 @@ def candidates(plan: Plan, model: ModelCosts, *, workers: int, per_host: int) ->
 
 
 def _layouts_of(plan: Plan, model: ModelCosts, *, workers: int, per_host: int) -> Iterator[Plan]:
-    heads = [block.attention.heads for block in model.blocks if block.attention is not None]
-    tensors = [n for n in _divisors(workers) if n <= per_host and heads and all(h % n == 0 for h in heads)] or [1]
-    for tensor in tensors:
+    for tensor in _tensor_sizes(model, workers, per_host):
         for stages in _divisors(workers // tensor):
             if stages > model.count:
                 continue
             data = workers // (tensor * stages)
-            for layout in _layouts(tensor, stages, data):
+            for layout in _with_experts(_layouts(tensor, stages, data), model):
                 for micro in micro_batches(plan.batch, data, least=stages):
                     for recompute in ("none", "blocks"):
                         compute = dataclasses.replace(plan.compute, recompute=recompute)
                         batch = dataclasses.replace(plan.batch, micro=micro)
                         yield from _allowed(plan, layout, batch, compute, workers)
+
+
+def _tensor_sizes(model: ModelCosts, workers: int, per_host: int) -> list[int]:
+    """Sizes that the tensor layout takes: they divide the heads of queries, and those of keys and values, but for a
+    single one, which every worker holds (`parallel/tensor/find_plan.py`)."""
+    counts = [
+        (one.attention.heads, one.attention.kv_heads if one.attention.kv_heads > 1 else one.attention.heads)
+        for one in model.blocks
+        if one.attention is not None
+    ]
+    legal = [n for n in _divisors(workers) if n <= per_host and all(h % n == 0 == kv % n for h, kv in counts)]
+    return legal if counts else [1]
+
+
+def _with_experts(layouts: Iterator[Layout], model: ModelCosts) -> Iterator[Layout]:
+    """Each layout, and it with replicas among which routed experts are spread evenly."""
+    routed = math.gcd(*(one.experts for one in model.blocks if one.experts > 1 and one.expert_parameters))
+    for layout in layouts:
+        yield layout
+        for experts in _divisors(routed) if routed else ():
+            if experts > 1 and isinstance(layout.replicas, int) and layout.replicas % experts == 0:
+                yield dataclasses.replace(layout, replicas=layout.replicas // experts, experts=experts)
 
 
 def _layouts(tensor: int, stages: int, data: int) -> Iterator[Layout]:

@@ -26,12 +26,13 @@ from torch.utils.data import default_collate
 
 from paceline import config
 from paceline.errors import PlanError, Reason
-from paceline.parallel.check.memory_estimate import MemoryEstimate, estimate_memory
-from paceline.parallel.check.model_check import check_model
+from paceline.parallel.check.memory_estimate import MemoryEstimate, estimate_memory, optimizer_bytes_each
+from paceline.parallel.check.model_check import check_model, is_too_large_to_run
 from paceline.parallel.check.model_hints import ModelHints
 from paceline.parallel.check.remarks import Remark, remarks
+from paceline.parallel.expert.find_experts import routed_experts
 from paceline.parallel.fully_sharded.sharded_units import units_of
-from paceline.parallel.meta.fake_weights import fake_weights, filled_weights
+from paceline.parallel.meta.fake_weights import fake_weights, filled_weights, shapes_only
 from paceline.parallel.meta.tensor_tree import tensors_in
 from paceline.parallel.meta.traced_costs import trace_costs
 from paceline.parallel.precision import convert
@@ -230,8 +231,7 @@ class InspectionWorker:
     backward = clip_gradients = evaluate
 
     def _count(self, model: nn.Module, forward: Callable[[Any], Any], micro: Any) -> None:
-        costs = trace_costs(model, lambda fake: forward(fake(micro)), samples=FEW, units=units_of(model))
-        self._findings.costs[self._name_of(model)] = costs
+        self._findings.costs[self._name_of(model)] = _costs(model, lambda fake: forward(fake(micro)), samples=FEW)
 
     def _name_of(self, model: nn.Module) -> str:
         return next(name for name, (other, _) in self._models.items() if other is model)
@@ -245,6 +245,10 @@ class InspectionWorker:
                     self._count_sample(name, model, self._samples.get(name))
                 except Exception as error:  # as above
                     self._findings.not_counted[name] = self._findings.not_counted[name] or _first_line(error)
+            each = optimizer_bytes_each(model, self._optimizers)
+            if each is not None and name in self._findings.costs:
+                costs = dataclasses.replace(self._findings.costs[name], optimizer_bytes=each)
+                self._findings.costs[name] = costs
             if look.errors:
                 continue  # no worker holds any of it
             own = {id(one) for one in model.parameters()}
@@ -264,7 +268,7 @@ class InspectionWorker:
             args, kwargs = fake(given)
             return model(*args, **kwargs)
 
-        self._findings.costs[name] = trace_costs(model, run, samples=samples, units=units_of(model))
+        self._findings.costs[name] = _costs(model, run, samples=samples)
 
     def _end(self, *_: Any) -> NoReturn:
         raise _InspectionDone
@@ -275,9 +279,10 @@ class InspectionWorker:
         look = check_model(model, self.plan, device=CPU, hints=hints, fill=self._fill)
         self._findings.refusals += look.refusals
         given = as_sample(hints.sample) if hints.sample is not None else None
-        with self._fill(model) if self._fill is not None else contextlib.nullcontext():
+        fill = shapes_only if self._fill is not None and is_too_large_to_run(model) else self._fill
+        with fill(model) if fill is not None else contextlib.nullcontext():
             known = look.sample
-            if known is None and not look.errors and not _is_large(model):
+            if known is None and not look.errors and (fill is shapes_only or not _is_large(model)):
                 with contextlib.suppress(PlanError):  # this layout needs none
                     known = given or guess_sample(model, size=1)
             if not look.errors or known is not None:
@@ -321,6 +326,10 @@ def _run(
             'End the script with: if __name__ == "__main__": paceline.run(train)'
         )
     return seen[0]
+
+
+def _costs(model: nn.Module, run: Callable[[Callable[[Any], Any]], Any], *, samples: int) -> ModelCosts:
+    return trace_costs(model, run, samples=samples, units=units_of(model), experts=routed_experts(model))
 
 
 def _first_line(error: Exception) -> str:

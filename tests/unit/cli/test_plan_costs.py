@@ -87,7 +87,7 @@ def test_a_step_is_predicted_from_the_scripts_own_data(
     assert "cluster  h100x8-ib: 1 x 8 h100, 80 GB each" in out
     # 6 blocks of 12 h^2, 48 tokens, 6 operations each, and attention: 0.0054 + 0.00004
     assert re.search(
-        r"model +model: 18\.9 M parameters, 6 blocks, 5\.52 G operations a sample \(forward and backward\)\n", out
+        r"model +model: 18\.9 M parameters, 6 blocks, 5\.45 G operations a sample \(forward and backward\)\n", out
     ), out
     assert re.search(r"step +[\d.]+ m?s \(80 % band: .* samples/s, \d+ % of the devices' peak in bf16", out), out
     assert "matrix products of the blocks" in out
@@ -371,6 +371,14 @@ def test_a_receipt_is_of_the_plan_that_the_run_had(capsys: pytest.CaptureFixture
     log.close()
     _, out, _ = told(capsys, tmp_path, "--workers", "4", "--cluster", "h100x8-ib", "--receipt", str(run_dir))
     assert f"run      {run_dir}: replicas=1+shard=2+batch(micro=16), 6 steps on 2 workers" in out
+
+
+def test_frozen_layers_are_told_and_not_priced(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ("--workers", "4", "--cluster", "h100x8-ib")
+    frozen = f"{ENCODER}; model.requires_grad_(False).layers[-1].requires_grad_(True)"
+    status, out, _ = told(capsys, tmp_path, *words, make=frozen)
+    assert status == 0
+    assert re.search(r"18\.9 M parameters \(3\.15 M trained\), 6 blocks, 2\.38 G operations a sample", out), out
 
 
 def test_a_run_without_steps_makes_no_receipt(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

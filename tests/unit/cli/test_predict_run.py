@@ -97,7 +97,11 @@ def test_the_commands_plan_wins_and_receipts_correct(asked: dict[str, Any], tmp_
         ("raise SystemExit(3)", {}, "the script ended by itself (exit status 3) when it was looked at"),
         ("return", {}, "What a step of the script costs could not be counted: it prepares no model"),
         ("", {"cluster": "nowhere.toml"}, "Cannot read nowhere.toml"),
-        ("", {"plan": CommandPlan(whole=Plan.parse("localsgd(every=4)")).to_table()}, "does not know sync="),
+        (
+            "",
+            {"plan": CommandPlan(whole=Plan.parse("compute(precision=fp64)")).to_table()},
+            "no rates for precision=fp64",
+        ),
     ],
 )
 def test_what_goes_wrong_is_one_line(

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from paceline.parallel.expert.find_experts import routed_experts
 from paceline.parallel.fully_sharded.sharded_units import units_of
 from paceline.parallel.meta.fake_weights import fake_weights
 from paceline.parallel.meta.traced_costs import trace_costs
@@ -29,7 +30,7 @@ def traced(model: nn.Module, *samples: Tensor) -> ModelCosts:
     def run(fake: Any) -> Any:
         return model(*fake(samples))
 
-    return trace_costs(model, run, samples=len(samples[0]), units=units_of(model))
+    return trace_costs(model, run, samples=len(samples[0]), units=units_of(model), experts=routed_experts(model))
 
 
 def test_a_language_model_costs_what_follows_from_its_sizes() -> None:
@@ -120,6 +121,7 @@ def test_torchs_own_attention_is_seen_as_attention() -> None:
     attention = found.blocks[-1].attention
     assert attention is not None
     assert (attention.heads, attention.head_size, attention.span, attention.causal) == (4, 16, 100.0, False)
+    assert found.blocks[-1].followed == 1.0  # also what torch does within one operation has a backward
 
 
 def test_a_value_that_is_kept_twice_counts_once() -> None:

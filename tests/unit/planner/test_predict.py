@@ -12,8 +12,9 @@ from paceline.planner.axes import Axes
 from paceline.planner.case import Case
 from paceline.planner.cluster import Cluster, catalogue
 from paceline.planner.constants import Constants
+from paceline.planner.idle_slots import idle_slots
 from paceline.planner.model_costs import transformer
-from paceline.planner.predict import PARTS, Prediction, Workload, idle_slots
+from paceline.planner.predict import PARTS, Prediction, Workload
 from paceline.planner.software import EAGER, FUSED, MEGATRON, UNFUSED_ATTENTION
 from paceline.schedule.pipeline import build
 from paceline.schedule.pipeline_timeline import StageCost, simulate

@@ -76,12 +76,11 @@ class Subject:
 
     def lines(self) -> Iterator[str]:
         """The model in words."""
+        trained = "" if self.model.trained == self.model.parameters else f" ({count_text(self.model.trained)} trained)"
+        sizes = f"{count_text(self.model.parameters)} parameters{trained}"
         flops = count_text(int(self.model.model_flops(self.model.sequence)))
         blocks = f"{self.model.count} blocks" if self.model.rest is not None else "one unit"
-        yield (
-            f"model    {self.name}: {count_text(self.model.parameters)} parameters, {blocks}, {flops} operations a "
-            "sample (forward and backward)"
-        )
+        yield (f"model    {self.name}: {sizes}, {blocks}, {flops} operations a sample (forward and backward)")
         for remark in self.remarks:
             yield f"         {remark}"
 

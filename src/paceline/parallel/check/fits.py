@@ -13,11 +13,12 @@ from torch.optim import Optimizer
 
 from paceline.errors import PlanError
 from paceline.host_memory import memory_limit_bytes
-from paceline.parallel.check.memory_estimate import estimate_memory
-from paceline.parallel.check.model_check import check_model
+from paceline.parallel.check.memory_estimate import estimate_memory, optimizer_bytes_each
+from paceline.parallel.check.model_check import check_model, is_too_large_to_run
 from paceline.parallel.check.model_hints import ModelHints
+from paceline.parallel.expert.find_experts import routed_experts
 from paceline.parallel.fully_sharded.sharded_units import units_of
-from paceline.parallel.meta.fake_weights import filled_weights
+from paceline.parallel.meta.fake_weights import filled_weights, shapes_only
 from paceline.parallel.meta.tensor_tree import tensors_in
 from paceline.parallel.meta.traced_costs import trace_costs
 from paceline.parallel.sample_input import SampleInput, as_sample, guess_sample
@@ -97,7 +98,8 @@ def fits(
         memory for processes, the workers share.
     :param workers: those of the plan if None, or of one replica.
     :param sample: input of the model, as of `worker.prepare`; None: a small one is guessed, and costs little memory.
-    :param optimizer: whose state is counted exactly; None: Adam in mixed precision, 16 bytes a parameter in all.
+    :param optimizer: whose state is counted exactly; None: Adam in mixed precision, 16 bytes a trained
+        parameter in all.
     :return: an answer that is true where it surely fits.
     :raises PlanError: the plan breaks a rule, the model cannot be cut so, or no input is known.
     """
@@ -122,6 +124,9 @@ def fits(
             max((one.peak or 0 for one in estimate_memory(model, checked, resolved, [optimizer])), default=0) or None
         )
     costs = _costs(model, None if sample is None else as_sample(sample))
+    each = None if optimizer is None else optimizer_bytes_each(model, [optimizer])
+    if each is not None:
+        costs = dataclasses.replace(costs, optimizer_bytes=each)
     calibration = built_in()
     found = price(resolved, costs, where, calibration, workers=count, state=state)
     advice = "" if found.fits == "fits" else remedy(resolved, costs, where, calibration, workers=count)
@@ -145,12 +150,13 @@ def _costs(model: nn.Module, sample: SampleInput | None) -> ModelCosts:
         args, kwargs = fake(given)
         return model(*args, **kwargs)
 
-    return trace_costs(model, run, samples=samples, units=units_of(model))
+    return trace_costs(model, run, samples=samples, units=units_of(model), experts=routed_experts(model))
 
 
 @contextlib.contextmanager
 def _weights(model: nn.Module) -> Iterator[None]:
-    with filled_weights(model) if _is_meta(model) else contextlib.nullcontext():
+    fill = shapes_only if is_too_large_to_run(model) else filled_weights
+    with fill(model) if _is_meta(model) else contextlib.nullcontext():
         yield
 
 

@@ -26,7 +26,7 @@ from paceline.parallel.tensor.split_shapes import num_held
 from paceline.plan import Layout, Plan
 from paceline.schedule.pipeline import build
 
-__all__ = ["MemoryEstimate", "estimate_memory"]
+__all__ = ["MemoryEstimate", "estimate_memory", "optimizer_bytes_each"]
 
 Shape = tuple[int, ...]
 
@@ -51,6 +51,17 @@ def estimate_memory(
         _on_worker(model, checked, plan, optimizers, stage=stage)
         for stage in (range(plan.layout.stages) if checked.stages is not None else (None,))
     ]
+
+
+def optimizer_bytes_each(model: nn.Module, optimizers: Sequence[Optimizer]) -> float | None:
+    """Return the bytes of optimizer state of a trained parameter, on average; None where they are not known before."""
+    trained = [one for one in model.parameters() if one.requires_grad]
+    own = {id(one) for one in trained}
+    known = [one for one in optimizers if any(id(p) in own for group in one.param_groups for p in group["params"])]
+    states = _state_bytes(known, {id(one): tuple(one.shape) for one in model.parameters()})
+    if not known or not trained or states is None:
+        return None
+    return sum(num_bytes for num_bytes, _ in states) / sum(one.numel() for one in trained)
 
 
 def _on_worker(

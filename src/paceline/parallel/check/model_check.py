@@ -23,6 +23,8 @@ from paceline.parallel.context.find_plan import find_plan as find_context
 from paceline.parallel.context.plan import ContextPlan
 from paceline.parallel.expert.find_experts import RoutedExperts, find_experts
 from paceline.parallel.fully_sharded.sharded_units import require_splittable
+from paceline.parallel.meta.fake_weights import shapes_only
+from paceline.parallel.meta.tensor_tree import map_tensors
 from paceline.parallel.model_units import names_matching
 from paceline.parallel.pipeline.find_stages import PipelinePlan, find_stages
 from paceline.parallel.sample_input import SampleInput, as_sample, guess_sample
@@ -31,10 +33,11 @@ from paceline.parallel.tensor.find_plan import refuse_empty
 from paceline.parallel.tensor.plan import TensorPlan
 from paceline.plan import Plan
 
-__all__ = ["ModelCheck", "check_model"]
+__all__ = ["ModelCheck", "check_model", "is_too_large_to_run"]
 
 T = TypeVar("T")
 NONE = ModelHints()
+MOST_RUN = 1 << 34  # parameters of a model whose blocks are run with invented weights only to be checked
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +52,7 @@ class ModelCheck:
     stages: PipelinePlan | None = None
     context: ContextPlan | None = None
     experts: tuple[RoutedExperts, ...] | None = None
+    is_verified: bool = True  # False: the cuts follow from shapes alone, since the model is too large to run here
 
     @property
     def refusals(self) -> tuple[Reason, ...]:
@@ -75,7 +79,9 @@ def check_model(
 
     `hints`: what the script says about the model; without a sample in it, a small input is guessed. `finds_context`:
     whether to find a context parallel plan here, which is costly. `fill`: for a model on the meta device, a context
-    manager that gives it weights to run with.
+    manager that gives it weights to run with. With it, a model that is too large to run is checked by its shapes:
+    tensor parallel and stages as usual but for the comparison of numbers, and context parallel, which is found by
+    numbers, not at all. `is_verified` says so.
     """
     layout, name, errors = plan.layout, type(model).__name__, list[PlanError]()
 
@@ -88,7 +94,9 @@ def check_model(
 
     def tensor() -> TensorPlan:
         own = "auto" if hints.cut is None else hints.cut
-        found = find_tensor(model, size=layout.tensor, plan=own, sample=known, sequence=layout.sequence)
+        found = find_tensor(
+            model, size=layout.tensor, plan=own, sample=known, sequence=layout.sequence, verifies=not by_shapes
+        )
         refuse_empty(found, model)
         return found
 
@@ -105,6 +113,7 @@ def check_model(
     def experts() -> tuple[RoutedExperts, ...]:
         return tuple(find_experts(model, size=layout.experts, named=hints.experts))
 
+    by_shapes = fill is not None and is_too_large_to_run(model)
     units = ask(lambda: names_matching(model, hints.units)) or ()
     ask(lambda: require_fit(model, plan, allows_meta=fill is not None))
     if ask(lambda: require_open(model, plan) or True) is None:
@@ -116,9 +125,15 @@ def check_model(
     tensors = [*model.parameters(), *model.buffers()]
     if not is_run or any(is_lazy(one) or (one.is_meta and fill is None) for one in tensors):
         return ModelCheck(name=name, units=units, experts=routed, errors=tuple(errors))
+    if by_shapes:
+        fill, finds_context = shapes_only, False
     with fill(model) if fill is not None else contextlib.nullcontext():
         size = math.lcm(layout.tensor, layout.stages, 2 * layout.context if layout.context > 1 else 1)
-        known = as_sample(hints.sample) if hints.sample is not None else ask(lambda: guess_sample(model, size=size))
+        given = None if hints.sample is None else as_sample(hints.sample)
+        if given is not None and by_shapes:
+            args, kwargs = map_tensors((given.args, dict(given.kwargs)), lambda one: one.to("meta"))
+            given = SampleInput(args=args, kwargs=kwargs)
+        known = given or ask(lambda: guess_sample(model, size=size))
         if known is None:
             return ModelCheck(name=name, units=units, experts=routed, errors=tuple(errors))
         layers = ask(tensor) if layout.tensor > 1 else None
@@ -130,8 +145,14 @@ def check_model(
             stages=ask(stages) if layout.stages > 1 else None,
             context=ask(context) if layout.context > 1 and finds_context else None,
             experts=routed,
+            is_verified=not by_shapes,
             errors=tuple(errors),  # last: the axes have added to it
         )
+
+
+def is_too_large_to_run(model: nn.Module) -> bool:
+    """Whether running the model's blocks only to check it would take minutes, and more memory than a laptop has."""
+    return sum(one.numel() for one in model.parameters()) > MOST_RUN
 
 
 def _reasons(name: str, error: PlanError) -> tuple[Reason, ...]:

@@ -30,12 +30,22 @@ class Remark:
 def remarks(model: nn.Module, checked: ModelCheck, layout: Layout, *, sample: SampleInput | None) -> list[Remark]:
     """Return the remarks about a model; `sample` is needed to know which parameters are unused."""
     found = [
+        *_unverified(checked),
         *_sharded(model, checked, layout),
         *_split_layers(checked),
         *_staged(model, checked, layout),
         *_shared(checked),
     ]
     return list(dict.fromkeys([*found, *_tied(model, checked, layout), *_unused(model, checked.name, sample)]))
+
+
+def _unverified(checked: ModelCheck) -> Iterator[Remark]:
+    if not checked.is_verified:
+        what = (
+            "is too large to run here: its cuts follow from shapes alone. worker.prepare(...) compares numbers, too, "
+            "and finds how sequences are cut; to have that now, check a model of the same kind with smaller layers."
+        )
+        yield Remark(module=checked.name, what=what)
 
 
 def _sharded(model: nn.Module, checked: ModelCheck, layout: Layout) -> Iterator[Remark]:

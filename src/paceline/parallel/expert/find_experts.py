@@ -15,14 +15,14 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
 from paceline.errors import PlanError, Reason
 
-__all__ = ["RoutedExperts", "find_experts"]
+__all__ = ["RoutedExperts", "find_experts", "routed_experts"]
 
 DOCS = "docs/explanation/layouts.md, 'Expert parallel', shows how such a module is written"
 ARGUMENTS = 3  # tokens, index, weights
@@ -46,6 +46,18 @@ class RoutedExperts:
             found.append((_joined(self.name, key), list(members)))
         return found
 
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters that belong to one expert each."""
+        yield from (getattr(self.module, key) for key in self.stacked)
+        for _, members in self.members():
+            for member in members:
+                yield from member.parameters()
+
+
+def routed_experts(model: nn.Module) -> list[RoutedExperts]:
+    """Return what looks like routed experts in a model; none where there are none."""
+    return [_described(name, module) for name, module in model.named_modules() if _looks_routed(module)]
+
 
 def find_experts(model: nn.Module, *, size: int, named: Sequence[str] = ()) -> list[RoutedExperts]:
     """Return a model's routed experts, to be distributed over `size` workers.
@@ -60,7 +72,7 @@ def find_experts(model: nn.Module, *, size: int, named: Sequence[str] = ()) -> l
         if lost:
             raise PlanError(f"experts={lost!r} match no module of {type(model).__name__}: {_suggested(modules)}")
     else:
-        names = [name for name, module in modules.items() if _looks_routed(module)]
+        names = [one.name for one in routed_experts(model)]
     found = [_described(name, modules[name]) for name in names]
     if not found:
         what = (
@@ -84,10 +96,10 @@ def find_experts(model: nn.Module, *, size: int, named: Sequence[str] = ()) -> l
 
 
 def _looks_routed(module: nn.Module) -> bool:
-    if not _takes_routed_tokens(module):
-        return False
     count = getattr(module, "num_experts", None)
     if not isinstance(module, nn.ModuleList) and not (isinstance(count, int) and count > 1):
+        return False
+    if not _takes_routed_tokens(module):
         return False
     one = _described("", module)
     return one.count > 1 and bool(one.stacked or one.lists)

@@ -21,6 +21,7 @@ from paceline.parallel.meta.tensor_tree import TensorSpec, held, map_leaves, map
 
 __all__ = [
     "DEVICE_QUERIES",
+    "META",
     "USER_ERRORS",
     "absent",
     "attributes",
