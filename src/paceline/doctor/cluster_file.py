@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from paceline.doctor.measured import Examination, WorkerRates
+from paceline.doctor.measured import CollectiveTime, Examination, WorkerRates
 from paceline.planner.constants import Constants, built_in
 
 __all__ = ["cluster_toml"]
@@ -47,6 +47,11 @@ def _lines(seen: Examination, name: str, when: str) -> Iterator[str]:
         smallest_s = max(alone_s, seen.all_reduce_at_work_s or 0.0)
         doublings = math.log2(len(seen.workers)) + 1
         yield f"latency_us = {smallest_s / 2 / doublings * 1e6:.4g}  # an all-reduce is two collectives"
+    for kind, times in (("gather", seen.gathers), ("scatter", seen.reduce_scatters)):
+        if times:
+            yield f"{kind}_gb_s = {_parted_rate(times, len(seen.workers)) / 1e9:.4g}"
+    if seen.gathers:
+        yield f"gather_latency_us = {seen.gathers[0].seconds * 1e6:.4g}"
     if slowest.device == "cpu":
         yield f"runtime_gb = {max(one.runtime for one in seen.workers) / 1e9:.4g}"
         yield f"launch_us = {statistics.median(one.launch_s for one in seen.workers) * 1e6:.4g}"
@@ -71,6 +76,13 @@ def _lines(seen: Examination, name: str, when: str) -> Iterator[str]:
         yield f"latency_us = {(pair.latency_s or 0.0) * 1e6:.4g}"
         yield f"gb_s = {(pair.bandwidth or 0.0) / 1e9:.4g}"
         yield f"clock_ahead_ms = {(pair.clock_ahead_s or 0.0) * 1e3:.4g}"
+
+
+def _parted_rate(times: Sequence[CollectiveTime], workers: int) -> float:
+    """Bytes per second that reach each worker, beyond what a small tensor takes: (n - 1) / n of the whole one."""
+    small, large = times[0], times[-1]
+    more_s = max(large.seconds - small.seconds, 0.1 * large.seconds)
+    return (large.num_bytes - small.num_bytes) * (workers - 1) / workers / more_s
 
 
 def _least(seen: Examination, precision: str) -> float:

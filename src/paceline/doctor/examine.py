@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import secrets
 import statistics
@@ -30,6 +31,7 @@ from paceline.worker.topology.device import peak_memory_bytes
 __all__ = ["examine", "examine_apart", "host_pairs"]
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 26)  # bytes of an all-reduce
+PARTED = (1 << 12, 1 << 24)  # bytes of a tensor that is gathered, or summed and scattered
 REPEATS = 7
 TURNS, WORK_SIDE = 8, 384  # products of matrices of this side, some milliseconds each, between small all-reduces
 
@@ -48,7 +50,8 @@ def examine(worker: paceline.Worker, *, seconds: float, pairs: Sequence[HostPair
     if pairs is None:
         pairs = host_pairs(worker, assignment, seconds=seconds) if assignment.hosts > 1 else []
     found = _examination(assignment, workers, pairs, collectives, link, began)
-    return dataclasses.replace(found, all_reduce_at_work_s=at_work_s)
+    gathers, scatters = _gathers(worker)
+    return dataclasses.replace(found, all_reduce_at_work_s=at_work_s, gathers=gathers, reduce_scatters=scatters)
 
 
 def examine_apart(
@@ -177,6 +180,35 @@ def _all_reduce_at_work_s(worker: paceline.Worker) -> float | None:
             group.all_reduce(tensor, what="doctor").wait()
         added.append((time.perf_counter() - middle - (middle - began)) / TURNS)
     return max(0.0, statistics.median([one for part in worker.gather(added[1:]) for one in part]))
+
+
+def _gathers(worker: paceline.Worker) -> tuple[list[CollectiveTime], list[CollectiveTime]]:
+    """All-gathers and reduce-scatters of whole tensors of some sizes, on CPUs; elsewhere one library does all."""
+    gathers: list[CollectiveTime] = []
+    scatters: list[CollectiveTime] = []
+    if worker.workers == 1 or worker.device.type != "cpu":
+        return gathers, scatters
+    for num_bytes in PARTED:
+        part = torch.ones(num_bytes // 4 // worker.workers)
+        whole = torch.ones(part.numel() * worker.workers)
+        for found, collective in (
+            (gathers, functools.partial(dist.all_gather_into_tensor, whole, part)),
+            (scatters, functools.partial(dist.reduce_scatter_tensor, part, whole)),
+        ):
+            slowest = max(worker.gather(_typical_s(worker, collective)))
+            found.append(CollectiveTime(num_bytes=num_bytes, seconds=slowest))
+    return gathers, scatters
+
+
+def _typical_s(worker: paceline.Worker, call: Callable[[], object]) -> float:
+    """The median time of a call that all workers make at once, of those after the first."""
+    times: list[float] = []
+    for _ in range(REPEATS):
+        worker.wait()
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])
 
 
 def _host_link(worker: paceline.Worker, assignment: Assignment) -> float | None:

@@ -99,7 +99,8 @@ class ScriptReading:
 class Examination:
     """All of it; `took_s`: its seconds. `host_link`: bytes per second (busbw) of an all-reduce among the workers of a
     host, of several hosts; None on one host, and where hosts have one worker each.
-    `all_reduce_at_work_s`: what a small one adds to workers that compute on their processors, on CPUs.
+    `all_reduce_at_work_s`: what a small one adds to workers that compute on their processors, on CPUs. There
+    `gathers` and `reduce_scatters` are those of torch.distributed, which shards and tensor-parallel workers use.
     """
 
     workers: Sequence[WorkerRates]
@@ -110,6 +111,8 @@ class Examination:
     torch: str
     host_link: float | None = None
     all_reduce_at_work_s: float | None = None
+    gathers: Sequence[CollectiveTime] = ()
+    reduce_scatters: Sequence[CollectiveTime] = ()
 
     @property
     def per_host(self) -> int:

@@ -30,6 +30,9 @@ def report_lines(seen: Examination, found: Sequence[ClusterFinding]) -> Iterator
     yield f"launch   {_span([one.launch_s for one in seen.workers], 1e-6, 'us')} for a small operation"
     for one in seen.all_reduce:
         yield f"network  {duration_text(one.seconds)} for an all-reduce of {bytes_text(one.num_bytes)}"
+    for kind, times in (("an all-gather", seen.gathers), ("a reduce-scatter", seen.reduce_scatters)):
+        for one in times[-1:]:
+            yield f"network  {duration_text(one.seconds)} for {kind} of {bytes_text(one.num_bytes)}"
     if seen.all_reduce_at_work_s is not None:
         yield f"network  {duration_text(seen.all_reduce_at_work_s)} that a small one adds between products"
     if seen.bus_bandwidth is not None:

@@ -31,7 +31,9 @@ class Device:
 
     `peak` and `best_matmul` are by precision ("bf16", "fp16", "fp8", "fp32"), `attention` by kernel ("flash",
     "vendor"), with half of the pairs of a causal model. `network` is what a host of such devices usually has.
-    `host_link`: to the host's memory, for copies, in one direction.
+    `host_link`: to the host's memory, for copies, in one direction. `gather` and `scatter`: bytes per second that reach
+    a worker in an all-gather and a reduce-scatter among all of a host, and `gather_latency` the seconds of a small one,
+    where they differ from an all-reduce's (CPUs).
     """
 
     name: str
@@ -49,6 +51,9 @@ class Device:
     launch_s: float = LAUNCH_S
     is_synchronous: bool = False
     latency: float | None = None
+    gather: float | None = None
+    scatter: float | None = None
+    gather_latency: float | None = None
     host_link: float = HOST_LINK
 
     def peak_of(self, precision: str) -> float:
@@ -187,6 +192,7 @@ def _known(table: Mapping[str, Any], keys: set[str]) -> None:
 DEVICE_KEYS = {
     *("names", "memory_gb", "memory_gb_s", "tflops", "best_matmul", "attention", "units", "watts", "link_gb_s"),
     *("network_gb_s", "source", "runtime_gb", "launch_us", "synchronous", "latency_us", "host_link_gb_s"),
+    *("gather_gb_s", "scatter_gb_s", "gather_latency_us"),
 }
 CLUSTER_KEYS = {
     *("device", "hosts", "devices_per_host", "network_gb_s", "source"),
@@ -216,6 +222,9 @@ def _device(name: str, table: Mapping[str, Any]) -> Device:
         launch_s=_number(table, "launch_us") / 1e6 if "launch_us" in table else LAUNCH_S,
         is_synchronous=_yes(table, "synchronous"),
         latency=_number(table, "latency_us") / 1e6 if "latency_us" in table else None,
+        gather=_number(table, "gather_gb_s") * GB if "gather_gb_s" in table else None,
+        scatter=_number(table, "scatter_gb_s") * GB if "scatter_gb_s" in table else None,
+        gather_latency=_number(table, "gather_latency_us") / 1e6 if "gather_latency_us" in table else None,
         host_link=_number(table, "host_link_gb_s") * GB if "host_link_gb_s" in table else HOST_LINK,
     )
 

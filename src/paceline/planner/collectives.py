@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Literal
 
 from paceline.planner.cluster import Cluster
 from paceline.planner.constants import Constants
 from paceline.schedule.allreduce.cost_model import LinkCost, NetworkCost, predict
 
-__all__ = ["exchange_s", "gather_s", "latency_s", "sum_s"]
+__all__ = ["Parted", "exchange_s", "gather_s", "latency_s", "sum_s"]
 
 FOLLOWED = 64  # workers of a schedule that is followed send by send
+Parted = Literal["sum", "gather", "scatter"]
 FREE = 1e18  # a rate that costs nothing
 TENSOR_BYTES = 1 << 20  # followed, and in proportion
 
@@ -22,20 +24,28 @@ def latency_s(cluster: Cluster, constants: Constants) -> float:
     return constants.latency if cluster.device.latency is None else cluster.device.latency
 
 
-def gather_s(num_bytes: float, members: int, inside: int, cluster: Cluster, constants: Constants) -> float:
+def gather_s(
+    num_bytes: float, members: int, inside: int, cluster: Cluster, constants: Constants, *, of: Parted = "sum"
+) -> float:
     """Seconds of an all-gather or a reduce-scatter of `num_bytes` in all among `members`, `inside` of them on a host.
 
     Each host receives what its members lack, once, and spreads it over its links: (n - 1) / n of the bytes reach each
     member, (h - 1) / h of them each of h hosts. Groups of one host share its network. An all-reduce is two of these.
+    `of`: half of an all-reduce, or an all-gather or a reduce-scatter by itself, which may have rates of their own.
     """
     if members <= 1:
         return 0.0
     hosts = members / inside
-    local = num_bytes * (members - 1) / members / (cluster.device.link * constants.link)
+    device = cluster.device
+    own = {"gather": device.gather, "scatter": device.scatter}.get(of)
+    local = num_bytes * (members - 1) / members / (own or device.link * constants.link)
     groups = cluster.devices_per_host / inside
     network = cluster.network * constants.network
     remote = num_bytes * (hosts - 1) / hosts * groups / network if hosts > 1 else 0.0
-    return max(local, remote) + latency_s(cluster, constants) * (math.log2(members) + 1)
+    waiting = latency_s(cluster, constants) * (math.log2(members) + 1)
+    if own is not None and device.gather_latency is not None:
+        waiting = max(waiting, device.gather_latency)
+    return max(local, remote) + waiting
 
 
 def exchange_s(num_bytes: float, members: int, inside: int, cluster: Cluster, constants: Constants) -> float:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from paceline.plan import AllReduce, Gossip, LocalSGD, ParameterServer, PowerSGD
 from paceline.planner.case import Case
-from paceline.planner.collectives import exchange_s, gather_s, latency_s, sum_s
+from paceline.planner.collectives import Parted, exchange_s, gather_s, latency_s, sum_s
 from paceline.planner.constants import Constants
 from paceline.planner.offloading import offloading_of
 from paceline.planner.wire_costs import NUMBER_BYTES, WireTraffic, coding, traffic
@@ -140,8 +140,8 @@ def _within_replicas(case: Case, constants: Constants) -> _Within:
     # Frozen ones are gathered, and have no gradient.
     gathered, reduced = case.held_parameters * case.gathered_bytes, case.trained_parameters * case.reduced_bytes
 
-    def one_way(num_bytes: float, size: int) -> float:
-        return gather_s(num_bytes, size, axes.inside(size, axes.tensor, per_host), case.cluster, constants)
+    def one_way(num_bytes: float, size: int, of: Parted = "sum") -> float:
+        return gather_s(num_bytes, size, axes.inside(size, axes.tensor, per_host), case.cluster, constants, of=of)
 
     if not axes.zero:
         inside = axes.context * axes.experts
@@ -149,9 +149,12 @@ def _within_replicas(case: Case, constants: Constants) -> _Within:
         return _Within(behind_last_s=2 * one_way(reduced, inside) if apart else 0.0)
     group = _group_of(case)
     if axes.zero < 3:
-        return _Within(behind_last_s=one_way(gathered, group) + one_way(reduced, group), group=group)
+        return _Within(
+            behind_last_s=one_way(gathered, group, "gather") + one_way(reduced, group, "scatter"), group=group
+        )
     units = max(1.0, case.model.count / axes.stages)
-    gather, summed = (units * one_way(num_bytes / units, group) for num_bytes in (gathered, reduced))
+    gather = units * one_way(gathered / units, group, "gather")
+    summed = units * one_way(reduced / units, group, "scatter")
     return _Within(forward_s=gather, backward_s=gather + summed, group=group)
 
 

@@ -287,7 +287,9 @@ class Workload:
         num_bytes = case.micro_tokens * block.hidden * case.value_bytes
         inside = case.axes.inside(tensor, 1, case.cluster.devices_per_host)
         hidden = case.software.hides_tensor and case.axes.sequence
-        return 4 * gather_s(num_bytes, tensor, inside, case.cluster, constants) * (constants.exposed if hidden else 1.0)
+        both = gather_s(num_bytes, tensor, inside, case.cluster, constants, of="gather")
+        both += gather_s(num_bytes, tensor, inside, case.cluster, constants, of="scatter")
+        return 2 * both * (constants.exposed if hidden else 1.0)
 
     def _context_s(self, block: Block, constants: Constants) -> float:
         """Keys and values of all tokens, half of it behind attention."""
@@ -296,7 +298,7 @@ class Workload:
             return 0.0
         num_bytes = case.micro_tokens * axes.context * attention.kv_elements / axes.tensor * case.value_bytes
         inside = axes.inside(axes.context, axes.tensor, case.cluster.devices_per_host)
-        return gather_s(num_bytes, axes.context, inside, case.cluster, constants) / 2
+        return gather_s(num_bytes, axes.context, inside, case.cluster, constants, of="gather") / 2
 
     def _experts_s(self, block: Block, constants: Constants) -> float:
         """Tokens to their experts and back."""

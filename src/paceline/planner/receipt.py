@@ -192,23 +192,25 @@ def read_receipts(path: Path) -> list[Receipt]:
 def correction_of(receipts: Sequence[Receipt], model: str, plan: Plan, *, workers: int) -> Correction:
     """Return what receipts of a cluster say about a plan's steps on so many workers.
 
-    Receipts of this model and as many workers correct part by part. Compute and the optimizer: those with the nearest
-    micro-batch. Communication, as a share of what is predicted for it or as an addition, and memory: those with the
-    same cuts, and of these with the nearest micro-batch. Others of this model, or else of any, correct by the median of
-    measured over predicted steps.
+    Receipts of this model and as many workers correct part by part. Compute: those with the nearest micro-batch, and of
+    these those with the same cuts, if there are any. The optimizer and memory: those with the same cuts, or else all,
+    with the nearest micro-batch. Communication, as a share of what is predicted for it or as an addition: those with
+    the same cuts only, since others exchange other things. Others of this model, or else of any, correct by the median
+    of measured over predicted steps.
     """
     same = [one for one in receipts if one.model == model]
     there = [one for one in same if one.workers == workers]
     if there:
         micro = plan.batch.resolved_micro
+        alike = [one for one in there if _cuts(Plan.parse(one.plan)) == _cuts(plan)]
         close = _nearest(there, micro)
-        alike = [one for one in there if _cuts(Plan.parse(one.plan)) == _cuts(plan)] or there
-        rests = [_rest(one, _ratio(_nearest(there, one.micro), "compute")) for one in _nearest(alike, micro)]
-        weighed = [one for one in alike if one.measured_bytes is not None]
+        close = [one for one in close if one in alike] or close
+        rests = [_rest(one, _ratio([one], "compute")) for one in _nearest(alike, micro)] or [(1.0, 0.0)]
+        weighed = [one for one in alike or there if one.measured_bytes is not None]
         beyond = [one.measured_bytes - one.predicted_bytes for one in _nearest(weighed, micro) if one.measured_bytes]
         return Correction(
             compute=_ratio(close, "compute"),
-            optimizer=_ratio(close, "optimizer"),
+            optimizer=_ratio(_nearest(alike or there, micro), "optimizer"),
             communication=statistics.median(share for share, _ in rests),
             added_s=statistics.median(added_s for _, added_s in rests),
             added_bytes=statistics.median(beyond) if beyond else 0.0,

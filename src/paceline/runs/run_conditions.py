@@ -20,7 +20,7 @@ class RunConditions:
         self._pids: dict[int, int] = {}  # of this host's workers
         self._delays: dict[int, tuple[float, float]] = {}  # when steps began: the clock, and seconds without a core
         self._now: dict[int, tuple[float, float]] = {}
-        self.change = ""  # why not all steps had the same workers
+        self.change = ""  # why not all steps were alike
 
     def accept(self, item: Record | Step) -> None:
         """Note who takes part, and when steps begin."""

@@ -239,7 +239,7 @@ class RunPredictor:
         if facts["state"] == "failed":
             return "the run has failed"
         if self._conditions is not None and self._conditions.change:
-            return f"not all steps had the same workers: {self._conditions.change}"
+            return f"not all steps were alike: {self._conditions.change}"
         if 2 * found.disturbed > found.steps:
             return f"{found.disturbed} of {found.steps} steps were skipped, or held up by workers that came or went"
         if found.step is None or found.step.steps < LEAST_KEPT_STEPS:

@@ -415,7 +415,7 @@ def test_plans_are_run_and_ranked_by_what_was_measured(
     assert status == 0
     assert ran[0] == "replicas=1+shard=4+batch(micro=4)", "the script's plan is run first: the others learn from it"
     assert len(ran) == len(set(ran)) > 3
-    assert trials[0] == "4:12,1:6,2:6,8:6" and not any(trials[1:]), "the first one in other micro-batches, too"
+    assert trials[0] == "4:20,1:6,2:6,8:6" and not any(trials[1:]), "the first one in other micro-batches, too"
     table = out.split("the fastest first\n")[-1].split("\n\n")[0].splitlines()[1:]
     assert table[0].split()[:2] == ["300", "ms"]
     assert "stages" in table[-1]

@@ -156,6 +156,29 @@ def test_on_one_host_the_all_reduce_is_the_link(tmp_path: Path) -> None:
     assert cluster.device.link * built_in().constants.link == pytest.approx((1 << 26) / 0.1, rel=1e-3)
 
 
+def test_gathers_and_what_collectives_add_at_work_have_rates_of_their_own(tmp_path: Path) -> None:
+    def times(small_s: float, large_s: float) -> list[CollectiveTime]:
+        return [CollectiveTime(num_bytes=0, seconds=small_s), CollectiveTime(num_bytes=16_000_000, seconds=large_s)]
+
+    one = dataclasses.replace(
+        seen([worker(0), worker(3)], pairs=(), hosts=1),
+        all_reduce_at_work_s=2e-3,
+        gathers=times(1e-3, 9e-3),
+        reduce_scatters=times(1e-3, 17e-3),
+    )
+    path = tmp_path / "c.toml"
+    path.write_text(cluster_toml(one, name="here", when="2026-01-01"))
+    device = load_catalogue(path).devices["here"]
+    assert (device.gather, device.scatter) == (pytest.approx(1e9), pytest.approx(0.5e9)), "half of it reaches each"
+    assert (device.gather_latency, device.latency) == (pytest.approx(1e-3), pytest.approx(2e-3 / 2 / 2))
+    lines = list(report_lines(one, []))
+    assert "network  9.00 ms for an all-gather of 15.3 MiB" in lines
+    assert "network  2.00 ms that a small one adds between products" in lines
+    plain = dataclasses.replace(one, gathers=(), reduce_scatters=(), all_reduce_at_work_s=None)
+    path.write_text(cluster_toml(plain, name="here", when="2026-01-01"))
+    assert load_catalogue(path).devices["here"].gather is None
+
+
 def test_on_several_hosts_the_link_is_that_of_an_all_reduce_within_a_host(tmp_path: Path) -> None:
     both = dataclasses.replace(seen([worker(rank) for rank in range(4)], hosts=2), host_link=7e9)
     path = tmp_path / "c.toml"

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from paceline.errors import PlanError
-from paceline.events import Record, Regrouped, WorkerJoined, WorkerLost, WorkerStarted
+from paceline.events import MicroBatchHalved, Record, Regrouped, WorkerJoined, WorkerLost, WorkerStarted
 from paceline.monitor.records.steps import Step
 from paceline.plan import CommandPlan, Job, Plan
 from paceline.planner.receipt import read_receipts
@@ -393,6 +393,10 @@ def step(number: int) -> Step:
     ("event", "says"),
     [
         (WorkerLost(rank=1, host="a", step=3, reason="killed"), "worker 1 was lost"),
+        (
+            MicroBatchHalved(step=3, workers=[1], message="out of memory", before=8, after=4),
+            "micro-batches were halved in step 3",
+        ),
         (WorkerJoined(rank=2, pid=1, step=3, after_s=0.1), "worker 2 was taken in"),
         (
             Regrouped(causes=[], members=[0], step=3, detected_s=0.1, regrouped_s=0.1, steps_lost=0, holds=False),
@@ -405,7 +409,7 @@ def test_steps_of_other_workers_are_noticed(folder: Path, event: Any, says: str)
     predictor.conditions(2).accept(Record(1.0, None, event))
     assert len(predictor.rows(FACTS)) == 1
     made = RunReceipt.read(folder / "run" / "receipt.json")
-    assert made is not None and made.not_kept == f"not all steps had the same workers: {says}"
+    assert made is not None and made.not_kept == f"not all steps were alike: {says}"
 
 
 def test_how_long_workers_had_no_core_is_measured_from_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,16 @@ def test_a_gather_within_a_host_moves_what_each_lacks() -> None:
     assert gather_s(8e9, 1, 1, cluster(1), IDEAL) == 0.0
 
 
+def test_gathers_may_have_rates_of_their_own() -> None:
+    here = cluster(1)
+    device = dataclasses.replace(here.device, gather=10e9, scatter=5e9, gather_latency=0.5)
+    own = dataclasses.replace(here, device=device)
+    assert gather_s(8e9, 8, 8, own, IDEAL, of="gather") == pytest.approx(7e9 / 10e9 + 0.5, rel=1e-3)
+    assert gather_s(8e9, 8, 8, own, IDEAL, of="scatter") == pytest.approx(7e9 / 5e9 + 0.5, rel=1e-3)
+    assert gather_s(8e9, 8, 8, own, IDEAL) == gather_s(8e9, 8, 8, here, IDEAL), "an all-reduce has not"
+    assert gather_s(8e9, 8, 8, here, IDEAL, of="gather") == gather_s(8e9, 8, 8, here, IDEAL)
+
+
 def test_between_hosts_the_network_sets_the_pace() -> None:
     # 32 workers on 4 hosts, 8 together: each host lacks 3/4, once.
     assert gather_s(8e9, 32, 8, cluster(4), IDEAL) == pytest.approx(6e9 / 100e9, rel=1e-3)

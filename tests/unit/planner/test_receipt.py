@@ -136,12 +136,13 @@ def test_the_nearest_micro_batch_counts() -> None:
 
 def test_communication_is_that_of_the_same_cuts_and_compute_that_of_the_same_micro_batch() -> None:
     plain = receipt(micro=16, measured_parts={"compute": 1.6}, measured_s=1.65)
-    shards = receipt(plan="shard=2", measured_parts={"compute": 0.8}, measured_s=1.0)
+    shards = receipt(plan="shard=2", micro=16, measured_parts={"compute": 0.8}, measured_s=1.0)
     shard, whole = (correction_of([plain, shards], "m", of(16, one), workers=2) for one in ("shard=2", "replicas=2"))
-    assert shard.compute == whole.compute == pytest.approx(2.0)
+    assert (shard.compute, whole.compute) == (pytest.approx(1.0), pytest.approx(2.0))
     assert (shard.communication, shard.added_s) == (1.0, pytest.approx(1.0 - 0.8 - 0.1))
     assert (whole.communication, whole.added_s) == (pytest.approx(0.5), 0.0)
-    assert correction_of([plain], "m", of(16, "shard=2"), workers=2).communication == pytest.approx(0.5)
+    first = correction_of([plain], "m", of(16, "shard=2"), workers=2)
+    assert (first.compute, first.communication, first.added_s) == (pytest.approx(2.0), 1.0, 0.0), "no such exchange yet"
 
 
 def test_other_workers_and_other_models_correct_the_whole_step() -> None:

@@ -25,7 +25,8 @@ from paceline.units import count_text, duration_text
 
 __all__ = ["Verified", "print_receipt", "print_verified", "verified", "verified_plans"]
 
-STEPS = 12
+SETTLING = 10  # steps in which a run also compares digests of all parameters (worker.step.forward_writes)
+STEPS = SETTLING + 10
 SIZE_STEPS = 6  # of each further size of micro-batches
 MOST_SIZES = 4
 LIMIT_S = 300.0  # of one plan's run
@@ -85,7 +86,7 @@ def trial_of(plans: Sequence[PricedPlan]) -> str:
 
 def _steps_of(others: int) -> Iterator[range]:
     """The numbers of the steps of each size."""
-    yield range(1, STEPS + 1)
+    yield range(SETTLING + 1, STEPS + 1)
     for number in range(others):
         first = STEPS + number * SIZE_STEPS + 1
         yield range(first, first + SIZE_STEPS)
