@@ -18,7 +18,7 @@ class Correction:
     """By what seconds of compute, of the optimizer and of communication are multiplied, and what is added to each step
     and to a worker's memory.
 
-    `receipts`: from how many; `of`: whose they are, in words.
+    `receipts`: from how many; `of`: whose they are, in words; `is_same`: of the same model on as many workers.
     """
 
     compute: float = 1.0
@@ -28,6 +28,7 @@ class Correction:
     added_bytes: float = 0.0
     receipts: int = 0
     of: str = ""
+    is_same: bool = False
 
     def of_part(self, name: str) -> float:
         """The factor of one part."""

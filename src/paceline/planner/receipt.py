@@ -216,6 +216,7 @@ def correction_of(receipts: Sequence[Receipt], model: str, plan: Plan, *, worker
             added_bytes=statistics.median(beyond) if beyond else 0.0,
             receipts=len(close),
             of=f"this model on {workers} {'worker' if workers == 1 else 'workers'}",
+            is_same=True,
         )
     if not receipts:
         return UNCORRECTED

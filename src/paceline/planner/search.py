@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from paceline.plan import AllReduce, Batch, Compute, Layout, Plan, Raw, Sync, Wire
+from paceline.planner.bands import step_half_width
 from paceline.planner.case import Case
 from paceline.planner.cluster import Cluster
 from paceline.planner.constants import Calibration
@@ -41,7 +42,8 @@ SPREADS = {"none": 0.25, "memory none": 0.25}
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PricedPlan:
     """A plan with what it is predicted to cost, and whether it fits. `estimated` and `estimated_bytes` are the cost
-    model's own words, which `step` and `memory` correct by what was measured on the cluster.
+    model's own words, which `step` and `memory` correct by what was measured on the cluster. `half_width`: of the 80 %
+    band of the step's seconds, of the logarithm.
     """
 
     plan: Plan
@@ -51,6 +53,7 @@ class PricedPlan:
     fits: Verdict
     estimated: Prediction
     estimated_bytes: float
+    half_width: float
 
     @property
     def lacking_bytes(self) -> float:
@@ -90,6 +93,7 @@ def price(
         fits=verdict(case, memory, half_width=half_width),
         estimated=estimated,
         estimated_bytes=uncorrected.peak,
+        half_width=step_half_width(case, calibration, correction),
     )
 
 

@@ -12,6 +12,7 @@ from paceline.errors import PlanError
 from paceline.plan import AllReduce, Batch, Cast, Compute, Int8, Layout, LocalSGD, ParameterServer, Plan, Raw, Sparse
 from paceline.planner.cluster import Cluster, catalogue
 from paceline.planner.constants import built_in
+from paceline.planner.correction import UNCORRECTED, Correction
 from paceline.planner.lossy_plans import CLEARLY, MENU, lossy_plans, what_changes
 from paceline.planner.model_costs import ModelCosts, transformer
 from paceline.planner.plan_case import case_of, why_not_there
@@ -245,3 +246,21 @@ def test_where_no_number_of_workers_is_enough_that_is_said() -> None:
     plan = dataclasses.replace(PLAN, batch=Batch(size=2))
     assert least_workers(plan, HUGE, cluster, built_in()) is None
     assert "a smaller model, or devices of more memory" in remedy(plan, HUGE, cluster, built_in(), workers=2)
+
+
+def test_the_band_is_that_of_what_is_known() -> None:
+    plan, here = Plan(batch=Batch(size=64, micro=8)).resolve(8), catalogue().cluster("h100x8-ib")
+    processor = dataclasses.replace(here, device=dataclasses.replace(here.device, is_synchronous=True))
+    learned = Correction(receipts=2, is_same=True)
+    others = Correction(receipts=2)
+
+    def width(cluster: Cluster, correction: Correction = UNCORRECTED) -> float:
+        return price(plan, GPT, cluster, built_in(), workers=8, correction=correction).half_width
+
+    spreads = built_in().spreads
+    assert (width(here), width(here, others), width(here, learned)) == (
+        spreads["none"],
+        spreads["none"],
+        spreads["receipt"],
+    )
+    assert width(processor) > width(processor, learned) > width(here, learned), "a processor is known less well"

@@ -45,7 +45,11 @@ def write_growth(path: Path, subject: Subject, clusters: Sequence[NamedCluster])
     workers can share it.
     """
     curves = [(where.name, _best(subject, where), _own(subject, where)) for where in clusters]
-    path.write_text(_drawing(curves, subject), encoding="utf-8")
+    widest = max(
+        subject.price(subject.plan, _with_hosts(where, subject.workers), workers=subject.workers).half_width
+        for where in clusters
+    )
+    path.write_text(_drawing(curves, subject, widest), encoding="utf-8")
     most = max(workers for _, best, own in curves for workers, _ in (*best, *own))
     print(f"growth   {path}: samples per second on up to {most:g} workers")
 
@@ -81,14 +85,14 @@ def _with_hosts(where: NamedCluster, workers: int) -> Cluster:
     return dataclasses.replace(where.cluster, hosts=math.ceil(workers / where.cluster.devices_per_host))
 
 
-def _drawing(curves: Sequence[tuple[str, Curve, Curve]], subject: Subject) -> str:
+def _drawing(curves: Sequence[tuple[str, Curve, Curve]], subject: Subject, half_width: float) -> str:
     points = [point for _, best, own in curves for point in (*best, *own)]
     if not points:
         raise PlanError(
             f"No plan of up to {MOST} workers fits these clusters with a batch of {subject.plan.batch.size}: nothing "
             "can be drawn. Ask with --fits what would fit."
         )
-    band = math.exp(subject.calibration.spreads["none"])
+    band = math.exp(half_width)
     numbers = sorted({int(workers) for workers, _ in points})
     rates = [rate for _, rate in points]
     x = _Axis(low=numbers[0] / 1.15, high=numbers[-1] * 1.15, start=LEFT, stop=WIDTH - RIGHT)

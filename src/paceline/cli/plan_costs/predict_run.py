@@ -42,11 +42,12 @@ def predict_run(
 
     found = inspect_script(script, args=args, plan=plan, workers=workers, rank=None)
     subject = Subject.of(found).corrected(where)
+    priced = subject.price(subject.plan, where.cluster, workers=subject.workers)
     return PredictedStep.of(
         subject.signature,
-        subject.price(subject.plan, where.cluster, workers=subject.workers),
+        priced,
         subject.correction(subject.plan, workers=subject.workers),
-        wide=math.exp(subject.calibration.spreads["none"]),
+        wide=math.exp(priced.half_width),
         remarks=subject.remarks,
     )
 

@@ -10,7 +10,6 @@ from paceline import config
 from paceline.cli.plan_costs.subject import Subject
 from paceline.errors import PlanError
 from paceline.plan import Compute, Plan
-from paceline.planner.constants import Calibration
 from paceline.planner.data_parallel import sent_bytes
 from paceline.planner.goodput import goodput
 from paceline.planner.lossy_plans import LossyPlan, what_changes
@@ -74,7 +73,7 @@ def print_prediction(
         told = "1 receipt" if correction.receipts == 1 else f"{correction.receipts} receipts"
         print(f"         corrected by {told} of {correction.of} on this cluster")
     own = subject.price(subject.plan, where.cluster, workers=subject.workers)
-    print(*_step_lines(own, subject.calibration), sep="\n")
+    print(*_step_lines(own), sep="\n")
     print(*memory_lines(own), sep="\n")
     share = 1.0
     if mtbf_s is not None:
@@ -103,8 +102,8 @@ def print_prediction(
     return own.fits != "does not fit"
 
 
-def _step_lines(one: PricedPlan, calibration: Calibration) -> Iterator[str]:
-    wide = math.exp(calibration.spreads["none"])
+def _step_lines(one: PricedPlan) -> Iterator[str]:
+    wide = math.exp(one.half_width)
     step = one.step.step_s
     yield (
         f"step     {duration_text(step)} (80 % band: {duration_text(step / wide)} to {duration_text(step * wide)}), "
