@@ -18,6 +18,7 @@ __all__ = [
     "machine_load",
     "memory_limit_bytes",
     "oom_kills",
+    "oom_kills_here",
     "oom_likely",
 ]
 
@@ -98,6 +99,18 @@ def oom_kills(root: Path = ROOT) -> int | None:
         counts += [_field(group / "memory.events", "oom_kill"), _field(group / "memory.oom_control", "oom_kill")]
     known = [count for count in counts if count is not None]
     return sum(known) if known else None
+
+
+def oom_kills_here(root: Path = ROOT) -> int | None:
+    """Return how many processes the kernel has killed for memory in this process's control group and below; on the
+    whole machine where no group counts them; None if unknown.
+    """
+    for group in _groups(root):
+        for name in ("memory.events", "memory.oom_control"):
+            count = _field(group / name, "oom_kill")
+            if count is not None:
+                return count
+    return _field(root / "proc/vmstat", "oom_kill")
 
 
 def _groups(root: Path) -> list[Path]:

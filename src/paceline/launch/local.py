@@ -128,6 +128,7 @@ def launch(
             plan=plan,
             given=given,
             begins_at=None if restart_plan is None else restart_plan.begins_at,
+            micro=None if restart_plan is None else restart_plan.micro,
         )
         stack.callback(ControlSocket(loop, node_role.answer_command).close)
         assignments = assign(template, node_role.ranks)

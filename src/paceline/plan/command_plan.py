@@ -25,7 +25,7 @@ class CommandPlan:
     """What command and job file say: a whole plan, which wins over the script's, or only some values of it.
 
     With a whole plan the values of `--set` are in it. Without one they are settings for the plan of the script.
-    `is_chosen`: not by the user: for plan="auto", or with smaller micro-batches after a step ran out of memory.
+    `is_chosen`: the plan was chosen for plan="auto", from the script's own.
     """
 
     whole: Plan | None = None
@@ -49,13 +49,6 @@ class CommandPlan:
     def over(self, script: Plan | None) -> Plan:
         """Return the plan of the run, where the script's own call has this plan; the command's word wins."""
         return self.whole if self.whole is not None else with_settings(script or Plan(), self.settings)
-
-    def with_micro(self, samples: int) -> CommandPlan:
-        """Return the same with micro-batches of so many samples."""
-        setting = Setting(("batch", "micro"), samples)
-        if self.whole is not None:
-            return dataclasses.replace(self, whole=with_settings(self.whole, (setting,)), is_chosen=True)
-        return dataclasses.replace(self, settings=(*self.settings, setting))
 
     def replaced(self, script: Plan) -> str:
         """Return a sentence about the parts of a script's plan that a whole plan replaces; "" where none is."""

@@ -185,6 +185,7 @@ class Assignment:
         int, ...
     ] = ()  # inherited: memory for its snapshots, and what it begins with (paceline.comm.memory_checkpoint)
     begins_at: int | None = None  # with the state after this step, which is in the last of them
+    micro: int | None = None  # samples of a micro-batch, if the memory was too little for the plan's
     joins: bool = False  # it comes later: the others are at work, and it is taken in between two of their steps
     incarnation: int = 0  # of its replica: how many were started before, of any number
 

@@ -101,6 +101,11 @@ class Attempt:
         self._hang_monitor: HangMonitor | None = None
 
     @property
+    def micro(self) -> int | None:
+        """Samples of a micro-batch with which this attempt began, if they are fewer than the plan's."""
+        return None if self._restart_plan is None else self._restart_plan.micro
+
+    @property
     def directory(self) -> Path:
         return self.run_dir / f"attempt_{self.number}"
 
@@ -172,7 +177,7 @@ class Attempt:
             job, given = dataclasses.replace(job, fresh=False), (*given, "fresh")
         return Attempt(
             dataclasses.replace(job, run_dir=str(self.run_dir)),
-            plan=self._plan if begins_by.micro is None else self._plan.with_micro(begins_by.micro),
+            plan=self._plan,
             given=given,
             command_started=begins_by.lost_at,
             function=self._function,

@@ -57,14 +57,16 @@ def run_with_restarts(
             if outcome.recoverable_loss is None:
                 return None
             is_smaller = outcome.recoverable_loss.micro is not None  # which it can become only so often
-            if not (budget.allows(at_step) or is_smaller):
+            if not (is_smaller or budget.allows(at_step)):
                 attempt.say(
                     f"the workers have begun again {MAX_RESTARTS_WITHOUT_PROGRESS} times in a row, and none came "
                     f"beyond step {budget.furthest}: the run ends"
                 )
                 return None
             on_disk = _on_disk(attempt, before=before)
-            return restart_decision(outcome.recoverable_loss, most=most, on_disk=on_disk, at_step=at_step)
+            return restart_decision(
+                outcome.recoverable_loss, most=most, on_disk=on_disk, at_step=at_step, micro=attempt.micro
+            )
 
         while True:
             outcome = attempt.run(warm, retained=retained, judge=judge)
@@ -97,10 +99,13 @@ def newest_state_source(in_memory: int | None, on_disk: int | None) -> tuple[str
     return ("disk", on_disk) if on_disk else ("nothing", 0)
 
 
-def restart_decision(recoverable_loss: RecoverableLoss, *, most: int, on_disk: int | None, at_step: int) -> RestartPlan:
+def restart_decision(
+    recoverable_loss: RecoverableLoss, *, most: int, on_disk: int | None, at_step: int, micro: int | None = None
+) -> RestartPlan:
     """Return how all workers restart on the remaining hosts: from which state, and which rank runs where.
 
-    `most` is the number of workers with which the run began; `on_disk` is the step of the newest checkpoint.
+    `most` is the number of workers with which the run began; `on_disk` is the step of the newest checkpoint. `micro`:
+    the samples of a micro-batch so far, if a restart has made them fewer.
     """
     each, hosts = recoverable_loss.workers_each, recoverable_loss.hosts
     in_memory = newest_step(
@@ -130,6 +135,7 @@ def restart_decision(recoverable_loss: RecoverableLoss, *, most: int, on_disk: i
         workers_each=each,
         least=recoverable_loss.least,
         keeps=recoverable_loss.keeps,
+        micro=recoverable_loss.micro or micro,
     )
 
 

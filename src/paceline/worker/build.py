@@ -84,7 +84,7 @@ class _Builder:
         self._mode = step_mode_for(plan)
         self._scope = self._mode.scope(plan, place)
         self._own = self._scope.place
-        self._sizes = MicroBatchSize(plan.batch)
+        self._sizes = MicroBatchSize(plan.batch, start=files.assignment.micro)
         self._loop: TrainingLoop  # set by `connect`
 
     def build(self) -> WorkerParts:

@@ -14,6 +14,8 @@ import pytest
 
 import lasting
 import quick
+from paceline.checkpoint.checkpoint_dir import find
+from paceline.checkpoint.reader import open_checkpoint
 from paceline.monitor.audit.audit import audit
 from programs import PACELINE, child_environment, losses, record, run
 
@@ -114,6 +116,10 @@ def test_a_plain_loop_goes_on_from_what_is_on_disk_or_begins_again(tmp_path: Pat
     assert re.search(AGAIN.format(2) + how, output), output
     assert losses(tmp_path / "r") == pytest.approx(undisturbed(), rel=1e-9)
     assert audit(tmp_path / "r").is_clean and len(record(tmp_path / "r")["attempts"]) == 2
+    if saves:  # whatever goes on from there has the smaller size
+        newest = find(tmp_path / "r" / "checkpoints").newest
+        assert newest is not None
+        assert open_checkpoint(newest).state["micro_batch"] == {"planned": 4, "samples": 2}
 
 
 def test_a_newcomer_to_an_elastic_run_has_the_micro_batches_of_the_others(tmp_path: Path) -> None:

@@ -134,3 +134,14 @@ def test_what_every_host_is_told_survives_the_way(workers_each: int | None) -> N
     assert back.may_restart and back.restart_plan is not None
     assert json.dumps(back.restart_plan.to_json()) == json.dumps(found.to_json())
     assert newest_step(hosts[0].snapshots, 2, workers_each=workers_each) == 10
+
+
+def test_smaller_micro_batches_stay_through_later_restarts() -> None:
+    hosts = (host(0, range(0, 2)),)
+    short = RecoverableLoss(causes=("too little",), lost=(), workers=2, hosts=hosts, micro=4)
+    first = restart_decision(short, most=2, on_disk=None, at_step=3)
+    assert (first.micro, first.restarted.micro) == (4, 4)
+    lost = RecoverableLoss(causes=("it broke",), lost=(1,), workers=2, hosts=hosts)
+    later = restart_decision(lost, most=2, on_disk=None, at_step=5, micro=first.micro)
+    assert (later.micro, later.restarted.micro) == (4, None), "it is not why they begin again"
+    assert RestartPlan.from_json(json.loads(json.dumps(later.to_json()))) == later

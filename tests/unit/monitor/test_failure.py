@@ -14,7 +14,7 @@ import pytest
 
 import paceline
 from paceline.errors import WorkerError
-from paceline.host_memory import memory_limit_bytes, oom_kills, oom_likely
+from paceline.host_memory import memory_limit_bytes, oom_kills, oom_kills_here, oom_likely
 from paceline.monitor.records.failure import Failure, explain, headline, root_cause
 from paceline.runs.own_frames import error_text
 
@@ -326,6 +326,7 @@ def test_control_groups_v2_are_read_up_to_the_top(tmp_path: Path) -> None:
     )
     assert memory_limit_bytes(system) == 24 * GiB
     assert oom_kills(system) == 5
+    assert oom_kills_here(system) == 3, "of the nearest group that counts; others' kills on the machine are not ours"
 
 
 def test_control_groups_v1_are_read_also_where_the_own_place_is_not_mounted(tmp_path: Path) -> None:
@@ -339,7 +340,7 @@ def test_control_groups_v1_are_read_also_where_the_own_place_is_not_mounted(tmp_
         },
     )
     assert memory_limit_bytes(system) == 8 * GiB
-    assert oom_kills(system) == 4
+    assert oom_kills(system) == oom_kills_here(system) == 4
 
 
 def test_no_limit_means_the_machine_s_memory_and_no_files_mean_not_known(tmp_path: Path) -> None:

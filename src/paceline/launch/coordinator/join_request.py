@@ -148,7 +148,7 @@ class JoinRequest:
         self.close()
 
 
-PROTOCOL = 7  # version of the messages between hosts; raised when they change
+PROTOCOL = 8  # version of the messages between hosts; raised when they change
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

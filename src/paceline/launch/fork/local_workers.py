@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from paceline import clock
 from paceline.comm.flight_recorder import STACK_SIGNAL
 from paceline.errors import LaunchError
-from paceline.host_memory import lacks_memory, oom_kills
+from paceline.host_memory import lacks_memory, oom_kills_here
 from paceline.launch.fork.warm_parent_client import WarmParent
 from paceline.launch.io.event_loop import EventLoop, MessageStream
 from paceline.launch.job.outcome import STUCK, WorkerExit, lost_worker, read_error
@@ -33,6 +33,7 @@ __all__ = ["LocalWorkers", "LocalWorkersListener"]
 
 MAX_PARENT_RESTARTS = 3  # of a warm parent that was lost, in one attempt
 MEMORY_REMEDY = "There was not enough memory: free some, or raise the limit (ulimit -v, the container's)"
+OOM_LOOK_S = 5.0  # between two looks at how many processes the kernel has killed for want of memory
 KILL_TIMEOUT_S = 2.0  # a worker that has not ended this long after SIGKILL counts as stuck
 
 
@@ -87,7 +88,8 @@ class LocalWorkers:
         self._parent_loss = ""  # how the warm parent was lost for good
         self._num_parent_restarts = 0
         self._is_ending = False
-        self._oom_kills = oom_kills()  # of this host so far
+        self._oom_kills = [oom_kills_here()] * 2  # until some seconds ago, and a moment later
+        self._oom_look_at = 0.0
         self._kill_at: float | None = None
         self._give_up_at: float | None = None
 
@@ -215,6 +217,9 @@ class LocalWorkers:
 
     def tick(self, now: float) -> None:
         """Report workers that could not be started or are stuck, and send SIGKILL when the grace time is over."""
+        if now >= self._oom_look_at:
+            self._oom_look_at = now + OOM_LOOK_S
+            self._oom_kills = [self._oom_kills[1], oom_kills_here()]
         if self._memory_checkpoints is not None:
             self._memory_checkpoints.tidy()
         for worker in tuple(self._unstarted):
@@ -396,10 +401,14 @@ class LocalWorkers:
         )
 
     def _was_out_of_memory(self, signum: int | None) -> bool:
-        """Whether this worker's end is one that the kernel has counted as such."""
-        before, self._oom_kills = self._oom_kills, oom_kills()
-        is_counted = before is not None and self._oom_kills is not None and self._oom_kills > before
-        return signum == signal.SIGKILL and not self._is_ending and is_counted
+        """Whether this worker's end is one that the kernel has counted as such in the last seconds."""
+        if signum != signal.SIGKILL or self._is_ending:
+            return False
+        before, now = self._oom_kills[0], oom_kills_here()
+        if before is None or now is None or now <= before:
+            return False
+        self._oom_kills = [one if one is None else one + 1 for one in self._oom_kills]  # it explains one end
+        return True
 
     def _report_lost(self, worker: int, kind: str, message: str, *, echo: bool = False) -> None:
         self._report(

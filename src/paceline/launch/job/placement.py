@@ -52,6 +52,7 @@ def assignment_template(
     plan: CommandPlan | None = None,
     given: Sequence[str] = (),
     begins_at: int | None = None,
+    micro: int | None = None,
 ) -> Assignment:
     """Return the assignment of all workers of one host, without their ranks; `job.workers` must be known."""
     if job.workers is None:
@@ -74,6 +75,7 @@ def assignment_template(
         plan=plan or CommandPlan(),
         given=tuple(given),
         begins_at=begins_at,
+        micro=micro,
     )
 
 

@@ -173,6 +173,7 @@ class RestartPlan:
     workers_each: int | None = None  # workers of each elastic replica; None: the number of replicas is fixed
     least: int = 1  # fewest elastic replicas
     keeps: bool = True  # workers keep snapshots in memory from the start, as before
+    micro: int | None = None  # samples of a micro-batch, since the memory was too little for the plan's
 
     @property
     def workers(self) -> int:
@@ -207,4 +208,5 @@ class RestartPlan:
             workers_each=data["workers_each"],
             least=int(data["least"]),
             keeps=bool(data["keeps"]),
+            micro=None if data["micro"] is None else int(data["micro"]),
         )

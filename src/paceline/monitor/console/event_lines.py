@@ -134,9 +134,10 @@ def wire_cost_text(judged: WireJudged) -> str:
 def halved_text(halved: MicroBatchHalved) -> str:
     """Return "worker 1 ran out of memory in step 3 (can't allocate memory): the step runs again with micro-batches of 4
     samples, not 8, on all workers"."""
-    error = printable(halved.message)[:MESSAGE_WIDTH]
+    error = f" ({printable(halved.message)[:MESSAGE_WIDTH]})" if halved.message else ""
+    subject = workers_text(halved.workers) if halved.workers else "a worker that was lost then"
     return (
-        f"{workers_text(halved.workers)} ran out of memory in step {halved.step} ({error}): the step runs again with "
+        f"{subject} ran out of memory in step {halved.step}{error}: the step runs again with "
         f"{_micro_text(halved.after)}, not {halved.before}, on all workers"
     )
 

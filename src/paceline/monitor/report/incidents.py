@@ -221,12 +221,13 @@ def _replaced(attempt: int, when: float, replaced: ServerReplaced) -> Incident:
 
 def _halved(attempt: int, when: float, halved: MicroBatchHalved) -> Incident:
     samples = f"{halved.after} sample{'s' if halved.after > 1 else ''}"
+    short = workers_text(halved.workers) if halved.workers else "a lost worker"
     return Incident(
         kind="memory",
         attempt=attempt,
         began=when,
         went_on=when,
-        causes=[f"{workers_text(halved.workers)} ran out of memory; micro-batches of {samples}, not {halved.before}"],
+        causes=[f"{short} ran out of memory; micro-batches of {samples}, not {halved.before}"],
         step=halved.step - 1,
         at_step=halved.step,
     )

@@ -56,6 +56,7 @@ class GradientReducer(GradientBuckets):
     _metadata_bucket: AnyBucket | None = None  # with which the step metadata travels
     _used: Mapping[int, bool] = MappingProxyType({})  # by place in `_all`: by any worker, in the last gradient pass
     _square: float | None = None  # of the norm of the last gradient pass's sums, until they are changed
+    is_departing = False  # a bucket is being sent in backward; still True where that has failed
     _armed = False
     _finite_check: NonFiniteCheck | None = None
 
@@ -70,7 +71,7 @@ class GradientReducer(GradientBuckets):
         self.drop()
         if self._finite_check is not None:
             self._finite_check.begin()
-        self._armed = False
+        self._armed = self.is_departing = False
         self._gradient_pass, self._step = gradient_pass, step
         self.parts, self.measured_square, self._square = [], None, None
         self._measures = measures
@@ -408,7 +409,9 @@ class GradientReducer(GradientBuckets):
             and self._pending[self._queue[self._num_departed]] == 0
         ):
             try:
+                self.is_departing = True
                 self._depart_next()
+                self.is_departing = False
             except Disrupted as disruption:  # not raised in backward, which is the user's code
                 self._pipeline.notice(disruption)
         self._ready.add(place)

@@ -301,6 +301,12 @@ class BatchStream:
             return
         self._open_iterable(batch.epoch, batch.start)
         counted: StepItems = next(self._items)
+        if counted.num_samples != batch.num_samples:
+            raise SyncError(
+                f"step {batch.step} is taken again, and the iterable dataset of stream {self.source.name!r} gave "
+                f"{counted.num_samples} items for it, not {batch.num_samples} as before: it must give the same items "
+                "in the same order each time it is read. Seed it, and sort its files"
+            )
         parts = iter(counted.data)
         batch.reassign(lambda: next(parts), **share)
 

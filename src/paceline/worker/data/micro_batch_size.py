@@ -14,9 +14,11 @@ __all__ = ["MicroBatchSize"]
 class MicroBatchSize:
     """The size of micro-batches now, equal on all workers. It is part of the run's state."""
 
-    def __init__(self, planned: Batch) -> None:
+    def __init__(self, planned: Batch, *, start: int | None = None) -> None:
+        """`start`: the size to begin with, where that is known to be smaller than the plan's."""
         self._planned = planned.resolved_micro
-        self.batch = dataclasses.replace(planned, micro=self._planned)  # the plan's, in micro-batches of now
+        now = min(start or self._planned, self._planned)
+        self.batch = dataclasses.replace(planned, micro=now)  # the plan's, in micro-batches of now
         self.changed: Callable[[], None] = lambda: None  # called after each change
 
     @property
@@ -38,9 +40,9 @@ class MicroBatchSize:
         return {"planned": self._planned, "samples": self.samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned, unless the plan has been given another size since."""
+        """Take over what `state_dict` returned if it is smaller, unless the plan has been given another size since."""
         if state["planned"] == self._planned:
-            self.take(state["samples"])
+            self.take(min(state["samples"], self.samples))
 
     def take(self, samples: int) -> None:
         """From now on each micro-batch has so many samples. All workers call it."""

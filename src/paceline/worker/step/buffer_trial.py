@@ -8,7 +8,6 @@ the run before its first step is taken.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Sequence
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.group import WorkerGroup
+from paceline.host_memory import is_out_of_memory
 from paceline.plan import Plan
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.step.buffer_queue import QueueForm, find_queue, merged_queue, written_rows
@@ -165,8 +165,11 @@ class BufferTrials:
             for owner in dict.fromkeys(one.module for one in buffers):
                 if calls := self._runs.calls_of(owner):
                     own = [one for one in buffers if one.module is owner]
-                    with contextlib.suppress(Exception):  # a part of a model may need what is around it
+                    try:
                         found |= self._trial(batch, own, calls)
+                    except Exception as error:  # a part of a model may need what is around it
+                        if is_out_of_memory(error):
+                            raise
         return {one.key: found[one.key] for one in buffers if one.key in found and _is_seen(one, found[one.key])}
 
     def _trial(

@@ -154,7 +154,11 @@ class StepExecutor:
             self._begin_trials(forward, loss_of=forward)
             with self._preserved_random_state:
                 for number, (read, micro, is_void) in enumerate(batch.runs()):
-                    data = to_device(batch.read(read), self._device, input_dtype(self._precision))
+                    data: Any = None
+                    with self.shortage.survived():
+                        data = to_device(batch.read(read), self._device, input_dtype(self._precision))
+                    if self.shortage.text:
+                        break
                     batch.is_void = is_void
                     self._open_micro(batch, micro, gradients, is_last=number == batch.num_runs - 1)
                     with computing(self._precision, self._device), self._draws(batch, micro):
@@ -226,6 +230,7 @@ class StepExecutor:
         self._batch, self._gradients, self.outcome, self._losses = batch, gradients, None, []
         self._ran, self.broken, self.nonfinite_gradients, self.penalty = [], (), None, 0.0
         self.shortage.text, self._has_begun = "", True
+        self.shortage.is_torn = lambda: gradients.is_departing
         self._waited_before_s = self._waited_s()
         is_due = batch.step <= NOISE_EACH or batch.step % NOISE_EVERY == 0
         measures = self._measures_noise and is_due and batch.num_passes == 0  # further passes have other losses
@@ -345,6 +350,8 @@ class StepExecutor:
         """Sum gradients and metadata over the workers, judge the step, and vote; buffers change after the vote."""
         if self.shortage.text:
             self._losses = []
+            if self._device.type == "cuda":  # the sums need some memory, too
+                torch.cuda.empty_cache()
         elif self.shards.reduces_on_last_pass and self._losses and not self._is_backward_done:
             raise RuntimeError(
                 "worker.backward() was not called for the step's last micro-batch, and with Layout(zero=1) gradients "

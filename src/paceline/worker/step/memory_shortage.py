@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+import torch.distributed as dist
 
 from paceline.comm.group import Disrupted
 from paceline.host_memory import is_out_of_memory
@@ -42,6 +44,7 @@ class MemoryShortage:
         self.halves = plan.guard.on_out_of_memory == "halve"  # where micro-batches have more than one sample
         self._is_whole = isinstance(plan.sync, AllReduce) and not is_split
         self.text = ""  # the error, where this worker got no memory
+        self.is_torn: Callable[[], bool] = lambda: False  # whether an exchange has failed half way
 
     @property
     def can_halve(self) -> bool:
@@ -64,7 +67,8 @@ class MemoryShortage:
                 raise
             if self.halves and not self.can_halve and AT_LEAST not in getattr(error, "__notes__", ()):
                 error.add_note(AT_LEAST)
-            if not (self.can_halve and self._is_whole):
+            is_alone = not (isinstance(error, dist.DistError) or self.is_torn())
+            if not (self.can_halve and self._is_whole and is_alone):
                 raise
             self.text = _sentence(str(error))  # not the error itself: it holds frames, and their tensors
 

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.comm.group import Disrupted, WorkerGroup
 from paceline.errors import PlanError, Reason
+from paceline.host_memory import is_out_of_memory
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.step.kept_state import Keeper, Restore
 from paceline.worker.step.plain_state import Grown, Scan, changed_places, is_generator
@@ -214,6 +215,8 @@ class _Trial:
         except Disrupted:
             raise
         except Exception as error:  # a forward may do anything when it is run once more
+            if is_out_of_memory(error):
+                raise
             self._require_independence(error)
             return None
         if not self._references[0]:
@@ -269,6 +272,8 @@ class _Trial:
         except Disrupted:
             raise
         except Exception as error:  # whatever the model says about what does not fit
+            if is_out_of_memory(error):
+                raise
             self._require_independence(error)
             return []
 
