@@ -137,6 +137,7 @@ def test_where_other_hosts_do_not_see_the_runs_directory_all_save_on_the_coordin
 
 
 @needs_network
+@pytest.mark.further
 def test_two_of_three_hosts_leave_one_after_the_other_and_the_third_goes_on(
     hosts: list[NamespaceHost], tmp_path: Path
 ) -> None:

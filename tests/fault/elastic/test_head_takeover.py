@@ -44,6 +44,7 @@ def test_the_coordinators_host_is_lost_and_the_other_one_goes_on_without_it(
 
 
 @needs_network
+@pytest.mark.further
 def test_the_one_that_has_taken_over_is_lost_too_and_a_host_that_comes_back_joins_the_third(
     hosts: list[NamespaceHost], tmp_path: Path
 ) -> None:

@@ -93,7 +93,8 @@ def undisturbed() -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "layout", ["shard=2", quick.further("tensor=2"), "stages=2", quick.further("shard=2+localsgd(every=2)")]
+    "layout",
+    ["shard=2", quick.further("tensor=2"), quick.further("stages=2"), quick.further("shard=2+localsgd(every=2)")],
 )
 def test_workers_of_a_split_replica_go_on_from_memory(tmp_path: Path, layout: str) -> None:
     code, output = told(tmp_path, layout, where="forward")

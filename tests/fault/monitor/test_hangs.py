@@ -66,6 +66,7 @@ from torch import nn
 from torch.distributed import all_gather
 
 import paceline
+import quick
 from paceline import Batch, Layout, Plan
 
 HOW, LIMIT_S = sys.argv[1], float(sys.argv[2])
@@ -359,7 +360,7 @@ def test_an_elastic_run_over_two_hosts_goes_on_without_a_worker_that_hangs(progr
     assert "finished at step 150" in ends[0][1] + ends[1][1]
 
 
-@pytest.mark.parametrize("how", ["slow", "fast"])
+@pytest.mark.parametrize("how", ["slow", quick.further("fast")])
 def test_a_slow_worker_is_named(program: Path, how: str) -> None:
     """Before the tests beside it: none is named where the workers wait for cores, and then the run is made again."""
     output, small = "", ("--set", "plan.batch.size=12") if how == "fast" else ()

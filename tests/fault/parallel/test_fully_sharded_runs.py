@@ -123,6 +123,7 @@ def test_a_killed_run_goes_on_from_its_newest_checkpoint(program: Path, tmp_path
     assert list(found.values()) == pytest.approx(losses(whole), rel=1e-5)
 
 
+@pytest.mark.further
 def test_a_killed_supervisor_costs_no_step(program: Path, tmp_path: Path) -> None:
     assert run(*PACELINE, "run", program, "--run-dir", "whole")[0] == 0
     again = (*PACELINE, "run", program, "--run-dir", "broken", "orphan")

@@ -72,6 +72,7 @@ def test_a_directory_whose_name_has_control_characters_is_gone_on_with(tmp_path:
     assert_goes_on(go_on(output), tmp_path / name)
 
 
+@pytest.mark.further
 def test_a_script_of_an_option_ends_and_goes_on_as_one_of_a_file(tmp_path: Path) -> None:
     code, output = run(sys.executable, "-c", TRAIN)
     assert code == 75, output

@@ -90,6 +90,7 @@ def test_every_mixture_trains_like_one_process(world: World, oracle: dict[str, A
     assert_same(world(in_one_epoch, workers_of(layout), plan_of(layout)), oracle)
 
 
+@pytest.mark.further
 def test_rows_stages_and_slices_at_once_train_like_one_process(world: World, oracle: dict[str, Any]) -> None:
     layout = Layout(shard=2, stages=2, context=2)
     for found in world(in_one_epoch, 8, plan_of(layout), max_steps=2, save_at_end=False):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+import quick
 from forked import WorkersFailed, World
 from paceline.comm.sharded_tensors import full_tensor
 from paceline.parallel.offload import optimizer_state as offloaded_state
@@ -126,7 +127,8 @@ def test_state_on_a_disk_changes_no_bit(tmp_path: Path, make: Any, dropout: floa
 
 
 @pytest.mark.parametrize(
-    ("first", "layout"), [("disk", Layout(replicas=2)), ("memory", Layout(replicas=2)), ("memory", Layout(shard=2))]
+    ("first", "layout"),
+    [("disk", Layout(replicas=2)), quick.further("memory", Layout(replicas=2)), ("memory", Layout(shard=2))],
 )
 def test_a_checkpoint_goes_on_wherever_the_state_is_kept_then(
     world: World, tmp_path: Path, first: str, layout: Layout

@@ -122,6 +122,7 @@ class Named(Net):
         self.head = Scores()
 
 
+@pytest.mark.further
 def test_two_names_of_a_tensor_of_the_last_stage_both_come_back(world: World, tmp_path: Path) -> None:
     def work(worker: Any) -> dict[int, float]:
         torch.manual_seed(3)

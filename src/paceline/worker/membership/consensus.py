@@ -446,7 +446,7 @@ class Consensus:
     def tell_micro_batch(self, samples: int) -> None:
         """Tell the coordinator how many samples a micro-batch has: after a worker that the kernel killed for want of
         memory, it restarts all with fewer."""
-        if self._coordinator is not None and not self._coordinator.is_orphaned:
+        if self._coordinator is not None:
             self._coordinator.tell("micro", samples=samples)
 
     def short_of_memory(self, cause: str, *, micro: int) -> None:

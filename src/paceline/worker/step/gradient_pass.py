@@ -426,10 +426,11 @@ class StepExecutor:
         mark = self.state.mark()
         of_optimizers = self.agreement.marks(salt=batch.serial)
         short = float(bool(self.shortage.text))
-        numbers = [serial, serial**2, trail, wish, short, loss, loss_rest, weight, weight_rest, *of_optimizers]
+        # Of these, four are of the chosen replicas only where some may be left out (`backup_workers.SUMMED`).
+        numbers = [serial, serial**2, trail, wish, loss, loss_rest, weight, weight_rest, short, *of_optimizers]
         numbers += [mark, *self.hooks.marks()]
         gradients.flush([*numbers, *self.buffers.marks()], weight=own_weight)
-        serials, squares, trails, wishes, shorts, loss, loss_rest, weight, weight_rest, *rest = gradients.collect()
+        serials, squares, trails, wishes, loss, loss_rest, weight, weight_rest, shorts, *rest = gradients.collect()
         if shorts:
             if not self._consensus.vote():
                 raise StepInvalidated("a member was lost before all knew: the pass is done again")
