@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import lasting
+import quick
 import warm
 from network_hosts import NamespaceHost, free_port, two_hosts
 from programs import PACELINE, Program, command, record, run, the_run
@@ -66,7 +67,6 @@ from torch import nn
 from torch.distributed import all_gather
 
 import paceline
-import quick
 from paceline import Batch, Layout, Plan
 
 HOW, LIMIT_S = sys.argv[1], float(sys.argv[2])
