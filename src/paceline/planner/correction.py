@@ -10,7 +10,7 @@ from paceline.planner.predict import Prediction
 __all__ = ["COMPUTE", "UNCORRECTED", "Correction"]
 
 # Parts that grow with the seconds of compute: the pipeline's bubble, and waiting for the slowest, are made of it.
-COMPUTE = ("products", "attention", "moves", "launches", "head", "recompute", "idle", "straggle")
+COMPUTE = ("products", "attention", "moves", "launches", "head", "recompute", "packing", "idle", "straggle")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

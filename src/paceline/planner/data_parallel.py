@@ -28,6 +28,9 @@ MASTER_BYTES, STEP_BYTES = 4.0, 8.0
 OUTER_BYTES, NESTEROV_BYTES = 48.0, 80.0
 MIX_BYTES = 8.0  # gossip's, per parameter: weights are copied, and the mix is installed
 PEER_BYTES = 20.0  # and scaled and added up, of each peer and of itself
+# Bytes that shards' gathers and reduce-scatters read and write beside, for each byte of the whole tensor: rows are
+# packed and unpacked, gradients divided. Measured on CPUs; elsewhere it is within what was fitted.
+PACKING = 6.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +45,7 @@ class Passes:
 
 
 def data_parallel_s(case: Case, constants: Constants, passes: Passes) -> dict[str, float]:
-    """Return the seconds of the parts "data", "coding", "offload" and "optimizer"."""
+    """Return the seconds of the parts "data", "packing", "coding", "offload" and "optimizer"."""
     # A device that computes in its own program communicates there, too: nothing is hidden within a step.
     q = 1.0 if case.cluster.device.is_synchronous else constants.overlap
     exposed = functools.partial(_exposed, q=q)
@@ -83,7 +86,9 @@ def data_parallel_s(case: Case, constants: Constants, passes: Passes) -> dict[st
     offload += case.micro_batches * (
         exposed(passes.forward_s, moving.forward_s) + exposed(passes.backward_s, moving.backward_s)
     )
-    return {"data": data, "coding": coded, "offload": offload, "optimizer": _optimizer_s(case)}
+    packing = inside.packed * PACKING / case.cluster.device.memory_bandwidth
+    found = {"data": data, "packing": packing, "coding": coded, "offload": offload}
+    return found | {"optimizer": _optimizer_s(case)}
 
 
 def _exposed(compute: float, communication: float, *, q: float) -> float:
@@ -127,12 +132,15 @@ def served_apart(case: Case, constants: Constants, parts: Mapping[str, float]) -
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Within:
-    """Seconds of what a replica's own workers exchange, by what may hide it; `group` of them split the parameters."""
+    """Seconds of what a replica's own workers exchange, by what may hide it; `group` of them split the parameters.
+    `packed`: bytes of a step that are packed and unpacked, on CPUs.
+    """
 
     forward_s: float = 0.0
     backward_s: float = 0.0
     behind_last_s: float = 0.0
     group: int = 1
+    packed: float = 0.0
 
 
 def _within_replicas(case: Case, constants: Constants) -> _Within:
@@ -148,14 +156,18 @@ def _within_replicas(case: Case, constants: Constants) -> _Within:
         apart = inside > 1 and not isinstance(case.sync, AllReduce)  # otherwise all workers sum at once
         return _Within(behind_last_s=2 * one_way(reduced, inside) if apart else 0.0)
     group = _group_of(case)
+    each = (2 * gathered + reduced) * case.micro_batches if axes.zero == 3 else gathered + reduced
+    packed = each if case.cluster.device.is_synchronous and group > 1 else 0.0
     if axes.zero < 3:
         return _Within(
-            behind_last_s=one_way(gathered, group, "gather") + one_way(reduced, group, "scatter"), group=group
+            behind_last_s=one_way(gathered, group, "gather") + one_way(reduced, group, "scatter"),
+            group=group,
+            packed=packed,
         )
     units = max(1.0, case.model.count / axes.stages)
     gather = units * one_way(gathered / units, group, "gather")
     summed = units * one_way(reduced / units, group, "scatter")
-    return _Within(forward_s=gather, backward_s=gather + summed, group=group)
+    return _Within(forward_s=gather, backward_s=gather + summed, group=group, packed=packed)
 
 
 def _group_of(case: Case) -> int:

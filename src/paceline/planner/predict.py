@@ -36,6 +36,7 @@ PARTS = {
     "sends": "exposed sends between stages",
     "idle": "the pipeline's bubble",
     "data": "exposed data-parallel communication",
+    "packing": "packing and unpacking what shards gather and sum",
     "coding": "coding what replicas send, and mixing it with what they have",
     "offload": "moving what is offloaded to the device and back",
     "optimizer": "the optimizer's step",

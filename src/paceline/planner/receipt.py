@@ -35,7 +35,7 @@ __all__ = [
 
 # What a worker's step log tells apart, and the predicted parts that go into it. Workers wait within communication.
 PARTS_OF: Mapping[str, tuple[str, ...]] = {
-    "compute": ("products", "attention", "moves", "launches", "head", "recompute"),
+    "compute": ("products", "attention", "moves", "launches", "head", "recompute", "packing"),
     "communication": ("tensor", "context", "experts", "sends", "data", "coding", "idle", "straggle"),
     "optimizer": ("optimizer", "offload"),
     "data": (),  # waiting for samples: not predicted
