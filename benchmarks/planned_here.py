@@ -100,6 +100,7 @@ def write(path: Path, model: str, workers: int, found: Sequence[Verified]) -> No
                 "plan": str(one.priced.plan),
                 "predicted_s": one.priced.step.step_s,
                 "predicted_parts": dict(one.priced.step.parts),
+                "predicted_bytes": one.priced.memory.peak,
                 "receipt": None if one.receipt is None else dataclasses.asdict(one.receipt),
                 "problem": one.problem,
             }

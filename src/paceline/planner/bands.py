@@ -10,7 +10,7 @@ __all__ = ["step_half_width"]
 
 # On CPUs, of the logarithm of predicted over measured seconds (docs/reference/benchmarks.md): before the model has run
 # there, when only the machine was measured; and after runs of the same model on as many workers.
-CPU_UNKNOWN, CPU_RECEIPTS = 0.75, 0.3
+CPU_UNKNOWN, CPU_RECEIPTS = 0.75, 0.21
 DEFAULT = 0.25
 
 
