@@ -25,7 +25,7 @@ from paceline.parallel.meta.meta_device import META, absent, swapped
 __all__ = ["fake_of", "fake_values", "fake_weights", "filled_weights", "shapes_only"]
 
 REGISTER = nn.Module.register_parameter  # torch's own
-EMPTY = torch.empty
+EMPTY: Any = torch.empty
 MOST_MADE = 1 << 30  # elements of a tensor that is made with its memory, to become a parameter
 NUMBER = 0.02  # neither 0, by which models may divide, nor large
 
