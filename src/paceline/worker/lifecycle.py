@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from paceline.comm.group import total
 from paceline.comm.memory_checkpoint import SnapshotSlot
 from paceline.events import Note
+from paceline.plan import Plan
 from paceline.worker.loop.training_loop import TrainingLoop
 from paceline.worker.parts import WorkerParts
 from paceline.worker.state.memory_checkpointing import read_state
@@ -26,6 +29,11 @@ class WorkerLifecycle:
     def step(self) -> int:
         """How many steps are committed, over all attempts."""
         return self._loop.step
+
+    @property
+    def plan(self) -> Plan:
+        """The run's plan in micro-batches of now, which may be smaller than it says."""
+        return dataclasses.replace(self._parts.plan, batch=self._parts.sizes.batch)
 
     def resume(self, begins_with: SnapshotSlot | None) -> None:
         """Go on from a memory checkpoint, or else from the run directory's newest checkpoint, if there is one."""

@@ -106,7 +106,7 @@ def run_worker(
                 timeout_s=job.timeout_s,
             )
             stack.push(lifecycle.ask_for_restart)
-            files.emit(_started(assignment, resolved, device=worker.device, step=worker.step))
+            files.emit(_started(assignment, lifecycle.plan, device=worker.device, step=worker.step))
             _warn_of_idle_gpus(assignment, job, files)
             _note_unused_values(assignment, files, plan, fields or {})
             try:

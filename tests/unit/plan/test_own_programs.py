@@ -15,6 +15,6 @@ def test_a_program_of_the_package_is_found_again_wherever_the_package_is() -> No
 
 
 def test_other_programs_keep_their_path() -> None:
-    for path in ("/work/train.py", "train.py", "paceline/train.py"):
+    for path in ("/data/train.py", "train.py", "paceline/train.py"):
         assert sent_program(path) == path
         assert program_here(path) == path

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from forked import WorkersFailed, World
-from paceline.events import MicroBatchHalved, decode
+from paceline.events import MicroBatchHalved, WorkerStarted, decode
 from paceline.monitor.audit.audit import audit
 from paceline.plan import AllReduce, Batch, Guard, Int8, Plan, PowerSGD, Sync, TopK, Wire
 from step_programs import Net, dataset, trained
@@ -135,6 +135,9 @@ def test_a_run_goes_on_in_the_micro_batches_that_it_had_unless_its_plan_says_oth
     world(program(place="forward"), 2, plan, max_steps=2)
     results = world(program(place="forward"), 2, plan, max_steps=4)
     assert [one["micro"] for one in results] == [ROOM, ROOM] and not halvings(world)
+    events = [decode(line).event for line in (world.worker_dir(0) / "events.jsonl").read_text().splitlines()]
+    plans = [one.plan for one in events if isinstance(one, WorkerStarted)]
+    assert plans == [f"replicas=2+batch(micro={ROOM})"], "what it tells is what it runs"
     other = world(program(), 2, Plan(batch=Batch(size=16, micro=8)))
     assert [one["micro"] for one in other] == [8, 8]
 
