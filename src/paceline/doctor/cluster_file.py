@@ -12,6 +12,7 @@ from paceline.planner.constants import Constants, built_in
 
 __all__ = ["cluster_toml"]
 
+LEAST_S = 1e-6  # that is told apart from nothing
 REFERENCE_WATTS = 400 / 312e12  # of an A100, for each operation: with it, no throttling is added to what was measured
 
 
@@ -52,6 +53,15 @@ def _lines(seen: Examination, name: str, when: str) -> Iterator[str]:
             yield f"{kind}_gb_s = {_parted_rate(times, len(seen.workers)) / 1e9:.4g}"
     if seen.gathers:
         yield f"gather_latency_us = {seen.gathers[0].seconds * 1e6:.4g}"
+    if seen.sharding:
+        first, last = seen.sharding[0], seen.sharding[-1]
+        for what, small_s, large_s in (
+            ("gather", first.gather_s, last.gather_s),
+            ("sum", first.sum_s, last.sum_s),
+        ):
+            yield f"shard_{what}_us = {max(small_s, LEAST_S) * 1e6:.4g}"
+            more_s = max(large_s - small_s, LEAST_S)
+            yield f"shard_{what}_gb_s = {(last.num_bytes - first.num_bytes) / more_s / 1e9:.4g}"
     if slowest.device == "cpu":
         yield f"runtime_gb = {max(one.runtime for one in seen.workers) / 1e9:.4g}"
         yield f"launch_us = {statistics.median(one.launch_s for one in seen.workers) * 1e6:.4g}"

@@ -22,6 +22,7 @@ from paceline.doctor.host_pairs import HostEnd, interface_of, rounds
 from paceline.doctor.measured import CollectiveTime, Examination, HostPair, WorkerRates, bus_bandwidth
 from paceline.doctor.meeting import Meeting
 from paceline.doctor.rates import attention_rate, launch_s, matmul_rates, memory_bandwidth, train_once
+from paceline.doctor.sharding_times import sharding_times
 from paceline.doctor.storage import disk_rates
 from paceline.host_memory import memory_limit_bytes
 from paceline.plan.job import Assignment
@@ -51,7 +52,13 @@ def examine(worker: paceline.Worker, *, seconds: float, pairs: Sequence[HostPair
         pairs = host_pairs(worker, assignment, seconds=seconds) if assignment.hosts > 1 else []
     found = _examination(assignment, workers, pairs, collectives, link, began)
     gathers, scatters = _gathers(worker)
-    return dataclasses.replace(found, all_reduce_at_work_s=at_work_s, gathers=gathers, reduce_scatters=scatters)
+    return dataclasses.replace(
+        found,
+        all_reduce_at_work_s=at_work_s,
+        gathers=gathers,
+        reduce_scatters=scatters,
+        sharding=sharding_times(worker),
+    )
 
 
 def examine_apart(

@@ -5,7 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-__all__ = ["CollectiveTime", "Examination", "HostPair", "ReadingRate", "ScriptReading", "WorkerRates", "bus_bandwidth"]
+__all__ = [
+    "CollectiveTime",
+    "Examination",
+    "HostPair",
+    "ReadingRate",
+    "ScriptReading",
+    "ShardingTime",
+    "WorkerRates",
+    "bus_bandwidth",
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +70,17 @@ class CollectiveTime:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ShardingTime:
+    """What a unit of a model with `num_bytes` of parameters adds to a step where it is split by rows: each time that it
+    is gathered, and each time that its gradients are summed.
+    """
+
+    num_bytes: int
+    gather_s: float
+    sum_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReadingRate:
     """How fast one worker gets its micro-batches of a script, with all others reading at the same time.
 
@@ -100,7 +120,8 @@ class Examination:
     """All of it; `took_s`: its seconds. `host_link`: bytes per second (busbw) of an all-reduce among the workers of a
     host, of several hosts; None on one host, and where hosts have one worker each.
     `all_reduce_at_work_s`: what a small one adds to workers that compute on their processors, on CPUs. There
-    `gathers` and `reduce_scatters` are those of torch.distributed, which shards and tensor-parallel workers use.
+    `gathers` and `reduce_scatters` are those of torch.distributed, which tensor-parallel workers use, and `sharding`
+    is of a model's units.
     """
 
     workers: Sequence[WorkerRates]
@@ -113,6 +134,7 @@ class Examination:
     all_reduce_at_work_s: float | None = None
     gathers: Sequence[CollectiveTime] = ()
     reduce_scatters: Sequence[CollectiveTime] = ()
+    sharding: Sequence[ShardingTime] = ()
 
     @property
     def per_host(self) -> int:

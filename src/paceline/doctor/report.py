@@ -33,6 +33,11 @@ def report_lines(seen: Examination, found: Sequence[ClusterFinding]) -> Iterator
     for kind, times in (("an all-gather", seen.gathers), ("a reduce-scatter", seen.reduce_scatters)):
         for one in times[-1:]:
             yield f"network  {duration_text(one.seconds)} for {kind} of {bytes_text(one.num_bytes)}"
+    for one in seen.sharding[-1:]:
+        yield (
+            f"sharding {duration_text(one.gather_s)} to gather {bytes_text(one.num_bytes)} of a model, "
+            f"{duration_text(one.sum_s)} to sum its gradients, with the copies around both"
+        )
     if seen.all_reduce_at_work_s is not None:
         yield f"network  {duration_text(seen.all_reduce_at_work_s)} that a small one adds between products"
     if seen.bus_bandwidth is not None:

@@ -26,6 +26,18 @@ BUILT_IN = Path(__file__).with_name("catalogue.toml")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Sharding:
+    """Measured in a step, with the copies around both: seconds of each unit that is gathered, and of each whose
+    gradients are summed, and the bytes per second of both beyond that.
+    """
+
+    gather_s: float
+    gather: float
+    sum_s: float
+    sum: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
     """An accelerator. Rates are bytes or operations per second, `link` in one direction to other devices of its host.
 
@@ -33,7 +45,8 @@ class Device:
     "vendor"), with half of the pairs of a causal model. `network` is what a host of such devices usually has.
     `host_link`: to the host's memory, for copies, in one direction. `gather` and `scatter`: bytes per second that reach
     a worker in an all-gather and a reduce-scatter among all of a host, and `gather_latency` the seconds of a small one,
-    where they differ from an all-reduce's (CPUs).
+    where they differ from an all-reduce's (CPUs). `sharding`: what splitting a model by rows adds to a step, where
+    nothing of it is hidden (CPUs).
     """
 
     name: str
@@ -54,6 +67,7 @@ class Device:
     gather: float | None = None
     scatter: float | None = None
     gather_latency: float | None = None
+    sharding: Sharding | None = None
     host_link: float = HOST_LINK
 
     def peak_of(self, precision: str) -> float:
@@ -189,10 +203,12 @@ def _known(table: Mapping[str, Any], keys: set[str]) -> None:
         raise ValueError(f"{key!r} is not known.{suggest(key, keys)}")
 
 
+SHARDING_KEYS = ("shard_gather_us", "shard_gather_gb_s", "shard_sum_us", "shard_sum_gb_s")
 DEVICE_KEYS = {
     *("names", "memory_gb", "memory_gb_s", "tflops", "best_matmul", "attention", "units", "watts", "link_gb_s"),
     *("network_gb_s", "source", "runtime_gb", "launch_us", "synchronous", "latency_us", "host_link_gb_s"),
     *("gather_gb_s", "scatter_gb_s", "gather_latency_us"),
+    *SHARDING_KEYS,
 }
 CLUSTER_KEYS = {
     *("device", "hosts", "devices_per_host", "network_gb_s", "source"),
@@ -225,7 +241,23 @@ def _device(name: str, table: Mapping[str, Any]) -> Device:
         gather=_number(table, "gather_gb_s") * GB if "gather_gb_s" in table else None,
         scatter=_number(table, "scatter_gb_s") * GB if "scatter_gb_s" in table else None,
         gather_latency=_number(table, "gather_latency_us") / 1e6 if "gather_latency_us" in table else None,
+        sharding=_sharding(table),
         host_link=_number(table, "host_link_gb_s") * GB if "host_link_gb_s" in table else HOST_LINK,
+    )
+
+
+def _sharding(table: Mapping[str, Any]) -> Sharding | None:
+    """All of it, or nothing."""
+    if not any(key in table for key in SHARDING_KEYS):
+        return None
+    for key in SHARDING_KEYS:
+        if key not in table:
+            raise ValueError(f"{key} is missing: give all of {', '.join(SHARDING_KEYS)}, or none")
+    return Sharding(
+        gather_s=_number(table, "shard_gather_us") / 1e6,
+        gather=_number(table, "shard_gather_gb_s") * GB,
+        sum_s=_number(table, "shard_sum_us") / 1e6,
+        sum=_number(table, "shard_sum_gb_s") * GB,
     )
 
 

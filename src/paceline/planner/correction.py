@@ -10,18 +10,19 @@ from paceline.planner.predict import Prediction
 __all__ = ["COMPUTE", "UNCORRECTED", "Correction"]
 
 # Parts that grow with the seconds of compute: the pipeline's bubble, and waiting for the slowest, are made of it.
-COMPUTE = ("products", "attention", "moves", "launches", "head", "recompute", "packing", "idle", "straggle")
+COMPUTE = ("products", "attention", "moves", "launches", "head", "recompute", "idle", "straggle")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """By what seconds of compute, of the optimizer and of communication are multiplied, and what is added to each step
-    and to a worker's memory.
+    """By what seconds of compute, of packing, of the optimizer and of communication are multiplied, and what is added
+    to each step and to a worker's memory.
 
     `receipts`: from how many; `of`: whose they are, in words; `is_same`: of the same model on as many workers.
     """
 
     compute: float = 1.0
+    packing: float = 1.0
     optimizer: float = 1.0
     communication: float = 1.0
     added_s: float = 0.0
@@ -34,6 +35,8 @@ class Correction:
         """The factor of one part."""
         if name in COMPUTE:
             return self.compute
+        if name == "packing":
+            return self.packing
         return self.optimizer if name in ("optimizer", "offload") else self.communication
 
     def of_step(self, estimated: Prediction) -> Prediction:

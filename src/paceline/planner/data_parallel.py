@@ -28,9 +28,6 @@ MASTER_BYTES, STEP_BYTES = 4.0, 8.0
 OUTER_BYTES, NESTEROV_BYTES = 48.0, 80.0
 MIX_BYTES = 8.0  # gossip's, per parameter: weights are copied, and the mix is installed
 PEER_BYTES = 20.0  # and scaled and added up, of each peer and of itself
-# Bytes that shards' gathers and reduce-scatters read and write beside, for each byte of the whole tensor: rows are
-# packed and unpacked, gradients divided. Measured on CPUs; elsewhere it is within what was fitted.
-PACKING = 6.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,8 +83,7 @@ def data_parallel_s(case: Case, constants: Constants, passes: Passes) -> dict[st
     offload += case.micro_batches * (
         exposed(passes.forward_s, moving.forward_s) + exposed(passes.backward_s, moving.backward_s)
     )
-    packing = inside.packed * PACKING / case.cluster.device.memory_bandwidth
-    found = {"data": data, "packing": packing, "coding": coded, "offload": offload}
+    found = {"data": data, "packing": inside.packing_s, "coding": coded, "offload": offload}
     return found | {"optimizer": _optimizer_s(case)}
 
 
@@ -133,14 +129,14 @@ def served_apart(case: Case, constants: Constants, parts: Mapping[str, float]) -
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Within:
     """Seconds of what a replica's own workers exchange, by what may hide it; `group` of them split the parameters.
-    `packed`: bytes of a step that are packed and unpacked, on CPUs.
+    `packing_s`: of a step, for copies that nothing hides (CPUs).
     """
 
     forward_s: float = 0.0
     backward_s: float = 0.0
     behind_last_s: float = 0.0
     group: int = 1
-    packed: float = 0.0
+    packing_s: float = 0.0
 
 
 def _within_replicas(case: Case, constants: Constants) -> _Within:
@@ -155,19 +151,25 @@ def _within_replicas(case: Case, constants: Constants) -> _Within:
         inside = axes.context * axes.experts
         apart = inside > 1 and not isinstance(case.sync, AllReduce)  # otherwise all workers sum at once
         return _Within(behind_last_s=2 * one_way(reduced, inside) if apart else 0.0)
-    group = _group_of(case)
-    each = (2 * gathered + reduced) * case.micro_batches if axes.zero == 3 else gathered + reduced
-    packed = each if case.cluster.device.is_synchronous and group > 1 else 0.0
-    if axes.zero < 3:
-        return _Within(
-            behind_last_s=one_way(gathered, group, "gather") + one_way(reduced, group, "scatter"),
-            group=group,
-            packed=packed,
-        )
+    group, micros = _group_of(case), case.micro_batches
     units = max(1.0, case.model.count / axes.stages)
-    gather = units * one_way(gathered / units, group, "gather")
-    summed = units * one_way(reduced / units, group, "scatter")
-    return _Within(forward_s=gather, backward_s=gather + summed, group=group, packed=packed)
+    pieces = units if axes.zero == 3 else 1.0
+    gather = pieces * one_way(gathered / pieces, group, "gather")
+    summed = pieces * one_way(reduced / pieces, group, "scatter")
+    packing = 0.0
+    if (own := case.cluster.device.sharding) is not None and group > 1:
+        units += case.model.rest is not None
+        for of_step in (
+            (2 * micros if axes.zero == 3 else 1) * (units * own.gather_s + gathered / own.gather - gather),
+            (1 if axes.zero == 1 else micros) * (units * own.sum_s + reduced / own.sum - summed),
+        ):
+            packing += max(0.0, of_step)
+    found = _Within(group=group, packing_s=packing)
+    if axes.zero == 3:
+        return dataclasses.replace(found, forward_s=gather, backward_s=gather + summed)
+    if axes.zero == 2:  # gradients are summed after each micro-batch
+        return dataclasses.replace(found, backward_s=summed, behind_last_s=gather)
+    return dataclasses.replace(found, behind_last_s=gather + summed)
 
 
 def _group_of(case: Case) -> int:

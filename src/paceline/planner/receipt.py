@@ -210,6 +210,7 @@ def correction_of(receipts: Sequence[Receipt], model: str, plan: Plan, *, worker
         beyond = [one.measured_bytes - one.predicted_bytes for one in _nearest(weighed, micro) if one.measured_bytes]
         return Correction(
             compute=_ratio(close, "compute"),
+            packing=_ratio(close, "compute") if alike else 1.0,  # which the cluster's file has as measured in steps
             optimizer=_ratio(_nearest(alike or there, micro), "optimizer"),
             communication=statistics.median(share for share, _ in rests),
             added_s=statistics.median(added_s for _, added_s in rests),
@@ -223,6 +224,7 @@ def correction_of(receipts: Sequence[Receipt], model: str, plan: Plan, *, worker
     factor = statistics.median(one.ratio for one in (same or receipts))
     return Correction(
         compute=factor,
+        packing=factor,
         optimizer=factor,
         communication=factor,
         receipts=len(same or receipts),

@@ -11,8 +11,9 @@ import pytest
 
 from paceline.doctor.cluster_file import cluster_toml
 from paceline.doctor.findings import findings
-from paceline.doctor.measured import CollectiveTime, Examination, HostPair, WorkerRates
+from paceline.doctor.measured import CollectiveTime, Examination, HostPair, ShardingTime, WorkerRates
 from paceline.doctor.report import report_lines
+from paceline.errors import PlanError
 from paceline.planner.cluster import load_catalogue
 from paceline.planner.constants import built_in
 
@@ -177,6 +178,23 @@ def test_gathers_and_what_collectives_add_at_work_have_rates_of_their_own(tmp_pa
     plain = dataclasses.replace(one, gathers=(), reduce_scatters=(), all_reduce_at_work_s=None)
     path.write_text(cluster_toml(plain, name="here", when="2026-01-01"))
     assert load_catalogue(path).devices["here"].gather is None
+
+
+def test_what_shards_add_to_a_step_is_in_the_cluster_file(tmp_path: Path) -> None:
+    small = ShardingTime(num_bytes=0, gather_s=1e-4, sum_s=0.0)
+    large = ShardingTime(num_bytes=4_000_000, gather_s=4.1e-3, sum_s=8e-3)
+    one = dataclasses.replace(seen([worker(0), worker(3)], pairs=(), hosts=1), sharding=(small, large))
+    path = tmp_path / "c.toml"
+    path.write_text(cluster_toml(one, name="here", when="2026-01-01"))
+    found = load_catalogue(path).devices["here"].sharding
+    assert found is not None
+    assert (found.gather_s, found.gather) == (pytest.approx(1e-4), pytest.approx(1e9))
+    assert (found.sum_s, found.sum) == (pytest.approx(1e-6), pytest.approx(0.5e9)), "a sum that costs nothing is 1 us"
+    told = "sharding 4.10 ms to gather 3.8 MiB of a model, 8.00 ms to sum its gradients, with the copies around both"
+    assert told in list(report_lines(one, []))
+    path.write_text(path.read_text().replace("shard_sum_us", "# "))
+    with pytest.raises(PlanError, match="shard_sum_us is missing"):
+        load_catalogue(path)
 
 
 def test_on_several_hosts_the_link_is_that_of_an_all_reduce_within_a_host(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.planner.axes import Axes
 from paceline.planner.case import Case
-from paceline.planner.cluster import Cluster, catalogue
+from paceline.planner.cluster import Cluster, Sharding, catalogue
 from paceline.planner.constants import Constants
 from paceline.planner.model_costs import Attention, Block, ModelCosts
 from paceline.planner.predict import Prediction, Workload
@@ -82,6 +82,30 @@ def test_gradients_are_summed_once_a_step() -> None:
 def test_fully_sharded_gathers_in_each_pass_of_each_micro_batch() -> None:
     gather = 4e9 * 2 * 7 / 8 / 100e9
     assert step(Axes(shard=8)).parts["data"] == pytest.approx(2 * 3 * gather, rel=1e-3)
+
+
+def test_zero_2_sums_gradients_after_each_micro_batch_and_gathers_once() -> None:
+    gather = 4e9 * 2 * 7 / 8 / 100e9
+    assert step(Axes(shard=8, zero=2)).parts["data"] == pytest.approx(3 * gather, rel=1e-3)
+    assert step(Axes(shard=8, zero=2), micro_batches=5).parts["data"] == pytest.approx(6 * gather, rel=1e-3)
+
+
+@pytest.mark.parametrize(("zero", "gathers", "sums"), [(1, 1, 1), (2, 1, 2), (3, 4, 2)])
+def test_what_shards_add_as_measured_is_paid_as_often_as_they_are_gathered_and_summed(
+    zero: int, gathers: int, sums: int
+) -> None:
+    measured = Sharding(gather_s=0.01, gather=20e9, sum_s=0.02, sum=10e9)
+    where = Cluster(
+        device=dataclasses.replace(DEVICE, sharding=measured, is_synchronous=True),
+        hosts=1,
+        devices_per_host=8,
+        network=10e9,
+    )
+    found = step(Axes(shard=8, zero=zero), cluster=where).parts
+    units = 4  # blocks: this model has nothing else
+    wanted = gathers * (units * 0.01 + 4e9 * 2 / 20e9) + sums * (units * 0.02 + 4e9 * 2 / 10e9)
+    assert found["data"] + found["packing"] == pytest.approx(wanted, rel=1e-3)
+    assert step(Axes(replicas=8, zero=0), cluster=where).parts["packing"] == 0.0
 
 
 def test_hybrid_replicas_sum_the_shards_that_they_have() -> None:
