@@ -44,10 +44,11 @@ def _lines(seen: Examination, name: str, when: str) -> Iterator[str]:
     yield f"link_gb_s = {_link(seen, slowest, constants) / 1e9:.4g}"
     yield f"network_gb_s = {_network(seen, slowest, constants) / 1e9:.4g}"
     if seen.all_reduce:
-        alone_s = min(seen.all_reduce, key=lambda one: one.num_bytes).seconds
-        smallest_s = max(alone_s, seen.all_reduce_at_work_s or 0.0)
+        smallest_s = min(seen.all_reduce, key=lambda one: one.num_bytes).seconds
         doublings = math.log2(len(seen.workers)) + 1
         yield f"latency_us = {smallest_s / 2 / doublings * 1e6:.4g}  # an all-reduce is two collectives"
+    if seen.sync_wait_s:
+        yield f"sync_wait_us = {seen.sync_wait_s * 1e6:.4g}  # after a millisecond of work"
     for kind, times in (("gather", seen.gathers), ("scatter", seen.reduce_scatters)):
         if times:
             yield f"{kind}_gb_s = {_parted_rate(times, len(seen.workers)) / 1e9:.4g}"

@@ -24,6 +24,7 @@ from paceline.doctor.meeting import Meeting
 from paceline.doctor.rates import attention_rate, launch_s, matmul_rates, memory_bandwidth, train_once
 from paceline.doctor.sharding_times import sharding_times
 from paceline.doctor.storage import disk_rates
+from paceline.doctor.sync_waits import sync_wait_s
 from paceline.host_memory import memory_limit_bytes
 from paceline.plan.job import Assignment
 from paceline.worker.run_member import parts_of
@@ -34,7 +35,6 @@ __all__ = ["examine", "examine_apart", "host_pairs"]
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 26)  # bytes of an all-reduce
 PARTED = (1 << 12, 1 << 24)  # bytes of a tensor that is gathered, or summed and scattered
 REPEATS = 7
-TURNS, WORK_SIDE = 8, 384  # products of matrices of this side, some milliseconds each, between small all-reduces
 
 
 def examine(worker: paceline.Worker, *, seconds: float, pairs: Sequence[HostPair] | None = None) -> Examination:
@@ -46,7 +46,6 @@ def examine(worker: paceline.Worker, *, seconds: float, pairs: Sequence[HostPair
     own = _own_rates(assignment, worker.device, worker, seconds=seconds)
     collectives = _all_reduces(worker)
     link = _host_link(worker, assignment)
-    at_work_s = _all_reduce_at_work_s(worker)
     workers = _with_disks(worker, assignment, own, seconds=seconds)
     if pairs is None:
         pairs = host_pairs(worker, assignment, seconds=seconds) if assignment.hosts > 1 else []
@@ -54,7 +53,7 @@ def examine(worker: paceline.Worker, *, seconds: float, pairs: Sequence[HostPair
     gathers, scatters = _gathers(worker)
     return dataclasses.replace(
         found,
-        all_reduce_at_work_s=at_work_s,
+        sync_wait_s=sync_wait_s(worker),
         gathers=gathers,
         reduce_scatters=scatters,
         sharding=sharding_times(worker),
@@ -166,27 +165,6 @@ def _all_reduces(worker: paceline.Worker) -> list[CollectiveTime]:
         slowest = max(worker.gather(_all_reduce_s(worker, group, num_bytes)))
         found.append(CollectiveTime(num_bytes=num_bytes, seconds=slowest))
     return found
-
-
-def _all_reduce_at_work_s(worker: paceline.Worker) -> float | None:
-    """Seconds that a small all-reduce adds to a worker that computes on its processor: there workers that share cores
-    wait for each other's turns, also where nothing but compute is between two collectives. None for other devices.
-    """
-    if worker.workers == 1 or worker.device.type != "cpu":
-        return None
-    group, tensor, matrix = parts_of(worker).place.group, torch.ones(SIZES[0] // 4), torch.randn(WORK_SIDE, WORK_SIDE)
-    product, added = torch.empty_like(matrix), list[float]()
-    for _ in range(REPEATS):
-        worker.wait()
-        began = time.perf_counter()
-        for _ in range(TURNS):
-            torch.mm(matrix, matrix, out=product)
-        middle = time.perf_counter()
-        for _ in range(TURNS):
-            torch.mm(matrix, matrix, out=product)
-            group.all_reduce(tensor, what="doctor").wait()
-        added.append((time.perf_counter() - middle - (middle - began)) / TURNS)
-    return max(0.0, statistics.median([one for part in worker.gather(added[1:]) for one in part]))
 
 
 def _gathers(worker: paceline.Worker) -> tuple[list[CollectiveTime], list[CollectiveTime]]:

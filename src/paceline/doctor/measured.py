@@ -119,7 +119,7 @@ class ScriptReading:
 class Examination:
     """All of it; `took_s`: its seconds. `host_link`: bytes per second (busbw) of an all-reduce among the workers of a
     host, of several hosts; None on one host, and where hosts have one worker each.
-    `all_reduce_at_work_s`: what a small one adds to workers that compute on their processors, on CPUs. There
+    `sync_wait_s`: how long workers wait for each other after a millisecond of work, on CPUs. There
     `gathers` and `reduce_scatters` are those of torch.distributed, which tensor-parallel workers use, and `sharding`
     is of a model's units.
     """
@@ -131,7 +131,7 @@ class Examination:
     took_s: float
     torch: str
     host_link: float | None = None
-    all_reduce_at_work_s: float | None = None
+    sync_wait_s: float | None = None
     gathers: Sequence[CollectiveTime] = ()
     reduce_scatters: Sequence[CollectiveTime] = ()
     sharding: Sequence[ShardingTime] = ()

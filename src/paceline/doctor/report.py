@@ -38,8 +38,8 @@ def report_lines(seen: Examination, found: Sequence[ClusterFinding]) -> Iterator
             f"sharding {duration_text(one.gather_s)} to gather {bytes_text(one.num_bytes)} of a model, "
             f"{duration_text(one.sum_s)} to sum its gradients, with the copies around both"
         )
-    if seen.all_reduce_at_work_s is not None:
-        yield f"network  {duration_text(seen.all_reduce_at_work_s)} that a small one adds between products"
+    if seen.sync_wait_s is not None:
+        yield f"network  {duration_text(seen.sync_wait_s)} that workers wait for each other after 1 ms of work"
     if seen.bus_bandwidth is not None:
         yield f"network  {seen.bus_bandwidth / 1e9:.3g} GB/s of each worker's link in the largest (busbw)"
     if seen.host_link is not None:

@@ -21,6 +21,7 @@ HOST_MEMORY = 300e9  # two sockets of 8 channels of DDR4-3200 have 410 GB/s; STR
 HOST_BYTES = 512e9  # of memory: what hosts of 8 devices have at least
 DISK = 3e9  # one NVMe drive on PCIe 4.0 writes 3 to 5 GB/s for long
 RUNTIME = 4e9  # CUDA context and libraries, some 1 GB; buffers of NCCL, workspaces of products
+PER_SECOND = 1000.0**0.5  # waits after a second of work over those after a millisecond (doctor/sync_waits.py)
 PRECISIONS = {"bf16", "fp16", "fp8", "fp32"}
 BUILT_IN = Path(__file__).with_name("catalogue.toml")
 
@@ -46,7 +47,7 @@ class Device:
     `host_link`: to the host's memory, for copies, in one direction. `gather` and `scatter`: bytes per second that reach
     a worker in an all-gather and a reduce-scatter among all of a host, and `gather_latency` the seconds of a small one,
     where they differ from an all-reduce's (CPUs). `sharding`: what splitting a model by rows adds to a step, where
-    nothing of it is hidden (CPUs).
+    nothing of it is hidden, and `sync_wait` the seconds that workers wait for each other after a second of work (CPUs).
     """
 
     name: str
@@ -68,6 +69,7 @@ class Device:
     scatter: float | None = None
     gather_latency: float | None = None
     sharding: Sharding | None = None
+    sync_wait: float | None = None
     host_link: float = HOST_LINK
 
     def peak_of(self, precision: str) -> float:
@@ -209,6 +211,7 @@ DEVICE_KEYS = {
     *("network_gb_s", "source", "runtime_gb", "launch_us", "synchronous", "latency_us", "host_link_gb_s"),
     *("gather_gb_s", "scatter_gb_s", "gather_latency_us"),
     *SHARDING_KEYS,
+    "sync_wait_us",
 }
 CLUSTER_KEYS = {
     *("device", "hosts", "devices_per_host", "network_gb_s", "source"),
@@ -242,6 +245,7 @@ def _device(name: str, table: Mapping[str, Any]) -> Device:
         scatter=_number(table, "scatter_gb_s") * GB if "scatter_gb_s" in table else None,
         gather_latency=_number(table, "gather_latency_us") / 1e6 if "gather_latency_us" in table else None,
         sharding=_sharding(table),
+        sync_wait=_number(table, "sync_wait_us") / 1e6 * PER_SECOND if "sync_wait_us" in table else None,
         host_link=_number(table, "host_link_gb_s") * GB if "host_link_gb_s" in table else HOST_LINK,
     )
 

@@ -20,6 +20,7 @@ from paceline.planner.data_parallel import Passes, data_parallel_s, served_apart
 from paceline.planner.idle_slots import idle_slots
 from paceline.planner.matmul import Products, products
 from paceline.planner.model_costs import Block, Matmul
+from paceline.planner.sync_waits import sync_waits_s
 
 __all__ = ["PARTS", "Prediction", "Workload"]
 
@@ -40,9 +41,11 @@ PARTS = {
     "coding": "coding what replicas send, and mixing it with what they have",
     "offload": "moving what is offloaded to the device and back",
     "optimizer": "the optimizer's step",
-    "straggle": "waiting for the slowest host",
+    "straggle": "waiting for the slowest host, and on shared processors for each other",
     "other": "what was measured beside all these",
 }
+
+COMPUTED = ("products", "attention", "moves", "launches", "head", "recompute")
 
 SCORE_PASSES = 8.0  # bytes of a score in an unfused attention's forward: written, softmax's two, read
 BACKWARD_MOVES = 1.7  # element-wise traffic of backward over that of forward
@@ -129,6 +132,7 @@ class Workload:
         total = sum(parts.values())
         hosts = max(1.0, axes.workers / case.cluster.devices_per_host)
         parts["straggle"] = total * constants.straggle * math.log2(hosts)
+        parts["straggle"] += sync_waits_s(case, sum(parts[name] for name in COMPUTED))
         if case.at_once > 1:
             parts = served_apart(case, constants, parts)
         step_s = sum(parts.values()) * factor

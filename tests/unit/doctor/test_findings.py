@@ -157,13 +157,13 @@ def test_on_one_host_the_all_reduce_is_the_link(tmp_path: Path) -> None:
     assert cluster.device.link * built_in().constants.link == pytest.approx((1 << 26) / 0.1, rel=1e-3)
 
 
-def test_gathers_and_what_collectives_add_at_work_have_rates_of_their_own(tmp_path: Path) -> None:
+def test_gathers_and_waits_at_work_have_rates_of_their_own(tmp_path: Path) -> None:
     def times(small_s: float, large_s: float) -> list[CollectiveTime]:
         return [CollectiveTime(num_bytes=0, seconds=small_s), CollectiveTime(num_bytes=16_000_000, seconds=large_s)]
 
     one = dataclasses.replace(
         seen([worker(0), worker(3)], pairs=(), hosts=1),
-        all_reduce_at_work_s=2e-3,
+        sync_wait_s=2e-4,
         gathers=times(1e-3, 9e-3),
         reduce_scatters=times(1e-3, 17e-3),
     )
@@ -171,11 +171,11 @@ def test_gathers_and_what_collectives_add_at_work_have_rates_of_their_own(tmp_pa
     path.write_text(cluster_toml(one, name="here", when="2026-01-01"))
     device = load_catalogue(path).devices["here"]
     assert (device.gather, device.scatter) == (pytest.approx(1e9), pytest.approx(0.5e9)), "half of it reaches each"
-    assert (device.gather_latency, device.latency) == (pytest.approx(1e-3), pytest.approx(2e-3 / 2 / 2))
+    assert (device.gather_latency, device.sync_wait) == (pytest.approx(1e-3), pytest.approx(2e-4 * 1000**0.5))
     lines = list(report_lines(one, []))
     assert "network  9.00 ms for an all-gather of 15.3 MiB" in lines
-    assert "network  2.00 ms that a small one adds between products" in lines
-    plain = dataclasses.replace(one, gathers=(), reduce_scatters=(), all_reduce_at_work_s=None)
+    assert "network  200 us that workers wait for each other after 1 ms of work" in lines
+    plain = dataclasses.replace(one, gathers=(), reduce_scatters=(), sync_wait_s=None)
     path.write_text(cluster_toml(plain, name="here", when="2026-01-01"))
     assert load_catalogue(path).devices["here"].gather is None
 
