@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import paceline
 from paceline.doctor.measured import ShardingTime
-from paceline.parallel.fully_sharded.sharded_model import ShardedModel, ShardGroup
 from paceline.parallel.fully_sharded.collectives import ShardCollectives
+from paceline.parallel.fully_sharded.sharded_model import ShardedModel, ShardGroup
 from paceline.worker.run_member import parts_of
 
 __all__ = ["sharding_times"]
@@ -60,7 +60,7 @@ def _sharding_time(worker: paceline.Worker, side: int) -> ShardingTime:
 
 
 def _parted(once: float, twice: float) -> tuple[float, float]:
-    """Seconds of a gather and of a sum: `once` has one of each, `twice` a gather more. Neither is less than nothing: the
+    """Seconds of a gather and of a sum: `once` has one of each, `twice` a gather more. Neither is below zero: the
     nearest to both by least squares.
     """
     gather_s = twice - once
@@ -78,11 +78,11 @@ def _pass_of(worker: paceline.Worker, side: int, *, zero: int) -> Callable[[], N
     sharded: ShardedModel | None = None
     if zero:
         place = parts_of(worker).place
+        whole = dist.group.WORLD
+        assert whole is not None, "a run of several workers has a process group"
         sharded = ShardedModel(
             model,
-            rows=ShardGroup(
-                mesh=dist.DeviceMesh.from_group(dist.group.WORLD, "cpu"), group=place.group, name="doctor"
-            ),
+            rows=ShardGroup(mesh=dist.DeviceMesh.from_group(whole, "cpu"), group=place.group, name="doctor"),
             zero=zero,
             precision="fp32",
             recorder=place.recorder,

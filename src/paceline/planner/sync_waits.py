@@ -1,8 +1,8 @@
 """Waiting for each other where workers compute on processors that they share, as `paceline doctor` has measured it.
 
-Workers come apart by the square root of the time since they last waited for each other (`doctor/sync_waits.py`). So with
-n synchronisations in C seconds of compute, the waits of a step are n w sqrt(C / n) = w sqrt(n C), where w is the wait
-after one second. Often is dear, but each wait is short.
+Workers come apart by the square root of the time since they last waited for each other (`doctor/sync_waits.py`). So
+with n synchronisations in C seconds of compute, the waits of a step are n w sqrt(C / n) = w sqrt(n C), where w is the
+wait after one second.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -395,7 +396,8 @@ def test_plans_are_run_and_ranked_by_what_was_measured(
     ran: list[str] = []
     trials: list[str] = []
 
-    def run(command: Sequence[str], trial: str) -> str:
+    def run(command: Sequence[str], trial: str, *, steps: int) -> str:
+        assert command[command.index("--max-steps") + 1] == str(steps)
         plan = command[command.index("--plan") + 1].removesuffix("+guard(on_out_of_memory=stop)")
         ran.append(plan)
         trials.append(trial)
@@ -415,7 +417,8 @@ def test_plans_are_run_and_ranked_by_what_was_measured(
     assert status == 0
     assert ran[0] == "replicas=1+shard=4+batch(micro=4)", "the script's plan is run first: the others learn from it"
     assert len(ran) == len(set(ran)) > 3
-    assert trials[0] == "4:20,1:6,2:6,8:6" and not any(trials[1:]), "the first one in other micro-batches, too"
+    assert trials[0] == "4:20,1:6,2:6,8:6", "the first one in other micro-batches, too"
+    assert not any(trials[1:])
     table = out.split("the fastest first\n")[-1].split("\n\n")[0].splitlines()[1:]
     assert table[0].split()[:2] == ["300", "ms"]
     assert "stages" in table[-1]
@@ -425,6 +428,21 @@ def test_plans_are_run_and_ranked_by_what_was_measured(
     assert len((tmp_path / "small.receipts.jsonl").read_text().splitlines()) == 3 + sum(
         "stages" not in one for one in ran
     )
+
+
+def test_fast_steps_are_measured_after_the_processes_have_started() -> None:
+    def trial(*step_s: float) -> str:
+        plans: list[Any] = [
+            SimpleNamespace(
+                step=SimpleNamespace(step_s=one), plan=SimpleNamespace(batch=SimpleNamespace(resolved_micro=n))
+            )
+            for n, one in enumerate(step_s)
+        ]
+        return verify.trial_of(plans)
+
+    assert trial(10.0, 10.0) == "0:20,1:6", "so many at least, however long they take"
+    assert trial(0.02, 0.01) == "0:125,1:20", "two seconds to settle, half a one to measure, a fifth for another size"
+    assert trial(1e-6) == "0:300", "a prediction may be far off: not more"
 
 
 @pytest.mark.parametrize(

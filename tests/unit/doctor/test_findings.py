@@ -190,7 +190,7 @@ def test_what_shards_add_to_a_step_is_in_the_cluster_file(tmp_path: Path) -> Non
     assert found is not None
     assert (found.gather_s, found.gather) == (pytest.approx(1e-4), pytest.approx(1e9))
     assert (found.sum_s, found.sum) == (pytest.approx(1e-6), pytest.approx(0.5e9)), "a sum that costs nothing is 1 us"
-    told = "sharding 4.10 ms to gather 3.8 MiB of a model, 8.00 ms to sum its gradients, with the copies around both"
+    told = "sharding 4.10 ms to gather 3.81 MiB of a model, 8.00 ms to sum its gradients, with the copies around both"
     assert told in list(report_lines(one, []))
     path.write_text(path.read_text().replace("shard_sum_us", "# "))
     with pytest.raises(PlanError, match="shard_sum_us is missing"):

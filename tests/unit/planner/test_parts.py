@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import pytest
 
@@ -92,7 +93,7 @@ def test_zero_2_sums_gradients_after_each_micro_batch_and_gathers_once() -> None
 
 @pytest.mark.parametrize(("zero", "gathers", "sums"), [(1, 1, 1), (2, 1, 2), (3, 4, 2)])
 def test_what_shards_add_as_measured_is_paid_as_often_as_they_are_gathered_and_summed(
-    zero: int, gathers: int, sums: int
+    zero: Literal[1, 2, 3], gathers: int, sums: int
 ) -> None:
     measured = Sharding(gather_s=0.01, gather=20e9, sum_s=0.02, sum=10e9)
     where = Cluster(

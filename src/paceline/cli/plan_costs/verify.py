@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import signal
 import subprocess
 import sys
@@ -25,9 +26,12 @@ from paceline.units import count_text, duration_text
 
 __all__ = ["Verified", "print_receipt", "print_verified", "verified", "verified_plans"]
 
-SETTLING = 10  # steps in which a run also compares digests of all parameters (worker.step.forward_writes)
-STEPS = SETTLING + 10
-SIZE_STEPS = 6  # of each further size of micro-batches
+# Least steps, and least seconds as predicted: in the first ten steps a run also compares digests of all parameters
+# (worker.step.forward_writes), and in its first two seconds its processes still start. At most so many steps of each.
+SETTLING, SETTLING_S = 10, 2.0
+MEASURED, MEASURED_S = 10, 0.5
+SIZE_MEASURED, SIZE_MEASURED_S = 6, 0.2  # of each further size of micro-batches
+MOST_STEPS = 150
 MOST_SIZES = 4
 LIMIT_S = 300.0  # of one plan's run
 GRACE_S = 45.0  # for its workers to leave
@@ -54,15 +58,15 @@ def verified(
     workers = one.case.axes.workers
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as folder:
         run_dir = Path(folder) / "run"
-        last = STEPS + SIZE_STEPS * len(others)
+        parts = _steps_of([one, *others])
         command = [sys.executable, "-m", "paceline", "run", str(script), "--plan", str(_as_it_is(one.plan))]
-        command += ["--workers", str(workers), "--max-steps", str(last), "--run-dir", str(run_dir)]
+        command += ["--workers", str(workers), "--max-steps", str(parts[-1][-1]), "--run-dir", str(run_dir)]
         command += ["--cluster", NO_CLUSTER]  # its receipt is made here
         command += ["--save-every-s", "0", "--no-save-at-end", "--no-tensorboard", *(["--", *args] if args else [])]
-        problem = _problem_of(command, trial_of([one, *others]) if others else "")
+        problem = _problem_of(command, trial_of([one, *others]) if others else "", steps=parts[-1][-1])
         if problem:
             return Verified(priced=one, receipt=None, problem=problem)
-        first, *rest = (measured_run(run_dir, steps=steps).step for steps in _steps_of(len(others)))
+        first, *rest = (measured_run(run_dir, steps=steps).step for steps in parts)
     if first is None:
         return Verified(priced=one, receipt=None, problem="it ended after too few steps to be measured")
     runs = [(one, first), *((other, found) for other, found in zip(others, rest, strict=True) if found is not None)]
@@ -80,16 +84,22 @@ def verified(
 
 def trial_of(plans: Sequence[PricedPlan]) -> str:
     """Return how the run is told which sizes to measure: "8:12,16:6"."""
-    steps = [STEPS, *(SIZE_STEPS for _ in plans[1:])]
+    ends = [steps[-1] for steps in _steps_of(plans)]
+    steps = [end - before for before, end in zip([0, *ends], ends, strict=False)]
     return ",".join(f"{one.plan.batch.resolved_micro}:{n}" for one, n in zip(plans, steps, strict=True))
 
 
-def _steps_of(others: int) -> Iterator[range]:
-    """The numbers of the steps of each size."""
-    yield range(SETTLING + 1, STEPS + 1)
-    for number in range(others):
-        first = STEPS + number * SIZE_STEPS + 1
-        yield range(first, first + SIZE_STEPS)
+def _steps_of(plans: Sequence[PricedPlan]) -> list[range]:
+    """The numbers of the steps by which each plan of a run is measured; between them others settle."""
+    settling = _steps_in(plans[0], SETTLING, SETTLING_S)
+    found = [range(settling + 1, settling + 1 + _steps_in(plans[0], MEASURED, MEASURED_S))]
+    for one in plans[1:]:
+        found.append(range(found[-1].stop, found[-1].stop + _steps_in(one, SIZE_MEASURED, SIZE_MEASURED_S)))
+    return found
+
+
+def _steps_in(one: PricedPlan, least: int, seconds: float) -> int:
+    return max(least, min(MOST_STEPS, math.ceil(seconds / one.step.step_s)))
 
 
 def _other_sizes(subject: Subject, where: NamedCluster) -> list[PricedPlan]:
@@ -113,7 +123,7 @@ def _as_it_is(plan: Plan) -> Plan:
     return dataclasses.replace(plan, guard=dataclasses.replace(plan.guard, on_out_of_memory="stop"))
 
 
-def _problem_of(command: Sequence[str], trial: str) -> str:
+def _problem_of(command: Sequence[str], trial: str, *, steps: int) -> str:
     """Run a command to its end, and return why it failed, "" if it did not. It is ended in order after the limit."""
     variables = environment.child_environment(**({environment.MICRO_TRIAL: trial} if trial else {}))
     with subprocess.Popen(
@@ -129,7 +139,7 @@ def _problem_of(command: Sequence[str], trial: str) -> str:
                 process.kill()
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
-            return f"took more than {LIMIT_S:g} s for {STEPS} steps"
+            return f"took more than {LIMIT_S:g} s for {steps} steps"
     lines = [line for line in errors.splitlines() if line.strip()] or ["it failed"]
     return lines[-1].removeprefix("paceline: ") if process.returncode else ""
 
@@ -188,7 +198,7 @@ def _cuts(plan: Plan) -> Layout:
 
 def print_verified(subject: Subject, where: NamedCluster, count: int, *, script: Path, args: Sequence[str]) -> None:
     """Run the script's plan and the best ones, print what was measured, and keep only the receipts."""
-    print(f"\nRunning the script's plan and the best {count} for {STEPS} steps each ...", flush=True)
+    print(f"\nRunning the script's plan and the best {count}, each for some seconds ...", flush=True)
     found = verified_plans(subject, where, count, script=script, args=args)
     found.sort(key=lambda one: one.receipt.measured_s if one.receipt is not None else float("inf"))
     print(*_verified_lines(found, subject.plan), sep="\n")
