@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline import clock, config, environment
+from paceline.cli import pool
 from paceline.cli.arguments import Commands, Parser, add_command
 from paceline.errors import PlanError
 from paceline.plan import CommandPlan, Job, Plan, read_job_file
 from paceline.plan.command_plan import auto_base
 from paceline.plan.job import AUTO, flag_of, read_engine_table
 from paceline.plan.own_programs import program_here
-from paceline.plan.script_scan import auto_plan_of_script, workers_of_script
+from paceline.plan.script_scan import auto_plan_of_script, layout_of_script, workers_of_script
 
 if TYPE_CHECKING:
     from paceline.launch.engines.engine import Engine
@@ -132,8 +133,9 @@ def add(commands: Commands) -> None:
         help="have an engine start the job on its hosts, and follow it: ssh, slurm, kubernetes or ray, also with "
         'settings: "slurm(partition=gpu)"; single ones by --set engine.partition=gpu',
     )
-    parser.add_argument("--detach", action="store_true", help="with --on: return once the job is submitted")
+    parser.add_argument("--detach", action="store_true", help="with --on or --pool: return once the job is submitted")
     add_job_options(parser)
+    pool.add_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -157,6 +159,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Start the job, or show it with --dry-run; returns the run's exit status."""
     arguments.program = program_here(arguments.program)
     on, arguments.overrides = engine_of(arguments)
+    if arguments.pool is not None:
+        return _queue(arguments, on)
+    for option in ("priority", "deadline_s"):
+        if getattr(arguments, option) is not None:
+            raise PlanError(f"--{option.replace('_', '-')} is about a run in a pool: add --pool POOL.")
     if on is not None:
         if _settle_auto(arguments):
             raise PlanError(
@@ -165,7 +172,7 @@ def run(arguments: argparse.Namespace) -> int:
             )
         return _run_on(on, arguments)
     if arguments.detach:
-        raise PlanError("--detach leaves a job with an engine: add --on slurm, or --on kubernetes.")
+        raise PlanError("--detach leaves a job with an engine or in a pool: add --on slurm, or --pool POOL.")
     is_auto = _settle_auto(arguments)
     job, plan, given = job_of(arguments)
     if arguments.dry_run:
@@ -182,6 +189,25 @@ def run(arguments: argparse.Namespace) -> int:
         return start(
             job, warm=warm, plan=plan, given=given, command_started=arguments.command_started, words=arguments.words
         )
+
+
+def _queue(arguments: argparse.Namespace, on: Engine | None) -> int:
+    """Queue the run in a pool."""
+    if on is not None:
+        raise PlanError("--pool and --on exclude each other: start `paceline pool` within the engine's allocation.")
+    if _settle_auto(arguments):
+        raise PlanError(
+            "plan='auto' measures this machine while the pool's runs use it: choose first, then give the plan."
+        )
+    job, plan, _ = job_of(arguments)
+    if arguments.dry_run:
+        return show_dry_run(job, plan=plan)
+    script = Path(job.program)
+    layout = plan.whole.layout if plan.whole is not None else layout_of_script(script, plan.settings)
+    workers = job.workers or workers_of_script(script, plan.settings, args=job.args, say=_say)
+    if layout is not None and workers is not None and not isinstance(layout.replicas, tuple):
+        Plan(layout=layout).require(workers=workers)
+    return pool.queue(arguments, job, layout=layout, workers=workers)
 
 
 def _settle_auto(arguments: argparse.Namespace) -> bool:

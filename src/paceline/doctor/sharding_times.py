@@ -79,7 +79,8 @@ def _pass_of(worker: paceline.Worker, side: int, *, zero: int) -> Callable[[], N
     if zero:
         place = parts_of(worker).place
         whole = dist.group.WORLD
-        assert whole is not None, "a run of several workers has a process group"
+        if whole is None:
+            raise RuntimeError("a run of several workers has a process group")
         sharded = ShardedModel(
             model,
             rows=ShardGroup(mesh=dist.DeviceMesh.from_group(whole, "cpu"), group=place.group, name="doctor"),

@@ -15,7 +15,7 @@ from pathlib import Path
 from paceline import environment
 from paceline.units import shell_text
 
-__all__ = ["command_of_script", "command_of_words", "command_of_world", "words_of_input"]
+__all__ = ["command_of_script", "command_of_words", "command_of_world", "words_of_input", "words_to_go_on"]
 
 FRESH_IN_SCRIPT = re.compile(r"\bfresh\s*=\s*True\b")
 ENGINES = ("torchrun", "mpirun", "mpiexec", "mpiexec.hydra", "prterun")
@@ -31,6 +31,11 @@ def command_of_words(words: Sequence[str], run_dir: Path, *, script: Path | None
         command_of_words(["run", "train.py", "--lr", "1"], Path("runs/a"), script=None, names_dir=False)
         # "paceline run --run-dir runs/a train.py --lr 1"
     """
+    return shell_text(*_program(), *words_to_go_on(words, run_dir, script=script, names_dir=names_dir))
+
+
+def words_to_go_on(words: Sequence[str], run_dir: Path, *, script: Path | None, names_dir: bool) -> list[str]:
+    """Return the words of that command, from "run" on."""
     kept, is_ours = list[str](), True
     for word in words:
         is_ours = is_ours and word != "--"
@@ -39,7 +44,7 @@ def command_of_words(words: Sequence[str], run_dir: Path, *, script: Path | None
     more = [] if names_dir else ["--run-dir", str(run_dir)]
     if script is not None and _says_fresh(script):
         more += ["--set", "fresh=false"]
-    return shell_text(*_program(), kept[0], *more, *kept[1:])
+    return [kept[0], *more, *kept[1:]]
 
 
 def command_of_script(run_dir: Path, *, script: Path | None, names_dir: bool) -> str:

@@ -1,0 +1,191 @@
+"""`paceline pool`: shares the devices of this machine among runs that `paceline run --pool` has queued."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline import clock, config, environment
+from paceline.cli.arguments import Commands, add_command
+from paceline.errors import PlanError
+from paceline.plan import Job
+from paceline.units import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.plan.layout import Layout
+
+__all__ = ["add", "add_options", "queue"]
+
+POOL_OPTIONS = ("--pool", "--priority", "--deadline-s")
+
+
+def add(commands: Commands) -> None:
+    """Declare the command."""
+    parser = add_command(
+        commands,
+        "pool",
+        summary="share this machine's devices among queued runs, and resize them while they train",
+        description="Serve a pool: start the runs that `paceline run --pool POOL` has queued, and give and take "
+        "replicas while they train, so that no device is idle and no run waits for long. Ctrl-C has all runs save and "
+        "end; they go on when the pool is started again. After kill -9 the runs go on by themselves, and the next "
+        "start finds them.",
+        examples="  paceline pool pool --slots 8\n"
+        '  paceline run --pool pool train.py --plan "replicas=1-4+batch(size=64)"\n'
+        "  paceline pool pool --show\n"
+        "  paceline pool pool --cancel train-20260101-120000\n\n"
+        "exit status: 0 ended in good order; 2 another process serves it, or there is no such run",
+    )
+    parser.add_argument("pool", metavar="POOL", type=Path, help="the pool's folder; made if needed")
+    parser.add_argument(
+        "--slots", metavar="N", help="devices to share: workers that run at the same time (default: one for each core)"
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--show", action="store_true", help="print the pool's runs and what was decided last, and exit")
+    what.add_argument("--json", action="store_true", help="the same as JSON for programs")
+    what.add_argument("--cancel", metavar="NAME", help="stop this run, take it out of the pool, and exit")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Serve the pool, or show it, or take a run out; returns the exit status."""
+    from paceline.pool.follow import pool_lines
+    from paceline.pool.pool_run import queued_runs
+    from paceline.pool.pool_state import PoolRecord
+
+    pool: Path = arguments.pool
+    if arguments.cancel is not None:
+        return _cancel(pool, arguments.cancel)
+    if arguments.show or arguments.json:
+        if not pool.is_dir():
+            raise PlanError(f"There is no pool {pool}: `paceline pool {pool}` makes one.")
+        record = PoolRecord.load(pool)
+        if arguments.json:
+            print(json.dumps({**dataclasses.asdict(record), "is_alive": record.is_alive()}, indent=1))
+        else:
+            print(printable("\n".join(pool_lines(pool, record, queued_runs(pool, known={})))))
+        return 0
+    from paceline.pool.devices import own_slots
+    from paceline.pool.service import Pool
+
+    slots = own_slots()
+    if arguments.slots is not None:
+        slots = config.parse_value(arguments.slots, int, path="--slots")
+    if slots < 1:
+        raise PlanError(f"--slots is {slots}; it must be at least 1.")
+    serving = Pool(pool, slots=slots, say=_say)
+    _say(f"serves {slots} {'device' if slots == 1 else 'devices'}: paceline run --pool {pool} SCRIPT")
+    serving.run()
+    return 0
+
+
+def _cancel(pool: Path, name: str) -> int:
+    from paceline.pool.pool_run import queued_runs
+    from paceline.pool.run_control import ask_to_stop
+
+    runs = queued_runs(pool, known={})
+    if name not in runs:
+        raise PlanError(f"{pool} has no run named {name!r}. It has: {', '.join(runs) or 'none'}.")
+    runs[name].remove_from(pool)
+    ask_to_stop(runs[name])
+    print(f"{name} is taken out; its files stay in {runs[name].run_dir}")
+    return 0
+
+
+def _say(text: str) -> None:
+    print(printable(f"pool {time.strftime('%H:%M:%S')}  {text}"), flush=True)
+
+
+# The other side: `paceline run --pool`.
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `paceline run` that are about a pool."""
+    group = parser.add_argument_group("pool")
+    group.add_argument("--pool", metavar="POOL", help="queue the run in this pool, and follow it")
+    group.add_argument(
+        "--priority", metavar="X", help="with --pool: its seconds count so many times those of others (default: 1)"
+    )
+    group.add_argument("--deadline-s", metavar="SECONDS", help="with --pool: the run should be done after so long")
+
+
+def queue(arguments: argparse.Namespace, job: Job, *, layout: Layout | None, workers: int | None) -> int:
+    """Queue the run that `arguments` ask for, and follow it unless --detach; returns its exit status."""
+    from paceline.pool.follow import follow
+    from paceline.pool.pool_run import PoolRun
+    from paceline.private_files import make_run_directory
+    from paceline.runs.run_directory import new_run_dir
+
+    if job.hosts > 1 or job.launcher != "local":
+        raise PlanError("A pool runs on one machine, with local workers: leave --hosts and --launcher out.")
+    pool = Path(arguments.pool)
+    run_dir = Path(job.run_dir) if job.run_dir else new_run_dir(Path(job.program))
+    make_run_directory(run_dir)  # now, so that the next one gets another name
+    least, most, each = _replicas(layout, workers)
+    now = clock.now()
+    deadline_s = _positive(arguments.deadline_s, "--deadline-s")
+    run = PoolRun(
+        name=run_dir.resolve().name,
+        command=_command_words(arguments.words),
+        folder=os.getcwd(),
+        environment=environment.child_environment(),
+        run_dir=str(run_dir.absolute()),
+        script=job.program,
+        least=least,
+        most=most,
+        workers_each=each,
+        submitted=now,
+        priority=_positive(arguments.priority, "--priority") or 1.0,
+        deadline=None if deadline_s is None else now + deadline_s,
+    )
+    run.add_to(pool)
+    print(f"paceline: queued in {pool} as {run.name}; its files: {os.path.relpath(run_dir)}", flush=True)
+    if arguments.detach:
+        return 0
+    try:
+        return follow(pool, run, say=lambda text: print(f"paceline: {run.name} {text}", flush=True), show=print)
+    except KeyboardInterrupt:
+        print(f"\npaceline: {run.name} stays in the pool. paceline pool {pool} --cancel {run.name} takes it out.")
+        return 130
+
+
+def _positive(text: str | None, option: str) -> float | None:
+    value = None if text is None else config.parse_value(text, float, path=option)
+    if value is not None and not 0 < value < math.inf:
+        raise PlanError(f"{option} is {value:g}; it must be above 0.")
+    return value
+
+
+def _replicas(layout: Layout | None, workers: int | None) -> tuple[int, int, int]:
+    """The least and most replicas, and the workers of each."""
+    if layout is None:
+        return workers or 1, workers or 1, 1
+    each = layout.workers_each
+    if isinstance(layout.replicas, tuple):
+        return layout.replicas[0], layout.replicas[1], each
+    count = layout.replicas or max(1, (workers or each) // each)
+    return count, count, each
+
+
+def _command_words(words: Sequence[str]) -> tuple[str, ...]:
+    """The words after `paceline run`, without what the pool says itself: its options, workers, and the directory."""
+    taken, flags = {*POOL_OPTIONS, "--workers", "--run-dir"}, {"--detach"}
+    left: list[str] = []
+    rest = iter(words[1:])
+    for word in rest:
+        option, equals, _ = word.partition("=")
+        if word == "--":
+            return (*left, word, *rest)
+        if option in taken:
+            if not equals:
+                next(rest, None)
+        elif word not in flags:
+            left.append(word)
+    return tuple(left)

@@ -1,0 +1,106 @@
+"""A run of a pool, as it was queued: one file for each, in `POOL/queue`, which outlives the pool's process.
+
+The file has what starts the run: the command, the folder, and the environment of the terminal in which it was given. So
+it is readable by its user alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from paceline.errors import LaunchError, PlanError
+from paceline.plain_data import fitted, read_object
+from paceline.private_files import make_run_directory, read_private, write_private
+
+__all__ = ["PoolRun", "queued_runs"]
+
+QUEUE = "queue"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PoolRun:
+    """`command`: the words after `paceline run`, without what is about the pool. `least` and `most` replicas of
+    `workers_each` workers. `deadline`: by when it should be done, in seconds since 1970. A second of a run with
+    `priority` 2 counts as two of others.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    folder: str
+    environment: Mapping[str, str] = dataclasses.field(repr=False)
+    run_dir: str
+    script: str
+    least: int
+    most: int
+    workers_each: int
+    submitted: float
+    priority: float = 1.0
+    deadline: float | None = None
+
+    def __post_init__(self) -> None:
+        if not NAME.fullmatch(self.name):
+            raise PlanError(
+                f"{self.name!r} cannot name a run of a pool; use up to 100 letters, digits, '.', '_' and '-'. The name "
+                "is the run directory's last part."
+            )
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.least < self.most
+
+    def add_to(self, pool: Path) -> None:
+        """Queue it. Raises PlanError where the pool has a run of this name."""
+        make_run_directory(pool)
+        (pool / QUEUE).mkdir(mode=0o700, exist_ok=True)
+        path = _path(pool, self.name)
+        partial = path.with_name(f".{path.name}.new")
+        write_private(partial, json.dumps(dataclasses.asdict(self), indent=1).encode())
+        try:
+            path.hardlink_to(partial)  # unlike a rename it fails where there is one
+        except FileExistsError:
+            raise PlanError(
+                f"{pool} has a run named {self.name} already. Give another --run-dir, or take that one out: "
+                f"paceline pool {pool} --cancel {self.name}"
+            ) from None
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def remove_from(self, pool: Path) -> None:
+        """Take it out of the queue's folder; its run directory stays."""
+        _path(pool, self.name).unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: Path) -> PoolRun:
+        """Read one; raises ValueError for a damaged file."""
+        fields = read_object(read_private(path).decode())
+        return fitted(cls, fields)
+
+
+def queued_runs(
+    pool: Path, *, known: Mapping[str, PoolRun], problem: Callable[[str], None] | None = None
+) -> dict[str, PoolRun]:
+    """Return the runs of a pool by name, in the order in which they came; files of `known` ones are not read again. A
+    file that is none is told to `problem` and left out; without it PlanError is raised.
+    """
+    found: list[PoolRun] = []
+    for path in sorted((pool / QUEUE).glob("[!.]*.json")):
+        name = path.name.removesuffix(".json")
+        try:
+            found.append(known[name] if name in known else PoolRun.load(path))
+        except FileNotFoundError:
+            continue  # it was taken out meanwhile
+        except (OSError, ValueError, PlanError, LaunchError) as error:
+            text = f"{path} is no queued run ({error}). It is damaged or of another version: move it away."
+            if problem is None:
+                raise PlanError(text) from error
+            problem(text)
+    return {one.name: one for one in sorted(found, key=lambda one: (one.submitted, one.name))}
+
+
+def _path(pool: Path, name: str) -> Path:
+    return pool / QUEUE / f"{name}.json"

@@ -1,0 +1,147 @@
+"""Starts, resizes and stops the runs of a pool, and reads how they do, through what every run has: its command, its
+directory and its control socket. Runs are processes of their own, and go on if the pool's process is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from paceline.launch.coordinator.control_socket import send_command
+from paceline.logs.log_reader import last_lines
+from paceline.logs.metric_rows import read_row
+from paceline.monitor.records.run_record import RUNNING, RunRecord
+from paceline.monitor.status.status import status
+from paceline.pool.pool_run import PoolRun
+from paceline.private_files import make_run_directory
+from paceline.processes import is_same_process
+from paceline.runs.go_on import words_to_go_on
+
+__all__ = ["Observed", "ask_to_stop", "console_of", "measured_step_s", "observe", "resize", "start"]
+
+CONSOLES = "consoles"
+ROWS, LEAST_ROWS = 40, 3  # newest steps of which the median is taken
+SETTLING_S = 0.5  # after a change of replicas: steps that are not like the others
+PRESENT = ("starting", "running", "halted")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Observed:
+    """A run as its directory shows it. `state`: "" where it has never been started, else that of its record, or "lost".
+    `replicas` are those whose workers are there.
+    """
+
+    state: str = ""
+    exit_code: int | None = None
+    replicas: int = 0
+    step: int = 0
+    last_step: int | None = None
+    has_stepped: bool = False  # since it was started: before, it cannot be resized
+    noise_scale: float | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self.state == RUNNING
+
+
+def observe(run: PoolRun) -> Observed:
+    """Read how a run does."""
+    try:
+        now = status(run.run_dir)
+    except ValueError:
+        return Observed()
+    present = sum(worker.state in PRESENT for worker in now.workers) if now.state == RUNNING else 0
+    noise = next((row.get("noise_scale") for row in _last_rows(run, 1)), None)
+    return Observed(
+        state=now.state,
+        exit_code=now.exit_code,
+        replicas=-(-present // run.workers_each),
+        step=now.progress.step,
+        last_step=now.progress.last_step,
+        has_stepped=now.progress.since_step_s is not None,
+        noise_scale=noise,
+    )
+
+
+def measured_step_s(run: PoolRun, *, since: float) -> float | None:
+    """The median seconds of the newest steps that began after `since` (seconds since 1970), when the run's replicas
+    last changed; None where there are too few of them.
+    """
+    found: list[float] = []
+    for row in _last_rows(run, ROWS):
+        seconds = row.get("seconds", {}).get("total")
+        if seconds is None or row.get("time", 0.0) - seconds < since + SETTLING_S:
+            break
+        found.append(seconds)
+    return statistics.median(found) if len(found) >= LEAST_ROWS else None
+
+
+def _last_rows(run: PoolRun, count: int) -> Iterator[dict[str, Any]]:
+    """The newest first; lines that cannot be read are passed over."""
+    for line in itertools.islice(last_lines(Path(run.run_dir) / "metrics.jsonl"), count):
+        with contextlib.suppress(ValueError):
+            row = read_row(line)
+            if row is not None:
+                yield row
+
+
+def console_of(pool: Path, run: PoolRun) -> Path:
+    """Where what the run's command prints is written."""
+    return pool / CONSOLES / f"{run.name}.log"
+
+
+def start(pool: Path, run: PoolRun, *, replicas: int, threads: int) -> subprocess.Popen[bytes]:
+    """Start a run, or go on with it from its newest checkpoint; raises OSError where its folder is gone. It is no child
+    of the terminal: only `ask_to_stop` and its own end end it.
+    """
+    console = console_of(pool, run)
+    make_run_directory(console.parent)
+    words = ["run", *_sizes(run, replicas, threads), *run.command]
+    if (Path(run.run_dir) / "run.json").exists():
+        words = words_to_go_on(words, Path(run.run_dir), script=Path(run.folder, run.script), names_dir=False)
+    else:
+        words[1:1] = ["--run-dir", run.run_dir]
+    with console.open("ab") as out:
+        return subprocess.Popen(
+            [sys.executable, "-m", "paceline", *words],
+            cwd=run.folder,
+            env={**run.environment, "PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _sizes(run: PoolRun, replicas: int, threads: int) -> list[str]:
+    own = any(word.partition("=")[0] == "--threads" for word in run.command)
+    return ["--workers", str(replicas * run.workers_each), *([] if own else ["--threads", str(threads)])]
+
+
+def resize(run: PoolRun, replicas: int) -> str:
+    """Ask a run for another number of replicas; returns "" when it agrees, else why not."""
+    try:
+        answer = send_command(RunRecord.load(run.run_dir).pid, {"op": "resize", "replicas": replicas})
+    except (ValueError, ConnectionError) as error:
+        return str(error)
+    return str(answer.get("error", ""))
+
+
+def ask_to_stop(run: PoolRun) -> None:
+    """Have a run finish the step in hand, save and end; does not wait for it."""
+    try:
+        record = RunRecord.load(run.run_dir)
+    except ValueError:
+        return
+    if record.is_here() and is_same_process(record.pid, record.pid_started_s):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(record.pid, signal.SIGTERM)

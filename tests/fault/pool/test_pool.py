@@ -1,0 +1,208 @@
+"""A pool on this machine, as its users start it: runs share its devices, nothing is lost when it or they are killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.monitor.records.run_record import RunRecord
+
+SCRIPT = """
+import argparse, os, time
+import torch, paceline
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=60)
+parser.add_argument("--fails-at", type=int, default=-1)
+options = parser.parse_args()
+
+
+def train(worker):
+    torch.manual_seed(0)
+    model = worker.prepare(nn.Linear(8, 3))
+    optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    step = worker.stepper(model, optim, F.cross_entropy)
+    data = TensorDataset(torch.randn(16 * options.steps, 8), torch.arange(16 * options.steps) % 3)
+    for batch in worker.batches(data):
+        time.sleep(0.1 / worker.workers)
+        if worker.step == options.fails_at:
+            raise RuntimeError("its data is broken")
+        step(batch)
+
+
+if __name__ == "__main__":
+    paceline.run(train, plan="replicas=1-2+batch(size=16)")
+"""
+PACELINE = [sys.executable, "-m", "paceline"]
+
+
+class PoolFolder:
+    """A folder with the script and a pool, and what its user types there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "train.py").write_text(SCRIPT)
+
+    @contextlib.contextmanager
+    def served(self, *words: str) -> Iterator[subprocess.Popen[str]]:
+        """Serve it meanwhile; whatever happens, its process and its runs are gone afterwards."""
+        serving = subprocess.Popen(
+            [*PACELINE, "pool", "pool", "--slots", "2", *words],
+            cwd=self.folder,
+            stdout=(self.folder / "pool.out").open("a"),
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        try:
+            yield serving
+        finally:
+            serving.terminate()
+            serving.wait(90)
+
+    def queue(self, name: str, *words: str, options: tuple[str, ...] = ()) -> None:
+        done = subprocess.run(
+            [*PACELINE, "run", "--pool", "pool", "--detach", "--run-dir", f"runs/{name}", *options, "train.py", *words],
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"queued in pool as {name}" in done.stdout
+
+    def facts(self) -> dict[str, Any]:
+        try:
+            return json.loads((self.folder / "pool" / "pool.json").read_text())
+        except FileNotFoundError:
+            return {"runs": {}}
+
+    def entry(self, name: str) -> dict[str, Any]:
+        return self.facts()["runs"].get(name, {"phase": "", "replicas": 0, "step": 0})
+
+    def until(self, is_so: Any, *, what: str, limit_s: float = 60.0) -> None:
+        deadline = time.monotonic() + limit_s
+        while not is_so():
+            assert time.monotonic() < deadline, f"not {what}: {self.facts()}\n{self.said}"
+            time.sleep(0.1)
+
+    @property
+    def said(self) -> str:
+        return (self.folder / "pool.out").read_text()
+
+    def losses(self, name: str) -> list[float]:
+        rows = (self.folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(row)["loss"] for row in rows]
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> PoolFolder:
+    return PoolFolder(tmp_path)
+
+
+def is_over(pool: PoolFolder, *names: str) -> bool:
+    return all(pool.entry(name)["phase"] in ("finished", "failed", "stopped") for name in names)
+
+
+@pytest.mark.timeout(180)
+def test_a_second_run_gets_a_device_of_the_first_and_gives_it_back(pool: PoolFolder) -> None:
+    with pool.served():
+        pool.queue("long", "--steps", "500")
+        pool.until(lambda: pool.entry("long")["replicas"] == 2, what="all devices for the only run")
+        pool.until(lambda: pool.entry("long")["step"] > 5, what="under way")
+        pool.queue("short", "--steps", "20")
+        pool.until(lambda: pool.entry("short")["step"] > 0, what="the second under way")
+        assert pool.entry("long")["replicas"] == 1
+        pool.until(lambda: is_over(pool, "short"), what="the second done")
+        pool.until(lambda: is_over(pool, "long"), what="both done", limit_s=120)
+    assert {name: pool.entry(name)["phase"] for name in ("long", "short")} == {"long": "finished", "short": "finished"}
+    assert len(pool.losses("long")) == 500, "no step twice, none left out"
+    sizes = [
+        row["after"]
+        for row in map(json.loads, (pool.folder / "pool" / "decisions.jsonl").open())
+        if row["run"] == "long"
+    ]
+    assert sizes.index(2) < sizes.index(1, 1), f"it has given one replica up: {sizes}"
+    assert all(row["why"] for row in map(json.loads, (pool.folder / "pool" / "decisions.jsonl").open()))
+
+
+@pytest.mark.timeout(180)
+def test_after_kill_9_of_the_pool_runs_go_on_and_the_next_one_finds_them(pool: PoolFolder) -> None:
+    with pool.served() as serving:
+        pool.queue("first", "--steps", "100")
+        pool.queue("second", "--steps", "100")
+        pool.queue("third", "--steps", "10")
+        pool.until(lambda: pool.entry("first")["step"] > 3, what="under way")
+        serving.kill()
+        serving.wait()
+        before = pool.entry("first")["pid"]
+        time.sleep(1.0)
+        assert RunRecord.load(pool.folder / "runs" / "first").is_alive(), "a run is no part of its pool's process"
+    with pool.served():
+        pool.until(lambda: is_over(pool, "first", "second", "third"), what="all done", limit_s=90)
+    for name, steps in (("first", 100), ("second", 100), ("third", 10)):
+        assert pool.entry(name)["phase"] == "finished"
+        assert len(pool.losses(name)) == steps
+    assert pool.entry("first")["pid"] == before, "it was not started a second time"
+
+
+@pytest.mark.timeout(180)
+def test_a_pool_that_is_stopped_has_its_runs_save_and_goes_on_with_them_later(pool: PoolFolder) -> None:
+    with pool.served() as serving:
+        pool.queue("run", "--steps", "80")
+        pool.until(lambda: pool.entry("run")["step"] > 5, what="under way")
+        serving.send_signal(signal.SIGINT)
+        assert serving.wait(60) == 0
+        assert "the pool ends: run save and end" in pool.said
+    assert pool.entry("run")["phase"] == "waiting"
+    record = RunRecord.load(pool.folder / "runs" / "run")
+    assert (record.state, record.is_alive()) == ("stopped", False)
+    with pool.served():
+        pool.until(lambda: is_over(pool, "run"), what="done")
+    assert len(pool.losses("run")) == 80
+    assert RunRecord.load(pool.folder / "runs" / "run").attempt == 2
+
+
+@pytest.mark.timeout(180)
+def test_a_lost_run_is_started_again_and_a_failed_one_is_not(pool: PoolFolder) -> None:
+    with pool.served():
+        pool.queue("lost", "--steps", "60", options=("--save-every", "5"))
+        pool.queue("broken", "--steps", "60", "--fails-at", "3")
+        pool.until(lambda: pool.entry("lost")["step"] > 12, what="under way")
+        os.kill(RunRecord.load(pool.folder / "runs" / "lost").pid, signal.SIGKILL)
+        pool.until(lambda: is_over(pool, "lost", "broken"), what="both over")
+    assert pool.entry("lost")["phase"] == "finished"
+    assert len(pool.losses("lost")) == 60
+    assert (pool.entry("broken")["phase"], pool.entry("broken")["exit_code"]) == ("failed", 1)
+    assert "its data is broken" in (pool.folder / "pool" / "consoles" / "broken.log").read_text()
+    assert "lost was lost at step" in pool.said
+
+
+@pytest.mark.timeout(120)
+def test_following_a_run_shows_what_it_prints_and_gives_its_exit_status(pool: PoolFolder) -> None:
+    with pool.served():
+        command = [*PACELINE, "run", "--pool", "pool", "--run-dir", "runs/followed", "train.py", "--steps", "10"]
+        done = subprocess.run(command, cwd=pool.folder, capture_output=True, text=True, timeout=90)
+        assert done.returncode == 0, done.stdout + done.stderr + pool.said
+        assert "finished at step 10" in done.stdout
+        pool.queue("kept", "--steps", "1000")
+        pool.until(lambda: pool.entry("kept")["step"] > 0, what="under way")
+        shown = subprocess.run([*PACELINE, "pool", "pool", "--show"], cwd=pool.folder, capture_output=True, text=True)
+        assert "2 of 2 devices in use" in shown.stdout
+        cancelled = [*PACELINE, "pool", "pool", "--cancel", "kept"]
+        assert subprocess.run(cancelled, cwd=pool.folder, timeout=60).returncode == 0
+        record = pool.folder / "runs" / "kept"
+        pool.until(lambda: RunRecord.load(record).state == "stopped", what="stopped")
+        assert "kept" not in pool.facts()["runs"]

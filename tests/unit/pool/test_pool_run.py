@@ -1,0 +1,75 @@
+"""Queued runs lie on disk, whole or not at all, for their user alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import stat
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import PlanError
+from paceline.pool.pool_run import PoolRun, queued_runs
+from paceline.pool.pool_state import PoolRecord, RunEntry
+
+ONE = PoolRun(
+    name="first",
+    command=("train.py", "--lr", "1"),
+    folder="/",
+    environment={"SECRET": "x"},
+    run_dir="/runs/first",
+    script="train.py",
+    least=1,
+    most=4,
+    workers_each=2,
+    submitted=2.0,
+    deadline=9.0,
+)
+
+
+def test_what_was_queued_is_read_again_in_the_order_in_which_it_came(tmp_path: Path) -> None:
+    pool = tmp_path / "pool"
+    ONE.add_to(pool)
+    earlier = dataclasses.replace(ONE, name="zebra", submitted=1.0, least=4)
+    earlier.add_to(pool)
+    assert list(queued_runs(pool, known={}).items()) == [("zebra", earlier), ("first", ONE)]
+    assert (ONE.is_elastic, earlier.is_elastic) == (True, False)
+    assert {path.name for path in (pool / "queue").iterdir()} == {"first.json", "zebra.json"}
+    for path in (pool, pool / "queue", pool / "queue" / "first.json"):
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, "it has the environment of its terminal"
+    assert "SECRET" not in repr(ONE)
+    earlier.remove_from(pool)
+    assert list(queued_runs(pool, known={"first": ONE})) == ["first"]
+
+
+def test_a_name_is_taken_once_and_is_a_file_name(tmp_path: Path) -> None:
+    ONE.add_to(tmp_path / "pool")
+    with pytest.raises(PlanError, match="has a run named first already"):
+        dataclasses.replace(ONE, submitted=5.0).add_to(tmp_path / "pool")
+    assert queued_runs(tmp_path / "pool", known={})["first"].submitted == 2.0
+    for name in ("../first", "", ".hidden", "a b", "x" * 101):
+        with pytest.raises(PlanError, match="cannot name a run"):
+            dataclasses.replace(ONE, name=name)
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    ONE.add_to(tmp_path)
+    (tmp_path / "queue" / "second.json").write_text("{")
+    with pytest.raises(PlanError, match=r"second\.json is no queued run"):
+        queued_runs(tmp_path, known={})
+    told: list[str] = []
+    assert list(queued_runs(tmp_path, known={}, problem=told.append)) == ["first"], "the others go on"
+    assert len(told) == 1
+    (tmp_path / "pool.json").write_text("[]")
+    with pytest.raises(PlanError, match=r"pool\.json cannot be read"):
+        PoolRecord.load(tmp_path)
+
+
+def test_what_the_pool_knows_outlives_it(tmp_path: Path) -> None:
+    assert PoolRecord.load(tmp_path) == PoolRecord()
+    record = PoolRecord(host="a", pid=1, slots=4, runs={"first": RunEntry(phase="running", step_s={"2": 0.5})})
+    record.save(tmp_path)
+    again = PoolRecord.load(tmp_path)
+    assert again == record
+    assert again.runs["first"].measured == {2: 0.5}
+    assert not again.is_alive(), "on another host"
