@@ -32,6 +32,7 @@ class PoolJob:
     deadline: float | None = None  # on the clock of `now`
     moving_s: float = 30.0  # it stands still for so long when its allocation changes
     waiting_s: float | None = None  # since it last had devices; None: the least that age and attained service leave
+    held_s: float | None = None  # since it got devices after it had none; None: the longest that its service allows
 
     def __post_init__(self) -> None:
         if self.min_replicas < 0 or self.max_replicas < max(1, self.min_replicas):
@@ -39,7 +40,7 @@ class PoolJob:
                 f"A run asks for {self.min_replicas} to {self.max_replicas} replicas; give at least 0 as the minimum, "
                 "and at least 1 and the minimum as the maximum."
             )
-        for name in ("age", "attained", "restarts", "remaining", "moving_s", "waiting_s"):
+        for name in ("age", "attained", "restarts", "remaining", "moving_s", "waiting_s", "held_s"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise PlanError(f"{name} of a run is {value!r}; it has to be a number that is not negative.")
@@ -57,6 +58,13 @@ class PoolJob:
         if self.allocation:
             return 0.0
         return self.waiting_s if self.waiting_s is not None else max(0.0, self.age - self.attained / self.fewest)
+
+    @property
+    def held(self) -> float:
+        """Seconds since it got devices after it had none, where that is known."""
+        if not self.allocation:
+            return 0.0
+        return self.held_s if self.held_s is not None else self.attained / self.fewest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

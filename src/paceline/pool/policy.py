@@ -6,6 +6,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from paceline.pool.facts import PoolJob, PoolTerms, check_nodes
+from paceline.pool.admission import admitted
+from paceline.pool.packing import place
+from paceline.pool.sizes import NodeCounts, choose_sizes, sizes_of, value_of
+from paceline.pool.weights import weights
 
 __all__ = ["PoolChange", "PoolDecision", "PoolJob", "PoolTerms", "allocate", "decide"]
 
@@ -44,18 +48,28 @@ def decide(
     jobs: Mapping[str, PoolJob], nodes: Mapping[str, int], now: float, terms: PoolTerms | None = None
 ) -> PoolDecision:
     """Return what `allocate` does, with one sentence for each change."""
+    terms = terms or PoolTerms()
     check_nodes(nodes)
-    free = dict(nodes)
-    found: dict[str, list[str]] = {}
-    for name, job in sorted(jobs.items(), key=lambda one: (-one[1].age, one[0])):
-        places = [node for node in sorted(free) for _ in range(free[node])][: job.fewest]
-        if len(places) == job.fewest:
-            found[name] = places
-            for node in places:
-                free[node] -= 1
+    counts = NodeCounts(nodes)
+    importance = weights(jobs)
+    chosen = admitted(jobs, importance, counts.total, terms)
+    running = {name: jobs[name] for name in sorted(chosen)}
+    sizes, price = choose_sizes(running, importance, counts, terms)
+    found = _placed(running, sizes, price, importance, nodes, counts, terms)
     changes = [
         PoolChange(name, tuple(job.allocation), tuple(found.get(name, ())), f"{name} gets its minimum.")
         for name, job in jobs.items()
         if list(job.allocation) != found.get(name, [])
     ]
     return PoolDecision(found, changes)
+
+
+def _placed(running, sizes, price, importance, nodes, counts, terms):
+    def worth(name: str, num_nodes: int, replicas: int) -> float:
+        return value_of(running[name], importance[name], num_nodes, replicas, False, terms) - price * replicas
+
+    choices = {
+        name: [sizes[name], *(size for size in sizes_of(job, counts) if size < sizes[name])]
+        for name, job in running.items()
+    }
+    return place(choices, {name: job.allocation for name, job in running.items()}, nodes, worth)
