@@ -1,0 +1,1 @@
+"""A simulated cluster that elastic training runs share: measured runs, submissions, policies."""
