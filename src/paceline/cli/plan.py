@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 from paceline import config, settings
 from paceline.cli.arguments import Commands, add_command
 from paceline.cli.plan_costs.question import CostQuestion, add_options, print_answer, read_question
-from paceline.errors import PlanError
+from paceline.cli.script_failure import script_failure
+from paceline.errors import PacelineError, PlanError
 from paceline.plan import AllReduce, Batch, CommandPlan, Compute, ParameterServer, Plan
+from paceline.plan.script_scan import workers_of_script
 from paceline.schedule.allreduce.build import ALGORITHMS, build, num_chunks_of
 from paceline.schedule.allreduce.rounds import draw
 from paceline.schedule.micro_batches import split_evenly
@@ -187,11 +189,16 @@ def check_script(
         raise PlanError(f"There is no script {script}.")
     from paceline.worker.script_inspection import inspect_script
 
-    found = inspect_script(script, args=args, plan=plan, workers=workers)
+    try:
+        found = inspect_script(script, args=args, plan=plan, workers=workers)
+    except PacelineError:
+        raise
+    except Exception as error:  # the script's own
+        raise script_failure(error, script) from error
     if not is_short:
         print(f"plan     {found.plan}")
         print(f"python   {found.plan!r}")
-        print(f"workers  {found.workers}\n")
+        print(f"workers  {found.workers}{_why_one(script, plan, args) if workers is None else ''}\n")
     _print_refusals(found)
     if found.remarks:
         print("\nGood to know")
@@ -201,6 +208,14 @@ def check_script(
         print(_sizes_table(sizes, found.plan.compute))
     fits = question is None or print_answer(found, question, script=script, args=args)
     return 2 if found.refusals or not fits else 0
+
+
+def _why_one(script: Path, plan: CommandPlan, args: Sequence[str]) -> str:
+    """A remark where the number of workers was said by nobody."""
+    is_said = plan.whole is not None and plan.whole.layout.workers is not None
+    if is_said or workers_of_script(script, plan.settings, args=args, say=lambda _: None) is not None:
+        return ""
+    return ", because neither the command nor the script says how many: --workers N"
 
 
 def table(rows: Iterable[Sequence[str]], widths: Sequence[int]) -> str:

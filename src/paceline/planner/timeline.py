@@ -55,6 +55,10 @@ def step_slices(one: PricedPlan) -> Iterator[TraceSlice]:
                 ("other", "other"),
             )
         }
+        # Sends are priced as if nothing hid them; the schedule hides what it can, so the rest is shown in one piece.
+        left = one.step.step_s - end_s - sum(tail.values())
+        if axes.stages > 1 and left > 1e-6 * one.step.step_s:
+            tail = {"waiting for sends": left} | tail
         for name, seconds in tail.items():
             if seconds > 0:
                 yield TraceSlice(group="predicted", row=row, name=name, begin_s=end_s, duration_s=seconds)

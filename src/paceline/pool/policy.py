@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from paceline.pool.facts import PoolJob, PoolTerms, check_nodes
 from paceline.pool.admission import admitted
+from paceline.pool.facts import PoolJob, PoolTerms, check_nodes
 from paceline.pool.packing import place
 from paceline.pool.sizes import NodeCounts, choose_sizes, sizes_of, value_of
 from paceline.pool.weights import weights

@@ -110,7 +110,7 @@ def inspect_script(
     try:
         with fake_weights():
             return run(fill=filled_weights)
-    except PlanError:
+    except (PlanError, SyntaxError):
         raise
     except Exception as error:  # the user's code, which is run again: an error that stays comes out there
         found = run(fill=None)

@@ -167,7 +167,16 @@ def test_a_cluster_of_ones_own_file_does_not_grow(capsys: pytest.CaptureFixture[
     [
         (("--cluster", "h100x8-lb"), r"No cluster is called 'h100x8-lb'\. Did you mean 'h100x8-ib'"),
         (("--cluster", "nowhere.toml"), "Cannot read nowhere.toml"),
-        (("--cluster", "h100x8-ib", "--samples", "5", "--price", "-1"), "--price is -1; it must be above 0"),
+        (
+            ("--cluster", "h100x8-ib", "--samples", "5", "--price", "-1"),
+            "--price -1: a device and hour cost -1; it must",
+        ),
+        (
+            ("--cluster", "h100x8-ib", "--cluster", "a100x8-ib", "--samples", "5", "--price", "h100x8-ib=1"),
+            "a100x8-ib has no price, so it cannot be compared: add --price a100x8-ib=X",
+        ),
+        (("--cluster", "h100x8-ib", "--growth", "nowhere/g.svg"), "--growth nowhere/g.svg: there is no folder nowhere"),
+        (("--cluster", "h100x8-ib", "--trace", "nowhere/t.json"), "--trace nowhere/t.json: there is no folder nowhere"),
         (("--cluster", "h100x8-ib", "--price", "1"), "--price goes with --samples"),
         (("--samples", "5"), "--samples goes with --cluster"),
         (("--cluster", "h100x8-ib", "--set", "plan.sync=parameterserver", "--plan", "replicas=4"), "built for the CPU"),
@@ -180,6 +189,64 @@ def test_mistakes_are_named(
     status, _, err = told(capsys, tmp_path, "--workers", "4", *words)
     assert status == 2
     assert re.search(says, err), err
+
+
+@pytest.mark.parametrize("called", ["lab.toml", "lab"])
+def test_a_file_may_be_priced_by_its_path_and_by_its_clusters_name(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, called: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lab.toml").write_text(SMALL.replace("memory_gb = 1.0", "memory_gb = 80.0"))
+    words = ("--workers", "4", "--cluster", "lab.toml", "--samples", "1e9", "--price", f"{called}=2.5")
+    status, out, err = told(capsys, tmp_path, *words)
+    assert status == 0, err
+    assert " at 2.5 a device and hour" in out
+
+
+def test_where_half_precision_would_be_faster_that_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ("--workers", "4", "--cluster", "h100x8-ib", "--samples", "5")
+    _, out, _ = told(capsys, tmp_path, *words)
+    said = "These compute in fp32, as the plan says. With compute(precision=bf16) the best plan takes\n"
+    step, half = re.search(r"first\n.*\n +([\d.]+) ms", out), re.search(r"  ([\d.]+) ms a step on h100x8-ib: ", out)
+    assert said in out and step is not None and half is not None, out
+    assert float(half[1]) < float(step[1])
+    _, out, _ = told(capsys, tmp_path, *words, "--set", "plan.compute.precision=bf16")
+    assert said not in out
+
+
+def test_workers_that_nobody_has_named_are_one_and_that_is_said(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        re.sub(r"paceline\.run\(.*\)", "paceline.run(train)", SCRIPT).format(make=ENCODER, stepper="F.mse_loss")
+    )
+
+    def workers(*words: str) -> str:
+        main(["plan", str(script), "--cluster", "h100x8-ib", "--fits", *words])
+        return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("workers"))
+
+    assert workers() == "workers  1, because neither the command nor the script says how many: --workers N"
+    assert workers("--plan", "replicas=2") == "workers  2"
+    assert workers("--workers", "1") == "workers  1"
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        ("model = (", "train.py cannot be read: '(' was never closed (train.py, line"),
+        ("open('/no/such/data')", "fails before its model is there, with FileNotFoundError: [Errno 2] No such file"),
+    ],
+)
+def test_a_script_that_fails_is_told_without_our_own_frames(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: str, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT.format(make=make, stepper="F.mse_loss"))
+    assert main(["plan", "train.py", "--cluster", "h100x8-ib"]) == 2
+    err = capsys.readouterr().err
+    assert says in err and "Traceback" not in err and "src/paceline" not in err
+    assert "train.py" in err.splitlines()[-1] or "model = (" in err.splitlines()[-1]
 
 
 def test_a_cluster_needs_a_script(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from paceline import config
 from paceline.cli.plan_costs.subject import Subject
@@ -19,7 +19,7 @@ from paceline.planner.predict import PARTS
 from paceline.planner.search import PricedPlan, is_exact, lack_text, remedy
 from paceline.units import bytes_text, count_text, duration_text, gigabytes_text
 
-__all__ = ["FITS", "Prices", "memory_lines", "print_prediction", "remedy_lines", "short_text"]
+__all__ = ["FITS", "Prices", "memory_lines", "precision_lines", "print_prediction", "remedy_lines", "short_text"]
 
 SHOWN = 8  # plans of the ranking
 SMALL = 0.01  # parts of a step below it are left out
@@ -37,17 +37,26 @@ class Prices:
     per_hour: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
 
     @classmethod
-    def read(cls, words: Sequence[str], *, samples: float | None, of: Sequence[str]) -> Prices:
-        """Read "2.5", and "h100x8-ib=2.5" of one of the clusters `of`."""
+    def read(cls, words: Sequence[str], *, samples: float | None, of: Mapping[str, str]) -> Prices:
+        """Read "2.5", and "h100x8-ib=2.5" of one of the clusters `of`: their names by what the command calls them. That
+        may be a file. PlanError where some of several clusters have a price and others none.
+        """
         found: dict[str, float] = {}
         for word in words:
             name, _, text = word.rpartition("=")
-            if name and name not in of:
-                raise PlanError(f"--price {word} names no cluster of this question: {', '.join(of)}.")
-            number = config.parse_value(text, float, path="--price")
+            name = of.get(name, name)
+            if name and name not in of.values():
+                raise PlanError(f"--price {word} names no cluster of this question: {', '.join(of.values())}.")
+            number = config.parse_value(text, float, path=f"--price {word}")
             if not 0 < number < float("inf"):
-                raise PlanError(f"--price is {text}; it must be above 0.")
+                raise PlanError(f"--price {word}: a device and hour cost {text}; it must be above 0.")
             found[name] = number
+        lacking = [name for name in of.values() if found and not found.keys() & {"", name}]
+        if lacking:
+            raise PlanError(
+                f"{lacking[0]} has no price, so it cannot be compared: add --price {lacking[0]}=X, or one --price X of "
+                "all others."
+            )
         return cls(samples=samples, per_hour=found)
 
     def seconds(self, one: PricedPlan) -> float | None:
@@ -122,7 +131,7 @@ def memory_lines(one: PricedPlan) -> Iterator[str]:
     peak, memory = gigabytes_text(one.memory.peak), gigabytes_text(one.case.cluster.device.memory)
     verdict = {
         "fits": "it fits",
-        "unsure": "it may fit; the estimate is too close to say",
+        "unsure": "it may fit; the estimate may be off by more than the difference",
         "does not fit": "it does not fit",
     }[one.fits]
     yield f"memory   {peak} of {memory} GB: {verdict}"
@@ -173,7 +182,28 @@ def _ranking(subject: Subject, where: NamedCluster, own: PricedPlan) -> Iterator
     yield from _lossy_lines(
         subject.lossy([one for one in there if is_exact(one.plan)], where.cluster, workers=subject.workers)
     )
+    yield from precision_lines(subject, [where])
     yield "\nWhether the model can be cut so: paceline plan SCRIPT --check --plan PLAN"
+
+
+def precision_lines(subject: Subject, clusters: Sequence[NamedCluster]) -> Iterator[str]:
+    """What the best plan takes in bf16, where the script's plan computes in fp32 on devices that are slower in it."""
+    plan, head = (
+        subject.plan,
+        "\nThese compute in fp32, as the plan says. With compute(precision=bf16) the best plan takes",
+    )
+    half = dataclasses.replace(plan, compute=dataclasses.replace(plan.compute, precision="bf16"))
+    for where in clusters if plan.compute.precision == "fp32" else ():
+        device = where.cluster.device
+        if device.is_synchronous or device.peak_of("fp32") >= device.peak["bf16"]:
+            continue
+        ranked = subject.best(half, where.cluster, workers=subject.workers)
+        best = next((one for one in ranked if one.fits != "does not fit"), None)
+        if best is not None:
+            if head:
+                yield head
+                head = ""
+            yield f"  {duration_text(best.step.step_s)} a step on {where.name}: {short_text(best.plan)}"
 
 
 def _row(one: PricedPlan, remark: str = "") -> str:

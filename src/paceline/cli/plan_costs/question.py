@@ -111,12 +111,20 @@ def read_question(arguments: argparse.Namespace) -> CostQuestion | None:
         raise PlanError("--fits goes with --cluster: whether it fits depends on the devices.")
     if not arguments.cluster:
         return None
+    for option in ("growth", "trace"):
+        text = getattr(arguments, option)
+        if text is not None and not Path(text).parent.is_dir():
+            raise PlanError(f"--{option} {text}: there is no folder {Path(text).parent}.")
     growth = None if arguments.growth is None else Path(arguments.growth)
     if growth is not None and growth.suffix != ".svg":
         raise PlanError(f"--growth writes an SVG drawing: give it a name that ends in .svg, not {growth.name!r}.")
     return CostQuestion(
         clusters=arguments.cluster,
-        prices=Prices.read(arguments.price, samples=_positive(arguments.samples, "--samples"), of=arguments.cluster),
+        prices=Prices.read(
+            arguments.price,
+            samples=_positive(arguments.samples, "--samples"),
+            of={name: HERE if name == HERE else cluster_named(name, 1).name for name in arguments.cluster},
+        ),
         fits=arguments.fits,
         changes=read_changes(word for words in arguments.what_if for word in words),
         mtbf_s=None if arguments.mtbf is None else (_positive(arguments.mtbf, "--mtbf") or 1.0) * 3600,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from paceline.cli.plan_costs.prediction import FITS, Prices, short_text
+from paceline.cli.plan_costs.prediction import FITS, Prices, precision_lines, short_text
 from paceline.cli.plan_costs.subject import Subject
 from paceline.planner.named_cluster import NamedCluster
 from paceline.planner.search import PricedPlan
@@ -39,6 +39,8 @@ def print_what_if(
     if prices.samples is not None and not subject.is_data:
         print("No totals: samples of the script's data may cost more than what was counted.")
     print(*_choice(rows, known), sep="\n")
+    if "precision" not in changes:
+        print(*precision_lines(subject, clusters), sep="\n")
     return any(row.priced is not None and row.priced.fits != "does not fit" for row in rows)
 
 
