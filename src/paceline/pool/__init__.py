@@ -1,1 +1,1 @@
-"""Share the devices of a machine or an allocation among elastic runs: what is decided is a pure function, without I/O."""
+"""Share the devices of a machine or an allocation among elastic runs: a pure function decides, without I/O."""

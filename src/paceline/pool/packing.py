@@ -78,4 +78,4 @@ def _gap_for(counts: Mapping[int, int], replicas: int) -> int:
 
 
 def _reversed(name: str) -> tuple[int, ...]:
-    return tuple(-ord(letter) for letter in name) + (1,)
+    return (*(-ord(letter) for letter in name), 1)

@@ -55,7 +55,7 @@ def test_none_overtakes_a_large_run_that_has_lost_patience() -> None:
         "overdue": job(waiting_s=800.0),
         "new": job(),
     }
-    assert admitted(jobs, {name: 1.0 for name in jobs}, 8, TERMS) == {"in its turn"}
+    assert admitted(jobs, dict.fromkeys(jobs, 1.0), 8, TERMS) == {"in its turn"}
 
 
 @settings(max_examples=60, deadline=None)
