@@ -128,7 +128,9 @@ def print_decisions(sizes: Sequence[int]) -> None:
         }
         began = time.perf_counter()
         decide(later, nodes, 600.0)
-        print(f"| {runs:,} | {sum(nodes.values()):,} | {first:.3f} s | {time.perf_counter() - began:.3f} s | {calls:,} |")
+        print(
+            f"| {runs:,} | {sum(nodes.values()):,} | {first:.3f} s | {time.perf_counter() - began:.3f} s | {calls:,} |"
+        )
 
 
 def made_up(at: int, asked: list[int]) -> PoolJob:

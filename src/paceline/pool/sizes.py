@@ -18,6 +18,7 @@ from paceline.pool.facts import PoolJob, PoolTerms
 __all__ = ["NodeCounts", "SizeChoice", "choose_sizes", "deadline_sizes", "sizes_of", "worth"]
 
 HORIZON_MOVES = 10.0  # a change has to pay within so many times its stand-still: a pace that rises by 11 % does
+BELOW = 1 - 1e-6  # of the last step's worth: with that price the step itself is still taken
 STEP = 1.25  # between two numbers of nodes that are looked at
 
 
@@ -93,24 +94,27 @@ def choose_sizes(
     """
     found = dict(least)
     free = counts.total - sum(found.values())
-    queue: list[tuple[float, str, int, list[SizeChoice]]] = []
-    for name, job in jobs.items():
-        hull = _hull([one for one in _choices(job, weights[name], counts, terms) if one.replicas >= least[name]])
-        if len(hull) > 1:
-            queue.append((-_rise(hull[0], hull[1]), name, 1, hull))
+    curves = {
+        name: [one for one in _choices(job, weights[name], counts, terms) if one.replicas >= least[name]]
+        for name, job in jobs.items()
+    }
+    hulls = {name: _hull(choices) for name, choices in curves.items()}
+    queue = [(-_rise(hull[0], hull[1]), name, 1) for name, hull in hulls.items() if len(hull) > 1]
     heapq.heapify(queue)
     price = 0.0
     while queue and free > 0:
-        rise, name, at, hull = heapq.heappop(queue)
-        more = hull[at].replicas - hull[at - 1].replicas
-        if more > free:
-            continue
-        free -= more
-        price = -rise
-        found[name] = hull[at].replicas
-        if at + 1 < len(hull):
-            heapq.heappush(queue, (-_rise(hull[at], hull[at + 1]), name, at + 1, hull))
-    return found, price if free == 0 else 0.0
+        _, name, at = heapq.heappop(queue)
+        hull = hulls[name]
+        step = hull[at]
+        if step.replicas - hull[at - 1].replicas > free:
+            step = _largest_gain(curves[name], hull[at - 1], free)
+        elif at + 1 < len(hull):
+            heapq.heappush(queue, (-_rise(step, hull[at + 1]), name, at + 1))
+        if step.replicas > found[name]:
+            free -= step.replicas - found[name]
+            price = _rise(hull[at - 1], step)
+            found[name] = step.replicas
+    return found, price * BELOW if free == 0 else 0.0
 
 
 def _needed(job: PoolJob, counts: NodeCounts, seconds: float) -> int:
@@ -132,6 +136,12 @@ def _choices(job: PoolJob, weight: float, counts: NodeCounts, terms: PoolTerms) 
             value = worth(job, weight, counts.fewest(size), size, terms)
         choices.append(SizeChoice(size, value))
     return choices
+
+
+def _largest_gain(curve: Sequence[SizeChoice], now: SizeChoice, free: int) -> SizeChoice:
+    """Return the choice that is worth most with so many devices more, or `now`."""
+    fitting = [one for one in curve if now.replicas <= one.replicas <= now.replicas + free]
+    return max(fitting, key=lambda one: (one.value, -one.replicas))
 
 
 def _hull(choices: Sequence[SizeChoice]) -> list[SizeChoice]:
