@@ -19,6 +19,7 @@ __all__ = ["NodeCounts", "SizeChoice", "choose_sizes", "deadline_sizes", "sizes_
 
 HORIZON_MOVES = 10.0  # a change has to pay within so many times its stand-still: a pace that rises by 11 % does
 BELOW = 1 - 1e-6  # of the last step's worth: with that price the step itself is still taken
+PART_GAIN = 1.5  # a run takes a part of a step that does not fit where it is then worth so many times as much
 STEP = 1.25  # between two numbers of nodes that are looked at
 
 
@@ -107,7 +108,7 @@ def choose_sizes(
         hull = hulls[name]
         step = hull[at]
         if step.replicas - hull[at - 1].replicas > free:
-            step = _largest_gain(curves[name], hull[at - 1], free)
+            step = _part_of_step(curves[name], hull[at - 1], free)
         elif at + 1 < len(hull):
             heapq.heappush(queue, (-_rise(step, hull[at + 1]), name, at + 1))
         if step.replicas > found[name]:
@@ -138,10 +139,14 @@ def _choices(job: PoolJob, weight: float, counts: NodeCounts, terms: PoolTerms) 
     return choices
 
 
-def _largest_gain(curve: Sequence[SizeChoice], now: SizeChoice, free: int) -> SizeChoice:
-    """Return the choice that is worth most with so many devices more, or `now`."""
-    fitting = [one for one in curve if now.replicas <= one.replicas <= now.replicas + free]
-    return max(fitting, key=lambda one: (one.value, -one.replicas))
+def _part_of_step(curve: Sequence[SizeChoice], now: SizeChoice, free: int) -> SizeChoice:
+    """Return the choice that is worth most with so many devices more, where it is worth much more; else `now`.
+
+    The run moves once more when the rest of its step comes free, so a small gain would not last.
+    """
+    fitting = [one for one in curve if now.replicas < one.replicas <= now.replicas + free]
+    best = max(fitting, key=lambda one: (one.value, -one.replicas), default=now)
+    return best if best.value >= PART_GAIN * now.value else now
 
 
 def _hull(choices: Sequence[SizeChoice]) -> list[SizeChoice]:
