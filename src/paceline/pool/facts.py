@@ -57,6 +57,16 @@ class PoolJob:
         """The replicas without which it does not run."""
         return max(1, self.min_replicas)
 
+    def pace(self, nodes: int, replicas: int) -> float:
+        """Return the speed-up on so many nodes; PlanError where it is no number, or negative."""
+        found = float(self.speedup(nodes, replicas))
+        if not 0 <= found < math.inf:
+            raise PlanError(
+                f"The speed-up of a run on {nodes} nodes with {replicas} replicas is {found!r}; return a number "
+                "that is not negative, and 0 where it cannot run."
+            )
+        return found
+
     @property
     def waited(self) -> float:
         """Seconds that it has waited: since it last had devices where that is known, else at least in total."""

@@ -53,7 +53,7 @@ def _standing(job: PoolJob, rank: int, runs: int) -> str:
 
 
 def _pace(job: PoolJob, places: Sequence[str]) -> float:
-    return job.speedup(len(set(places)), len(places))
+    return job.pace(len(set(places)), len(places))
 
 
 def _replicas(places: Sequence[str]) -> str:

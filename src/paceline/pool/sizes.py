@@ -62,7 +62,7 @@ def sizes_of(job: PoolJob, counts: NodeCounts) -> list[int]:
 def worth(job: PoolJob, weight: float, nodes: int, replicas: int, terms: PoolTerms) -> float:
     """Return the weighted pace of a run that is moved to so many nodes, over the time in which moving has to pay."""
     horizon_s = max(HORIZON_MOVES * job.moving_s, 2 * terms.interval_s)
-    return weight * job.speedup(nodes, replicas) * max(0.0, 1 - job.moving_s / horizon_s)
+    return weight * job.pace(nodes, replicas) * max(0.0, 1 - job.moving_s / horizon_s)
 
 
 def deadline_sizes(jobs: Mapping[str, PoolJob], counts: NodeCounts, now: float) -> dict[str, int]:
@@ -120,7 +120,7 @@ def choose_sizes(
 
 def _needed(job: PoolJob, counts: NodeCounts, seconds: float) -> int:
     sizes = sizes_of(job, counts)
-    paces = {size: job.speedup(counts.fewest(size), size) for size in sizes}
+    paces = {size: job.pace(counts.fewest(size), size) for size in sizes}
     for size in sizes:
         moving = 0.0 if size == len(job.allocation) else job.moving_s
         if (job.remaining or 0.0) <= paces[size] * (seconds - moving):
@@ -132,7 +132,7 @@ def _choices(job: PoolJob, weight: float, counts: NodeCounts, terms: PoolTerms) 
     choices: list[SizeChoice] = []
     for size in sizes_of(job, counts):
         if size == len(job.allocation):
-            value = weight * job.speedup(len(set(job.allocation)), size)
+            value = weight * job.pace(len(set(job.allocation)), size)
         else:
             value = worth(job, weight, counts.fewest(size), size, terms)
         choices.append(SizeChoice(size, value))

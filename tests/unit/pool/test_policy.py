@@ -213,6 +213,13 @@ def test_a_node_with_a_negative_number_of_devices_is_refused() -> None:
         allocate({}, {"a": -1}, 0.0)
 
 
+@pytest.mark.parametrize("wrong", [math.nan, -1.0, math.inf])
+def test_a_speedup_that_is_no_number_is_refused_with_its_size(wrong: float) -> None:
+    one = job(speedup=lambda nodes, replicas: wrong if replicas == 8 else 1.0)
+    with pytest.raises(PlanError, match=f"on 2 nodes with 8 replicas is {wrong!r}"):
+        allocate({"one": one}, FOUR_NODES, 0.0)
+
+
 def test_a_thousand_runs_ask_for_few_speedups() -> None:
     """The cost is the number of questions: about four times the logarithm of a run's largest size, for each run."""
     asked = Counter[str]()
