@@ -11,7 +11,7 @@ import numpy as np
 from pooling.applications import Application, Submission
 from pooling.runs import Knowledge, SimulatedRun
 
-__all__ = ["NODES", "PoolOutcome", "Policy", "Times", "simulate"]
+__all__ = ["NODES", "Policy", "PoolOutcome", "Times", "simulate"]
 
 Policy = Callable[[Mapping[str, SimulatedRun], Mapping[str, int], float], Mapping[str, Sequence[str]]]
 NODES = {f"node-{at:02}": 4 for at in range(16)}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from pooling.applications import MOST_REPLICAS, Application, Placement, Submission, packed
+from pooling.applications import Application, Placement, Submission, packed
 
 __all__ = ["Knowledge", "SimulatedRun", "placement_of"]
 
@@ -157,6 +157,8 @@ class SimulatedRun:
         if self._knowledge.sees_all and key in self.app.best:
             return self.app.best[key]
         choices = self.app.choices(sum(placement))
+        if not len(choices.local):
+            return 0.0, 0, 0  # no batch is large enough for so many
         step, sync = self.app.seconds_of(placement)
         if not self._knowledge.sees_all:
             compute, sync = step - sync, self._expected_sync(placement, sync)
@@ -172,7 +174,7 @@ class SimulatedRun:
         return found
 
     def _expected_sync(self, placement: Placement, sync: Floats) -> Floats:
-        """Return the seconds of synchronizing that a run expects: of the largest size seen; none before it has seen one.
+        """Return the seconds of synchronizing that a run expects: those of the largest size seen, if any.
 
         So it is optimistic beyond what it has seen, as a model with that prior is (OSDI 2021, section 4.1).
         """

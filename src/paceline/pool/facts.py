@@ -29,7 +29,7 @@ class PoolJob:
     allocation: Sequence[str] = ()
     remaining: float | None = None
     priority: float = 1.0  # its seconds count so many times those of others
-    deadline: float | None = None  # on the clock of `now`
+    deadline: float | None = None  # on the clock of `now`; needs `remaining`
     moving_s: float = 30.0  # it stands still for so long when its allocation changes
     waiting_s: float | None = None  # since it last had devices; None: the least that age and attained service leave
     held_s: float | None = None  # since it got devices after it had none; None: the longest that its service allows
@@ -44,6 +44,11 @@ class PoolJob:
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise PlanError(f"{name} of a run is {value!r}; it has to be a number that is not negative.")
+        if self.deadline is not None and self.remaining is None:
+            raise PlanError(
+                f"A run has the deadline {self.deadline:g} s, and does not say what it has left. "
+                "Give `remaining` with it, or no deadline."
+            )
         if not 0 < self.priority < math.inf:
             raise PlanError(f"The priority of a run is {self.priority!r}; it has to be above 0. 1 is that of others.")
 
@@ -51,6 +56,16 @@ class PoolJob:
     def fewest(self) -> int:
         """The replicas without which it does not run."""
         return max(1, self.min_replicas)
+
+    def pace(self, nodes: int, replicas: int) -> float:
+        """Return the speed-up on so many nodes; PlanError where it is no number, or negative."""
+        found = float(self.speedup(nodes, replicas))
+        if not 0 <= found < math.inf:
+            raise PlanError(
+                f"The speed-up of a run on {nodes} nodes with {replicas} replicas is {found!r}; return a number "
+                "that is not negative, and 0 where it cannot run."
+            )
+        return found
 
     @property
     def waited(self) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import bisect
+import heapq
 from collections.abc import Callable, Mapping, Sequence
 
 __all__ = ["Gaps", "Worth", "place"]
@@ -15,8 +15,8 @@ class Gaps:
 
     def __init__(self, free: Mapping[str, int]) -> None:
         self.total = sum(free.values())
-        self._nodes: dict[int, list[str]] = {}  # in the reverse order of names
-        for node in sorted(free, reverse=True):
+        self._nodes: dict[int, list[str]] = {}  # heaps of names
+        for node in sorted(free):
             if free[node] > 0:
                 self._nodes.setdefault(free[node], []).append(node)
 
@@ -37,11 +37,11 @@ class Gaps:
         taken: list[str] = []
         while (missing := replicas - len(taken)) > 0:
             devices = _gap_for({size: len(nodes) for size, nodes in self._nodes.items()}, missing)
-            node = self._nodes[devices].pop()
+            node = heapq.heappop(self._nodes[devices])
             count = min(devices, missing)
             taken += [node] * count
             if count < devices:
-                bisect.insort(self._nodes.setdefault(devices - count, []), node, key=_reversed)
+                heapq.heappush(self._nodes.setdefault(devices - count, []), node)
         self.total -= len(taken)
         return taken
 
@@ -75,7 +75,3 @@ def _gap_for(counts: Mapping[int, int], replicas: int) -> int:
     """Return the smallest gap that holds all replicas, else the largest one."""
     present = [devices for devices, count in counts.items() if count]
     return min((devices for devices in present if devices >= replicas), default=max(present))
-
-
-def _reversed(name: str) -> tuple[int, ...]:
-    return tuple(-ord(letter) for letter in name) + (1,)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence
 
 from paceline.pool.facts import PoolJob
 from paceline.units import duration_text
 
-__all__ = ["change_text", "waiting_text"]
+__all__ = ["change_text", "ranks", "waiting_text"]
 
 
 def change_text(name: str, job: PoolJob, after: Sequence[str], *, rank: int, runs: int) -> str:
@@ -52,7 +53,7 @@ def _standing(job: PoolJob, rank: int, runs: int) -> str:
 
 
 def _pace(job: PoolJob, places: Sequence[str]) -> float:
-    return job.speedup(len(set(places)), len(places))
+    return job.pace(len(set(places)), len(places))
 
 
 def _replicas(places: Sequence[str]) -> str:
@@ -69,5 +70,5 @@ def _count(number: int, word: str) -> str:
 
 def ranks(importance: Mapping[str, float]) -> dict[str, int]:
     """Return for each run how many have a larger weight."""
-    order = sorted(importance.values(), reverse=True)
-    return {name: order.index(weight) for name, weight in importance.items()}
+    rising = sorted(importance.values())
+    return {name: len(rising) - bisect.bisect_right(rising, weight) for name, weight in importance.items()}
