@@ -178,13 +178,13 @@ def test_a_pool_that_is_stopped_has_its_runs_save_and_goes_on_with_them_later(po
 @pytest.mark.timeout(180)
 def test_a_lost_run_is_started_again_and_a_failed_one_is_not(pool: PoolFolder) -> None:
     with pool.served():
-        pool.queue("lost", "--steps", "60", options=("--save-every", "5"))
+        pool.queue("lost", "--steps", "300", options=("--save-every", "5"))
         pool.queue("broken", "--steps", "60", "--fails-at", "3")
         pool.until(lambda: pool.entry("lost")["step"] > 12, what="under way")
         os.kill(RunRecord.load(pool.folder / "runs" / "lost").pid, signal.SIGKILL)
         pool.until(lambda: is_over(pool, "lost", "broken"), what="both over")
     assert pool.entry("lost")["phase"] == "finished"
-    assert len(pool.losses("lost")) == 60
+    assert len(pool.losses("lost")) == 300
     assert (pool.entry("broken")["phase"], pool.entry("broken")["exit_code"]) == ("failed", 1)
     assert "its data is broken" in (pool.folder / "pool" / "consoles" / "broken.log").read_text()
     assert "lost was lost at step" in pool.said
