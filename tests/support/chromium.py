@@ -1,6 +1,6 @@
 """Chromium without a window, driven through two pipes: opens pages, asks them questions, takes pictures.
 
-It speaks the DevTools protocol (messages of JSON, each ended by a zero byte), so nothing but the browser is needed. Every
+It speaks the DevTools protocol (JSON messages, each ended by a zero byte), so nothing but the browser is needed. Every
 wait has a limit.
 """
 

@@ -61,9 +61,9 @@ class RunView:
         self._events = RunEvents(run_dir)
         self._parts: dict[str, tuple[int, Any]] = {}
         self._stamps: tuple[FileStamp, ...] = ()
-        self._looked = _Cadence(STATUS_EVERY_S)
-        self._logs = _Cadence(LOGS_EVERY_S)
-        self._report = _Cadence(REPORT_EVERY_S, share=REPORT_SHARE)
+        self._looked = _Cadence(STATUS_EVERY_S, SHARE)
+        self._logs = _Cadence(LOGS_EVERY_S, SHARE)
+        self._report = _Cadence(REPORT_EVERY_S, REPORT_SHARE)
         self._reported_incidents = -1
         self._reported_state: str | None = None
 
@@ -174,7 +174,7 @@ class RunView:
 class _Cadence:
     """When a part is to be read again: after `every_s`, and after `share` times what the last reading took."""
 
-    def __init__(self, every_s: float, *, share: float = SHARE) -> None:
+    def __init__(self, every_s: float, share: float) -> None:
         self._every_s, self._share = every_s, share
         self._began_s = self._ended_s = 0.0
         self._took_s: float | None = None

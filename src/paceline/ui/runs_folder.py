@@ -41,7 +41,7 @@ class RunsFolder:
 
     def find(self, name: str) -> Path | None:
         """Return the directory of a run that was found below the folder; None for every other name."""
-        if name not in self._runs:
+        if name not in self._runs or not (self._runs[name].path / RECORD).exists():
             self._scan()
         return self._runs[name].path if name in self._runs else None
 

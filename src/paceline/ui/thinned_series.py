@@ -101,5 +101,5 @@ class _Column:
 
 
 def _brief(value: float) -> float:
-    """Seven digits: more than a screen shows, and half of what a double takes as text."""
-    return float(f"{value:.7g}")
+    """Seven digits, which are more than a screen shows; of large numbers, times among them, thousandths."""
+    return float(f"{value:.7g}") if abs(value) < 1e6 else round(value, 3)

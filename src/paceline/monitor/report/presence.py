@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from paceline.events import Restarted, WorkerFailed, WorkerFinished, WorkerLeft, WorkerLost, WorkerStarted
 from paceline.monitor.report.attempt_log import AttemptLog
+from paceline.monitor.report.incidents import restart_of
 
 __all__ = ["WorkerStay", "stays_of"]
 
@@ -29,11 +30,13 @@ class WorkerStay:
 
 def stays_of(logs: Sequence[AttemptLog]) -> tuple[WorkerStay, ...]:
     """Return the stays of all workers whose start was recorded, by worker and time."""
-    found = [stay for log in logs for stay in _stays_of(log)]
+    restarts = [*map(restart_of, logs[1:]), None]
+    found = [stay for log, later in zip(logs, restarts, strict=True) for stay in _stays_of(log, later)]
     return tuple(sorted(found, key=lambda stay: (stay.worker, stay.began)))
 
 
-def _stays_of(log: AttemptLog) -> list[WorkerStay]:
+def _stays_of(log: AttemptLog, later: Restarted | None) -> list[WorkerStay]:
+    """Those of one attempt; `later` says of which workers' loss all began again, if they did."""
     done: list[WorkerStay] = []
     here: dict[int, WorkerStay] = {}
 
@@ -52,10 +55,6 @@ def _stays_of(log: AttemptLog) -> list[WorkerStay]:
                 )  # fmt: skip
             case WorkerLost(rank=worker, silent_s=silent_s):
                 end(worker, record.time - silent_s, "lost")
-            case Restarted(lost=lost, lost_at=lost_at):
-                for worker in [*here]:
-                    if here[worker].began < lost_at:
-                        end(worker, lost_at, "lost" if worker in lost else "stopped")
             case WorkerLeft(rank=worker):
                 end(worker, record.time, "left")
             case WorkerFailed(rank=worker, follows=follows):
@@ -64,6 +63,9 @@ def _stays_of(log: AttemptLog) -> list[WorkerStay]:
                 end(worker, record.time, "finished")
             case _:
                 pass
+    if later is not None:
+        for worker in later.lost:
+            end(worker, later.lost_at, "lost")
     for worker in [*here]:
         end(worker, log.ended, ENDS.get(log.state, "stopped"))
     return done
