@@ -62,7 +62,9 @@ class MetricsIndex:
         self.num_rows += 1
         self.num_skipped += int(number(merged.get("num_skipped")) or 0) if merged else bool(row.get("skipped"))
         for name, value, least, most in _values(row, merged):
-            self._add(name, step, value, revision=revision, least=least, most=most, weight=weight)
+            series = self.series.get(name) or self._begin(name)
+            if series is not None:
+                series.add(step, value, least, most, weight, revision)
         loss = number(row.get("loss"))
         if loss is None and not row.get("skipped"):
             self.num_broken += 1
@@ -125,14 +127,13 @@ class MetricsIndex:
             if time.perf_counter() > deadline:
                 return False
 
-    def _add(self, name: str, step: int, value: float, **about: Any) -> None:
-        series = self.series.get(name)
-        if series is None:
-            if name.startswith(METRIC) and sum(one.startswith(METRIC) for one in self.series) >= MOST_METRICS:
-                self.num_metrics_left_out += 1
-                return
-            series = self.series[name] = ThinnedSeries()
-        series.add(step, value, **about)
+    def _begin(self, name: str) -> ThinnedSeries | None:
+        """A new curve; None where there are too many."""
+        if name.startswith(METRIC) and sum(one.startswith(METRIC) for one in self.series) >= MOST_METRICS:
+            self.num_metrics_left_out += 1
+            return None
+        series = self.series[name] = ThinnedSeries()
+        return series
 
 
 class FollowedMetrics:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -44,7 +45,12 @@ def reported_metrics(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield name and value of what `worker.report` was given."""
     for name, value in row.items():
         if name not in COLUMNS and (found := number(value)) is not None:
-            yield METRIC + name_text(name), found
+            yield _metric_name(name), found
+
+
+@functools.lru_cache(maxsize=1024)
+def _metric_name(name: str) -> str:
+    return METRIC + name_text(name)
 
 
 def sampled_rows(path: Path, most: int) -> list[dict[str, Any]]:

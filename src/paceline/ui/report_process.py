@@ -36,6 +36,7 @@ KEPT = (
     "members",
     "receipt",
     "prediction",
+    "receipt_rows",
     "receipt_missing",
     "memory",
     "snapshots",

@@ -107,9 +107,10 @@ class RunView:
             return None
         return found | {"revisions": [self.revision, self._metrics.revision]}
 
-    def curves(self) -> dict[str, Any]:
-        """All curves, as `changes` returns them."""
-        return {"is_exact": self._metrics.is_whole, "series": self._metrics.changes(0)}
+    @property
+    def is_catching_up(self) -> bool:
+        """Whether there are rows that were not read so far."""
+        return not self._metrics.is_whole
 
     def is_report_due(self) -> bool:
         """Whether the account of its time is worth another reading: the run goes on, or has ended, or something has

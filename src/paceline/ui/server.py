@@ -41,6 +41,7 @@ P = ParamSpec("P")
 OVERVIEW_EVERY_S = 0.5
 RUN_EVERY_S = 0.25
 SHARED_S = 0.2  # looks of several pages at the same thing within so long are one
+LOOKS_TO_CATCH_UP = 3  # of a page that shows some of the steps so far
 MOST_VIEWS = 24  # runs that are kept in memory
 KEPT_S = 120.0  # after the last page has gone
 MOST_BODY = 4096  # bytes of a request's body
@@ -137,7 +138,9 @@ class UiServer:
         except HTTPException:  # it was removed
             return None if seen[0] < 0 else {"is_gone": True, "revisions": [-1, -1]}
         view = watched.view
-        found = await self._in_thread(watched.look, lambda: view.changes((max(0, seen[0]), max(0, seen[1]))))
+        for _ in range(LOOKS_TO_CATCH_UP if seen[0] and view.is_catching_up else 1):
+            await self._in_thread(watched.look)
+        found = await self._in_thread(lambda: view.changes((max(0, seen[0]), max(0, seen[1]))))
         if view.is_report_due() and name not in self._report_tasks:
             view.begin_report()
             self._report_tasks[name] = asyncio.create_task(self._report(name, view))
@@ -256,7 +259,7 @@ class _ShownRun:
     _looked_s: float = 0.0
 
     def look(self) -> None:
-        if time.monotonic() - self._looked_s >= SHARED_S:
+        if self.view.is_catching_up or time.monotonic() - self._looked_s >= SHARED_S:
             self.view.look()
             self._looked_s = time.monotonic()
 

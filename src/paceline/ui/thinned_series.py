@@ -29,21 +29,24 @@ class ThinnedSeries:
         return len(self._columns)
 
     def add(
-        self, step: int, value: float, *, revision: int, least: float | None = None, most: float | None = None,
-        weight: float = 1.0,
-    ) -> None:  # fmt: skip
-        """Take a finite value, or the mean of `weight` values from `least` to `most`."""
+        self, step: int, value: float, least: float | None, most: float | None, weight: float, revision: int
+    ) -> None:
+        """Take a finite value, or the mean of `weight` values from `least` to `most` (None: it is one value)."""
         low, high = value if least is None else least, value if most is None else most
-        column = self._columns.get(step // self.width)
+        index = step // self.width
+        column = self._columns.get(index)
         if column is None:
-            self._columns[step // self.width] = _Column(step, value, low, high, weight, revision)
+            self._columns[index] = _Column(step, value, low, high, weight, revision)
             if len(self._columns) > MOST_COLUMNS:
                 self._widen(revision)
             return
         column.steps += step * weight
         column.total += value * weight
         column.weight += weight
-        column.least, column.most = min(column.least, low), max(column.most, high)
+        if low < column.least:
+            column.least = low
+        if high > column.most:
+            column.most = high
         column.revision = revision
 
     def changes(self, since: int) -> dict[str, Any] | None:

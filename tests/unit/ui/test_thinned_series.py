@@ -18,12 +18,16 @@ def points(changes: dict[str, Any] | None) -> list[list[float]]:
     return changes["points"]
 
 
+def put(series: ThinnedSeries, step: int, value: float, *, revision: int = 1) -> None:
+    series.add(step, value, None, None, 1.0, revision)
+
+
 @given(values)
 def test_points_are_the_values_where_they_are_few(given_values: list[tuple[int, float]]) -> None:
     by_step = dict(given_values)
     series = ThinnedSeries()
     for step, value in by_step.items():
-        series.add(step, value, revision=1)
+        put(series, step, value)
     found = points(series.changes(0))
     assert [step for _, step, *_ in found] == sorted(by_step)
     for _, step, mean, least, most in found:
@@ -33,7 +37,7 @@ def test_points_are_the_values_where_they_are_few(given_values: list[tuple[int, 
 def test_a_long_curve_keeps_its_mean_and_each_spike_in_bounded_memory() -> None:
     series = ThinnedSeries()
     for step in range(100_000):
-        series.add(step, 99.0 if step == 54_321 else 1.0, revision=1)
+        put(series, step, 99.0 if step == 54_321 else 1.0)
     found = points(series.changes(0))
     assert MOST_COLUMNS // 2 <= len(found) <= MOST_COLUMNS
     assert series.width == 128
@@ -44,25 +48,25 @@ def test_a_long_curve_keeps_its_mean_and_each_spike_in_bounded_memory() -> None:
 
 def test_rows_that_stand_for_many_steps_are_weighted() -> None:
     series = ThinnedSeries()
-    series.add(100, 1.0, least=0.5, most=7.0, weight=100, revision=1)
-    series.add(100, 4.0, revision=1)
+    series.add(100, 1.0, 0.5, 7.0, 100.0, 1)
+    put(series, 100, 4.0)
     assert points(series.changes(0)) == [[100, 100.0, pytest.approx(104 / 101, rel=1e-6), 0.5, 7.0]]
 
 
 def test_times_are_told_to_the_millisecond() -> None:
     series = ThinnedSeries()
-    series.add(1, 1_795_845_957.3943791, revision=1)
+    put(series, 1, 1_795_845_957.3943791)
     assert points(series.changes(0))[0][2] == 1_795_845_957.394
 
 
 def test_only_what_has_changed_is_told_until_columns_were_merged() -> None:
     series = ThinnedSeries()
     for step in range(MOST_COLUMNS):
-        series.add(step, 1.0, revision=1)
+        put(series, step, 1.0)
     assert series.changes(1) is None
-    series.add(3, 5.0, revision=2)
+    put(series, 3, 5.0, revision=2)
     assert series.changes(1) == {"width": 1, "whole": False, "points": [[3, 3.0, 3.0, 1.0, 5.0]]}
-    series.add(MOST_COLUMNS, 1.0, revision=3)
+    put(series, MOST_COLUMNS, 1.0, revision=3)
     told = series.changes(2)
     assert told is not None and told["whole"] and told["width"] == 2
     assert series.changes(3) is None

@@ -14,6 +14,10 @@ pytestmark = [pytest.mark.further, pytest.mark.needs("chromium"), pytest.mark.ti
 
 HOSTILE = '<img src=x onerror="document.title=1">'
 PLAN = "replicas=4+wire=powersgd(rank=4)+batch(size=64,micro=8)+compute(precision=bf16,recompute=blocks)"
+CUT_OFF = """[...document.querySelectorAll('.row > *, .tile, .chart, .card')].filter(one => {
+    const box = one.getBoundingClientRect(), around = one.parentElement.getBoundingClientRect();
+    return box.width && (box.right > around.right + 1.5 || box.left < around.left - 6);
+}).map(one => one.className)"""  # what lies partly outside of what it is in
 IS_DRAWN = "!!document.querySelector('.accounts') && document.querySelectorAll('canvas').length > 5"
 
 
@@ -44,6 +48,7 @@ def test_every_page_fits_its_screen_and_nothing_goes_wrong(runs: Path, width: in
             page = browser.open(served.address + where, width=width, is_dark=is_dark)
             page.wait_for(ready)
             assert page.ask("document.documentElement.scrollWidth <= innerWidth"), where
+            assert page.ask(CUT_OFF) == [], where
             assert page.ask("document.querySelectorAll('main img').length") == 0, "a name was read as HTML"
         assert browser.problems() == []
 

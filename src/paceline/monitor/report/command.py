@@ -78,6 +78,10 @@ def report_facts(report: RunReport) -> dict[str, Any]:
         "snapshots": None if report.kept is None else dataclasses.asdict(report.kept),
         "prediction": _table(report.reported.prediction),
         "receipt": _table(report.reported.receipt),
+        "receipt_rows": [
+            {"name": row.name, "predicted": row.predicted, "measured": row.measured}
+            for row in (report.reported.receipt.receipt.rows() if report.reported.receipt is not None else ())
+        ],
         "receipt_missing": report.reported.why_none,
         "measures": [
             {name: getattr(one, name) for name in ("name", "is_evaluation", "num", "first", "last", "least", "most")}

@@ -58,9 +58,12 @@ export class Chart {
     this.value = h("span", { class: "value" });
     this.logButton = options.canLog ? h("button", { class: "plain toggle", title: "logarithmic axis", "aria-pressed": String(this.isLog),
       on: { click: () => this.setLog(!this.isLog) } }, "log") : null;
+    this.isSmooth = false;
+    this.smoothButton = options.canSmooth ? h("button", { class: "plain toggle", title: "moving average", "aria-pressed": "false",
+      on: { click: () => this.setSmooth(!this.isSmooth) } }, "smooth") : null;
     this.canvas = h("div", { class: "canvas" });
     this.element = h("figure", { class: `chart ${options.class ?? ""}` },
-      h("figcaption", null, h("span", { class: "title", title: options.title }, options.title), this.logButton, this.value), this.canvas);
+      h("figcaption", null, h("span", { class: "title", title: options.title }, options.title), this.logButton, this.smoothButton, this.value), this.canvas);
     this.observer = new ResizeObserver(() => this.resize());
     this.observer.observe(this.canvas);
     open.add(this);
@@ -75,6 +78,12 @@ export class Chart {
   setLog(isLog) {
     this.isLog = isLog;
     this.logButton?.setAttribute("aria-pressed", String(isLog));
+    this.rebuild();
+  }
+
+  setSmooth(isSmooth) {
+    this.isSmooth = isSmooth;
+    this.smoothButton.setAttribute("aria-pressed", String(isSmooth));
     this.rebuild();
   }
 
@@ -97,11 +106,12 @@ export class Chart {
   data() {
     const clean = (value) => (this.isLog && value <= 0 ? null : value);
     if (this.lines.length === 1) {
-      const points = this.lines[0].points;
+      const points = this.isSmooth ? smoothed(this.lines[0].points) : this.lines[0].points;
       return [points.map((one) => one[0]), ...[1, 2, 3].map((place) => points.map((one) => clean(one[place])))];
     }
     if (!this.lines.length) return [[], []];
-    return uPlot.join(this.lines.map((line) => [line.points.map((one) => one[0]), line.points.map((one) => clean(one[1]))]));
+    const shown = this.lines.map((line) => (this.isSmooth ? smoothed(line.points) : line.points));
+    return uPlot.join(shown.map((points) => [points.map((one) => one[0]), points.map((one) => clean(one[1]))]));
   }
 
   rebuild() {
@@ -125,7 +135,7 @@ export class Chart {
     const font = `11px ${getComputedStyle(document.body).fontFamily}`;
     const few = (plot, place) => plot.data[0].length < 40 || plot.data[place].filter((value) => value !== null && value !== undefined).length < 3;
     const series = isBand
-      ? [{ stroke: this.tone(0), width: 1.5, points: { show: few, size: 4, fill: this.tone(0) } }, { stroke: null, points: { show: false } }, { stroke: null, points: { show: false } }]
+      ? [{ stroke: this.tone(0), width: 1.5, points: { show: few, size: 4, fill: this.tone(0) } }, { stroke: this.isSmooth ? this.tone(0) + "50" : null, width: 1, points: { show: false } }, { stroke: null, points: { show: false } }]
       : this.lines.map((one, place) => ({ stroke: this.tone(place), width: 1.5, spanGaps: true, points: { show: few, size: 4, fill: this.tone(place) } }));
     return {
       width, height: this.options.height ?? 150, legend: { show: false }, padding: [8, 14, 0, 0],
@@ -201,6 +211,20 @@ export class Chart {
     }
     ctx.restore();
   }
+}
+
+const SMOOTH_OVER = 30; // so many stretches of a curve are told apart when it is smooth
+
+/** The moving average of a curve, exponentially weighted by steps; least and most stay. */
+function smoothed(points) {
+  if (points.length < 3) return points;
+  const reach = (points.at(-1)[0] - points[0][0]) / SMOOTH_OVER || 1;
+  let total = 0, weight = 0, before = points[0][0];
+  return points.map(([x, mean, least, most]) => {
+    const kept = Math.exp(-(x - before) / reach);
+    [total, weight, before] = [total * kept + mean, weight * kept + 1, x];
+    return [x, total / weight, least, most];
+  });
 }
 
 /** A range with some room; a curve that is level stands in the middle. */

@@ -40,7 +40,7 @@ export function compare(page, names) {
       });
       if (!charts.has(key)) {
         const own = key.slice(key.indexOf("/") + 1), title = TITLES[key] ?? (key.startsWith("eval/") ? `${own}, evaluated` : own);
-        const made = new Chart({ title, height: key === "loss" ? 320 : 170, class: key === "loss" ? "wide" : "", canLog: true, hasLegend: true, sync: "compare", isLog: key === "loss" && isSteep(lines) });
+        const made = new Chart({ title, height: key === "loss" ? 320 : 170, class: key === "loss" ? "wide" : "", canLog: true, canSmooth: true, hasLegend: true, sync: "compare", isLog: key === "loss" && isSteep(lines) });
         charts.set(key, made);
         grid.append(made.element);
       }

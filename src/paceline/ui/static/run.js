@@ -187,11 +187,11 @@ function rank(key) {
 function chartOptions(key, points) {
   if (key === "loss") {
     const least = Math.min(...points.map((one) => one[2])), most = Math.max(...points.map((one) => one[1]));
-    return { title: "loss", height: 300, class: "wide", canLog: true, isLog: least > 0 && most / least > LOG_FROM };
+    return { title: "loss", height: 300, class: "wide", canLog: true, canSmooth: true, isLog: least > 0 && most / least > LOG_FROM };
   }
   const [kind, ...rest] = key.split("/"), own = rest.join("/");
   if (kind === "eval") return { title: `${own}, evaluated`, color: "good", isSmall: true, canLog: true };
-  if (kind === "metric") return { title: own, isSmall: true, canLog: true };
+  if (kind === "metric") return { title: own, isSmall: true, canLog: true, canSmooth: true };
   return { title: NAMES[key] ?? key, color: key === "samples_per_s" ? "good" : "accent", isSmall: true, unit: key === "samples_per_s" ? rate : undefined };
 }
 

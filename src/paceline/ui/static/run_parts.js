@@ -59,16 +59,18 @@ export function receiptCard(report, root) {
     return card("receipt", "Receipt", predicted ? h("p", null, "A step is predicted to take ", h("b", null, duration(predicted.step_s)), `, between ${duration(predicted.low_s)} and ${duration(predicted.high_s)} (80 %), with ${bytes(predicted.bytes)} in a worker.`) : null,
       h("p", { class: "about" }, text.charAt(0).toUpperCase() + text.slice(1)));
   }
-  const one = found.receipt, longest = Math.max(one.predicted_s, one.measured_s);
-  const rows = [["the whole step", found.predicted_s, one.measured_s, longest, duration]];
-  for (const name of new Set([...Object.keys(one.predicted_parts), ...Object.keys(one.measured_parts)])) rows.push([word(name), one.predicted_parts[name] ?? 0, one.measured_parts[name] ?? 0, longest, duration]);
-  if (one.measured_bytes) rows.push(["memory", found.predicted_bytes, one.measured_bytes, Math.max(found.predicted_bytes, one.measured_bytes), bytes]);
+  const told = { step: found.predicted_s, memory: found.predicted_bytes }, names = { step: "the whole step", memory: "memory of a worker" };
+  const longest = Math.max(found.predicted_s, found.receipt.measured_s, found.receipt.predicted_s);
+  const rows = report.receipt_rows.map(({ name, predicted, measured }) => {
+    const before = told[name] ?? predicted, isMemory = name === "memory";
+    return [names[name] ?? word(name), before, measured, isMemory ? Math.max(before, measured) : longest, isMemory ? bytes : duration];
+  });
   return card("receipt", "Receipt",
     h("p", { class: "about" }, "Predicted for ", h("b", null, found.cluster.split("/").pop()), `, and the median of ${plural(found.steps, "step")}`),
     table([["", ""], ["predicted", "n"], ["measured", "n"], ["", "n"], ["", "wide"]], rows.map(([name, told, took, most, text]) => [name, told ? text(told) : NONE, text(took) === NONE ? "0" : text(took),
       told ? `${took >= told ? "+" : "−"}${Math.abs(100 * (took / told - 1)).toFixed(0)} %` : "",
       h("div", { class: "pair" }, h("span", { class: "told", style: { width: `${(100 * told) / most}%` } }), h("span", { class: "took", style: { width: `${(100 * took) / most}%` } }))])),
-    found.blame ? h("p", { class: "about" }, `Most of the difference: ${found.blame}`) : null);
+    found.blame ? h("p", { class: "about" }, found.blame.charAt(0).toUpperCase() + found.blame.slice(1)) : null);
 }
 
 export function incidentsCard(report) {
