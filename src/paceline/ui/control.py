@@ -48,10 +48,10 @@ class RunControl:
 async def _command(run_dir: Path, words: tuple[str, ...]) -> tuple[int, str]:
     """Exit status and last lines of a command."""
     verb, *rest = words
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "paceline", verb, str(run_dir), *rest,
-        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-    )  # fmt: skip
+    try:
+        process = await _started(verb, str(run_dir), *rest)
+    except OSError as error:  # no memory, or no processes left
+        return 1, printable(str(error))
     try:
         async with asyncio.timeout(LIMIT_S):
             said, _ = await process.communicate()
@@ -64,3 +64,15 @@ async def _command(run_dir: Path, words: tuple[str, ...]) -> tuple[int, str]:
             await process.wait()
     text = said.decode("utf-8", errors="replace").strip().removeprefix("paceline: ")
     return process.returncode or 0, printable(text[-MOST_TEXT:])
+
+
+async def _started(*words: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "paceline",
+        *words,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )

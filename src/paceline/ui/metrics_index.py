@@ -141,7 +141,7 @@ class FollowedMetrics:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.revision = 0
+        self.revision = 1
         self.index = MetricsIndex()  # that is shown
         self.is_whole = False  # it has all rows that were there at the last poll
         self._born = 0  # the revision in which another index took the place of the one before
@@ -151,12 +151,14 @@ class FollowedMetrics:
     def poll(self, budget_s: float) -> None:
         """Read what is new, for about `budget_s`."""
         deadline = time.perf_counter() + budget_s
+        was_whole = self.is_whole
         if not self._has_looked:
             self._look()
         if self._next is None:
             self._read_on(deadline)
         if self._next is not None:
             self._read_next(deadline)
+        self.revision += self.is_whole and not was_whole
 
     def changes(self, since: int) -> dict[str, Any]:
         """Return the curves as far as a page that has seen revision `since` lacks them, by name."""

@@ -19,6 +19,7 @@ from paceline.units import printable
 __all__ = ["ReportProcess"]
 
 LIMIT_S = 300.0
+KILLED_S = 5.0  # a process is gone by then
 MOST_BYTES = 64 << 20  # of what it prints
 LOWEST_PRIORITY = 19
 MOST_INCIDENTS = 300  # the newest ones
@@ -64,14 +65,16 @@ class ReportProcess:
             except (OSError, ValueError) as error:
                 return {"problem": printable(str(error))}
             finally:
-                self.close()
+                await self.close()
 
-    def close(self) -> None:
-        """End the process, if one runs."""
+    async def close(self) -> None:
+        """End the process, if one runs, and wait until it has ended."""
         process, self._process = self._process, None
         if process is not None and process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
+            async with asyncio.timeout(KILLED_S):
+                await process.wait()
 
     async def _read(self, run_dir: Path) -> dict[str, Any]:
         words = [sys.executable, "-m", "paceline", "report", str(run_dir), "--json", "--no-html"]

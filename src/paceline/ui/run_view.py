@@ -97,7 +97,7 @@ class RunView:
             seen = seen_curves = 0
         found: dict[str, Any] = {name: part for name, (revision, part) in self._parts.items() if revision > seen}
         curves = self._metrics.changes(seen_curves)
-        if curves or (seen_curves == 0 and self._metrics.is_whole):
+        if self._metrics.revision > seen_curves:
             found["curves"] = {
                 "whole": self._metrics.is_replaced_since(seen_curves) or seen_curves == 0,
                 "is_exact": self._metrics.is_whole,

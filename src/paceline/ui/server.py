@@ -83,7 +83,7 @@ class UiServer:
         try:
             yield
         finally:
-            self._reports.close()
+            await self._reports.close()
             for task in self._report_tasks.values():
                 task.cancel()
             await asyncio.gather(*self._report_tasks.values(), return_exceptions=True)
@@ -139,7 +139,8 @@ class UiServer:
             return None if seen[0] < 0 else {"is_gone": True, "revisions": [-1, -1]}
         view = watched.view
         for _ in range(LOOKS_TO_CATCH_UP if seen[0] and view.is_catching_up else 1):
-            await self._in_thread(watched.look)
+            if not self.streams.closing.is_set():
+                await self._in_thread(watched.look)
         found = await self._in_thread(lambda: view.changes((max(0, seen[0]), max(0, seen[1]))))
         if view.is_report_due() and name not in self._report_tasks:
             view.begin_report()

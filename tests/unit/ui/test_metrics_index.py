@@ -93,7 +93,7 @@ def test_a_long_run_is_shown_at_once_by_some_rows_and_then_exactly(tmp_path: Pat
     assert looks > 3  # it was read in slices
     (spike,) = [one for one in followed.changes(0)["loss"]["points"] if one[4] == 99.0]
     assert abs(spike[1] - 123_456) < 1000
-    assert followed.is_replaced_since(1)
+    assert followed.is_replaced_since(2)
 
 
 def test_after_old_rows_were_thinned_reading_goes_on_behind_the_last_row(

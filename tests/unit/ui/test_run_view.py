@@ -57,6 +57,15 @@ def test_a_page_gets_everything_once_and_then_what_is_new(tmp_path: Path) -> Non
     view.close()
 
 
+def test_a_run_without_steps_is_told_once(tmp_path: Path) -> None:
+    run = SyntheticRun(path=tmp_path / "run", steps=0, last_step=5).write()
+    view = RunView(run, "run")
+    first = changes(view)
+    assert first["curves"] == {"whole": True, "is_exact": True, "series": {}} and first["summary"]["step"] == 0
+    assert changes(view, tuple(first["revisions"])) == {}
+    view.close()
+
+
 def test_what_a_page_has_seen_of_another_server_counts_for_nothing(tmp_path: Path) -> None:
     view = RunView(SyntheticRun(path=tmp_path / "run", steps=5).write(), "run")
     assert {"summary", "about", "curves"} <= set(changes(view, (10_000, 10_000)))

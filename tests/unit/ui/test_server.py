@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asgi_calls import AsgiCalls, receiver, scope_of, talk
-from paceline.ui import control, event_stream, run_view, server
+from paceline.ui import control, event_stream, run_view, runs_folder, server
 from paceline.ui.access import CONTROL_HEADER, is_loopback
 from synthetic_runs import SyntheticRun
 
@@ -103,7 +103,11 @@ def test_a_stream_tells_a_run_and_then_what_is_new_and_a_browser_that_returns_ge
     talk(runs, look)
 
 
-def test_the_overview_is_told_what_changes_and_hostile_names_stay_text(runs: Path) -> None:
+def test_the_overview_is_told_what_changes_and_hostile_names_stay_text(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs_folder, "SCAN_EVERY_S", 0.0)
+
     def more(num: int) -> None:
         if num == 1:
             SyntheticRun(path=runs / HOSTILE, steps=3, state="running", plan=HOSTILE, program=HOSTILE).write()

@@ -30,6 +30,9 @@ def runs(tmp_path: Path) -> Path:
     return folder
 
 
+SHOWN = "document.querySelector('.chart').chart.plot.scales.x"
+
+
 def type_into(page: Page, selector: str, text: str) -> None:
     page.ask(f"document.querySelector('{selector}').value = '{text}'")
     page.ask(f"document.querySelector('{selector}').dispatchEvent(new Event('input'))")
@@ -60,6 +63,11 @@ def test_a_run_is_followed_and_its_logs_are_filtered(runs: Path) -> None:
         page.wait_for("!!document.querySelector('.progress')?.innerText.includes('step 90 of 90')")
         run.append(91, 95)
         page.wait_for("document.querySelector('.progress').innerText.includes('step 95')")
+        page.wait_for(f"{SHOWN}.max == 95")
+        page.ask("(plot => plot.setScale('x', {min: 20, max: 40}))(document.querySelector('.chart').chart.plot)")
+        run.append(96, 97)
+        page.wait_for("document.querySelector('.progress').innerText.includes('step 97')")
+        assert page.ask(f"[{SHOWN}.min, {SHOWN}.max]") == [20, 40], "what was chosen by hand stays"
         page.ask("document.getElementById('logs').scrollIntoView()")
         page.wait_for("document.querySelectorAll('.lines div').length > 20")
         type_into(page, "#logs input", "epoch 17")

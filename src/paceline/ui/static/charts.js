@@ -58,7 +58,7 @@ export class Chart {
     this.value = h("span", { class: "value" });
     this.logButton = options.canLog ? h("button", { class: "plain toggle", title: "logarithmic axis", "aria-pressed": String(this.isLog),
       on: { click: () => this.setLog(!this.isLog) } }, "log") : null;
-    this.isSmooth = false;
+    this.isSmooth = this.isZoomed = false;
     this.smoothButton = options.canSmooth ? h("button", { class: "plain toggle", title: "moving average", "aria-pressed": "false",
       on: { click: () => this.setSmooth(!this.isSmooth) } }, "smooth") : null;
     this.canvas = h("div", { class: "canvas" });
@@ -66,6 +66,7 @@ export class Chart {
       h("figcaption", null, h("span", { class: "title", title: options.title }, options.title), this.logButton, this.smoothButton, this.value), this.canvas);
     this.observer = new ResizeObserver(() => this.resize());
     this.observer.observe(this.canvas);
+    this.element.chart = this; // for the console
     open.add(this);
   }
 
@@ -92,15 +93,15 @@ export class Chart {
     const isSame = this.plot && lines.length === this.lines.length && lines.every((line, place) => line.name === this.lines[place].name);
     this.lines = lines;
     if (!isSame) { this.rebuild(); return; }
-    const isZoomed = this.isZoomed();
-    this.plot.setData(this.data(), !isZoomed);
-    if (isZoomed) this.plot.redraw();
+    this.plot.setData(this.data(), !this.isZoomed);
+    if (this.isZoomed) this.plot.redraw();
     this.say(this.plot.cursor.idx);
   }
 
-  isZoomed() {
-    const { min, max } = this.plot.scales.x, xs = this.plot.data[0];
-    return min !== null && max !== null && xs.length > 1 && (min > xs[0] || max < xs.at(-1)); // null: not drawn yet
+  /** Called when the range of x has been set: by new data, or by hand. What was chosen by hand stays. */
+  ranged(plot) {
+    const { min, max } = plot.scales.x, xs = plot.data[0];
+    this.isZoomed = xs.length > 1 && (min > xs[0] || max < xs.at(-1));
   }
 
   data() {
@@ -117,6 +118,7 @@ export class Chart {
   rebuild() {
     this.plot?.destroy();
     this.plot = null;
+    this.isZoomed = false;
     const width = this.canvas.clientWidth;
     if (!width || !this.lines.length) return;
     this.plot = new uPlot(this.describe(width), this.data(), this.canvas);
@@ -148,7 +150,7 @@ export class Chart {
         { stroke: soft, font, size: 50, gap: 6, ticks: { show: false }, grid: { stroke: line, width: 1 }, space: 30,
           values: (_, ticks) => ticks.map((tick) => (tick === null || tick === undefined ? "" : this.options.unit ? this.options.unit(tick) : brief(tick))) },
       ],
-      hooks: { setCursor: [(plot) => this.say(plot.cursor.idx)], draw: [(plot) => this.mark(plot)] },
+      hooks: { setScale: [(plot, key) => { if (key === "x") this.ranged(plot); }], setCursor: [(plot) => this.say(plot.cursor.idx)], draw: [(plot) => this.mark(plot)] },
     };
   }
 

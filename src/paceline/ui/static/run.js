@@ -108,7 +108,7 @@ export function run(page, name, about) {
       best ? [number(best[1].at(-1)[1]), best[0]] : null,
       [rate(summary.samples_per_s), "samples per second"],
       [duration(summary.step_s), "a step"],
-      [known ? `${count(summary.state === "running" ? known.members : summary.workers)}` : count(summary.workers), summary.state === "running" && known && known.members !== summary.workers ? `of ${summary.workers} workers` : "workers"],
+      [known ? `${count(summary.state === "running" ? known.members : summary.workers)}` : count(summary.workers), summary.state === "running" && known && known.members < summary.workers ? `of ${summary.workers} workers` : "workers"],
       report?.goodput !== undefined ? [percent(report.goodput, 1), "goodput", "good"] : null,
       noise ? [count(Math.round(noise[1])), "noise scale, samples"] : null,
       incidents !== null ? [count(incidents), incidents === 1 ? "incident" : "incidents", incidents ? "bad" : ""] : null,
