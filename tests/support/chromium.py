@@ -146,11 +146,12 @@ class Page:
         """Wait until an expression is true, and return its value; TimeoutError after `limit_s`."""
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
-            if value := self.ask(script):
-                return value
+            with contextlib.suppress(RuntimeError):  # the page has not come so far
+                if value := self.ask(script):
+                    return value
             time.sleep(EVERY_S)
         raise TimeoutError(
-            f"not within {limit_s:.0f} s: {script}; the page shows {self.ask('document.body.innerText')!r}"
+            f"not within {limit_s:.0f} s: {script}; the page shows {self.ask('document.body?.innerText')!r}"
         )
 
     def picture(self, path: Path, *, height: int | None = None, quality: int = 80) -> None:

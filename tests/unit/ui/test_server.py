@@ -1,4 +1,4 @@
-"""What the server answers: pages, runs, logs and comparisons; and whom it refuses, whatever they send."""
+"""What the server answers: pages, runs, logs and comparisons; and which requests it refuses, whatever they send."""
 
 from __future__ import annotations
 
