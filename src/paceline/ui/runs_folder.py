@@ -103,7 +103,7 @@ class RunsFolder:
             folder, prefix, depth = waiting.pop()
             num_folders += 1
             for entry in _folders_in(folder):
-                name, path = f"{prefix}{entry}", folder / entry
+                name, path = f"{prefix}{_as_text(entry)}", folder / entry
                 if (path / RECORD).is_file():
                     num_runs += 1
                     if num_runs > MOST_RUNS:
@@ -151,6 +151,11 @@ class _KnownRun:
 
     def _stamps_now(self) -> tuple[FileStamp, FileStamp]:
         return FileStamp.of(self.path / RECORD), FileStamp.of(self.path / METRICS)
+
+
+def _as_text(name: str) -> str:
+    """A file's name with bytes that are no UTF-8 spelled out: no address can have them."""
+    return name.encode("utf-8", errors="backslashreplace").decode()
 
 
 def _folders_in(folder: Path) -> list[str]:

@@ -43,6 +43,14 @@ def test_runs_are_found_below_each_other_and_not_inside_of_runs(tmp_path: Path) 
     assert folder.find("../" + tmp_path.name + "/a") is folder.find("/etc") is folder.find("a/checkpoints/e") is None
 
 
+def test_a_name_that_is_no_text_is_spelled_out(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"odd\xff")
+    SyntheticRun(path=path, steps=3).write()
+    folder = RunsFolder(tmp_path)
+    (name,) = told(folder)
+    assert name == r"odd\udcff" and folder.find(name) == path
+
+
 def test_a_run_may_be_the_folder_itself_and_a_folder_may_be_missing(tmp_path: Path) -> None:
     run = SyntheticRun(path=tmp_path / "one", steps=3).write()
     assert set(told(RunsFolder(run))) == {"one"}
