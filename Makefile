@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
-SOURCES := src tests examples benchmarks docs/conf.py
+SOURCES := src tests examples benchmarks docs/conf.py docs/screenshots.py
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
     $$python -c '$(NEW_ENOUGH)' 2>/dev/null && command -v $$python && break; done)
@@ -52,7 +52,7 @@ test: $(VENV)/.dev
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-long: $(VENV)/.long
-	@bash tests/system_packages.sh
+	@bash tests/system_packages.sh long
 	@echo "== long tests"
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --further tests/unit/planner tests/world tests/fault $(ARGS)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -o faulthandler_timeout=6000 tests/long $(ARGS)

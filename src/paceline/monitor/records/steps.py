@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from paceline.events import Record, StepDone
 
-__all__ = ["OTHER", "PHASES", "IdleShares", "Step", "StepMerger", "loss_of", "parts_of", "real", "shares"]
+__all__ = ["OTHER", "OWN_NAMES", "PHASES", "IdleShares", "Step", "StepMerger", "loss_of", "parts_of", "real", "shares"]
 
 PHASES = ("data", "compute", "communication", "optimizer", "recovery")  # the last one only where members came or went
 OTHER = "other"  # of the time between two commits: the loop's own code, evaluation, records

@@ -13,7 +13,7 @@ from paceline.errors import writing
 from paceline.monitor.records.run_files import local_path, replace_text
 from paceline.monitor.report.goodput import USEFUL
 from paceline.monitor.report.html_page import page_html
-from paceline.monitor.report.report import RunReport, read_report, report_text
+from paceline.monitor.report.report import RunReport, cost_text, incident_text, read_report, report_text
 from paceline.planner.run_receipt import RunPrediction, RunReceipt
 from paceline.units import printable
 
@@ -69,12 +69,31 @@ def report_facts(report: RunReport) -> dict[str, Any]:
             }
             for book in ledger.attempts
         ],
-        "incidents": [dataclasses.asdict(incident) for incident in ledger.incidents],
+        "incidents": [
+            dataclasses.asdict(incident) | {"text": incident_text(incident), "cost": cost_text(incident)}
+            for incident in ledger.incidents
+        ],
         "elsewhere": list(ledger.elsewhere),
         "memory": {worker: dataclasses.asdict(held) for worker, held in report.held.items()},
         "snapshots": None if report.kept is None else dataclasses.asdict(report.kept),
         "prediction": _table(report.reported.prediction),
         "receipt": _table(report.reported.receipt),
+        "receipt_rows": [
+            {"name": row.name, "predicted": row.predicted, "measured": row.measured}
+            for row in (report.reported.receipt.receipt.rows() if report.reported.receipt is not None else ())
+        ],
+        "receipt_missing": report.reported.why_none,
+        "measures": [
+            {name: getattr(one, name) for name in ("name", "is_evaluation", "num", "first", "last", "least", "most")}
+            for one in report.measures
+        ],
+        "presence": [dataclasses.asdict(stay) for stay in report.stays],
+        "timeline": {
+            "stretch_s": ledger.timeline.stretch_s,
+            "accounts": {
+                name: [round(one, 3) for one in seconds] for name, seconds in ledger.timeline.accounts.items()
+            },
+        },
         "members": [[round(when, 3), count] for when, count in ledger.members],
     }
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from paceline.monitor.console.progress import number_text, rate_text
 from paceline.monitor.report.goodput import ACCOUNTS, USEFUL, Incident
+from paceline.monitor.report.html_measures import measure_cards
 from paceline.monitor.report.html_style import SCRIPT, STYLE
 from paceline.monitor.report.predicted import ReportedReceipt, steps_text
 from paceline.monitor.report.report import RunReport, clock_text, cost_text, elsewhere_text, incident_text
@@ -117,6 +118,7 @@ def _cards(report: RunReport) -> Iterator[tuple[str, str, str]]:
                 marks=_step_marks(ledger.incidents),
             ),
         )
+    yield from measure_cards(report.measures, _step_marks(ledger.incidents))
     if curves.speed:
         yield (
             "Samples per second",

@@ -56,6 +56,7 @@ header p { margin: 4px 0 0; color: var(--soft); overflow-wrap: anywhere; }
 svg { display: block; width: 100%; overflow: visible; } svg.plot { height: auto; }
 svg.bar { border-radius: 5px; overflow: hidden; }
 svg.pair .predicted { fill: var(--idle); } svg.pair .measured { fill: var(--loss); }
+p.measure { font-size: 13px; margin: 14px 0 2px; overflow-wrap: anywhere; }
 p.after { color: var(--soft); font-size: 13px; margin: 8px 0 0; overflow-wrap: anywhere; }
 svg text { font-size: 12px; fill: var(--soft); }
 .grid { stroke: var(--line); } .axis, .notch { stroke: var(--soft); opacity: .6; }

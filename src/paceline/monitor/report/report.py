@@ -19,7 +19,9 @@ from paceline.monitor.records.run_record import RunRecord
 from paceline.monitor.report.attempt_log import AttemptLog, read_attempts
 from paceline.monitor.report.curves import Curves, read_curves
 from paceline.monitor.report.goodput import ACCOUNTS, USEFUL, GoodputLedger, Incident, goodput_ledger
+from paceline.monitor.report.measures import Measure, read_measures
 from paceline.monitor.report.predicted import ReportedReceipt, read_reported_receipt, receipt_lines
+from paceline.monitor.report.presence import WorkerStay, stays_of
 from paceline.units import bytes_text, duration_text, workers_text
 
 __all__ = [
@@ -57,6 +59,8 @@ class RunReport:
     kept: SnapshotCost | None = None  # None: no snapshots in memory
     held: Mapping[int, WorkerMemory] = dataclasses.field(default_factory=lambda: dict[int, WorkerMemory]())  # by worker
     reported: ReportedReceipt = dataclasses.field(default_factory=ReportedReceipt)
+    measures: tuple[Measure, ...] = ()  # evaluations, then reported metrics
+    stays: tuple[WorkerStay, ...] = ()
     left_out: tuple[str, ...] = ()  # files with lines that cannot be read
 
 
@@ -108,6 +112,8 @@ def read_report(run_dir: Path | str, *others: Path | str) -> RunReport:
         reported=read_reported_receipt(
             record, peak=max((one.peak_memory_bytes for one in held.values()), default=None)
         ),
+        measures=read_measures(record.run_dir / "metrics.jsonl", logs),
+        stays=stays_of(logs),
         left_out=tuple(damaged.texts()),
     )
 

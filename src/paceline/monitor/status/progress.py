@@ -23,7 +23,7 @@ from paceline.monitor.records.run_files import worker_number
 from paceline.monitor.records.run_record import RunRecord
 from paceline.units import duration_text
 
-__all__ = ["Progress", "RunTrouble"]
+__all__ = ["Progress", "RunTrouble", "opened_stream"]
 
 NUM_STEPS = 50  # over which speeds are measured
 NUM_FIRST_LINES = 200  # of a worker's events, in which it opens the data
@@ -49,7 +49,7 @@ class Progress:
         """Read `metrics.jsonl` from its end, and what the workers said when they opened the data."""
         rows = _last_rows(record.run_dir / "metrics.jsonl", damaged)
         row = rows[0] if rows else {}
-        opened = _opened(attempt_dir(record.run_dir, record.attempt))
+        opened = opened_stream(attempt_dir(record.run_dir, record.attempt))
         most = record.job.get("max_steps")
         ends = [most if type(most) is int else None, None if opened is None else opened.last_step]
         when = row.get("time", 0.0)
@@ -116,7 +116,7 @@ def _last_rows(path: Path, damaged: DamagedLines) -> list[dict[str, Any]]:
     return list(damaged.read(path, itertools.islice(last_lines(path), NUM_STEPS), read_row))
 
 
-def _opened(directory: Path) -> StreamOpened | None:
+def opened_stream(directory: Path) -> StreamOpened | None:
     """What the first worker that has opened the data said of it; the newest word of several."""
     places = [(worker_number(place.name), place) for place in directory.glob("worker_*")]
     for _, place in sorted((number, place) for number, place in places if number is not None):

@@ -1,0 +1,279 @@
+"""The pages and what they ask for: the overview, a run, a comparison, logs; read-only unless control is allowed.
+
+All reading is done in one thread, so that no two looks at the same run come into each other's way, and the loop that
+serves is never held up. A run is read while a page shows it, and forgotten some time later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib import resources
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from paceline.plain_data import read_object
+from paceline.ui.access import Access, GuardedApp
+from paceline.ui.comparison import MOST_COMPARED, compared
+from paceline.ui.control import RunControl
+from paceline.ui.event_stream import EventStream, Seen, Streams, json_text
+from paceline.ui.log_lines import STREAMS, log_lines, workers_with_logs
+from paceline.ui.report_process import ReportProcess
+from paceline.ui.run_view import RunView
+from paceline.ui.runs_folder import RunsFolder
+
+__all__ = ["UiServer"]
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+OVERVIEW_EVERY_S = 0.5
+RUN_EVERY_S = 0.25
+SHARED_S = 0.2  # looks of several pages at the same thing within so long are one
+LOOKS_TO_CATCH_UP = 3  # of a page that shows some of the steps so far
+MOST_VIEWS = 24  # runs that are kept in memory
+KEPT_S = 120.0  # after the last page has gone
+MOST_BODY = 4096  # bytes of a request's body
+MOST_REPLICAS = 1_000_000
+KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml", "txt": "text/plain"}
+
+
+class UiServer:
+    """The application over a folder of runs; `streams` are to be closed before the server ends."""
+
+    def __init__(self, root: Path, access: Access, *, can_control: bool) -> None:
+        self._root, self._access, self._can_control = root, access, can_control
+        self._folder = RunsFolder(root)
+        self._folder_looked_s = 0.0
+        self._views: dict[str, _ShownRun] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="paceline-ui")
+        self._reports, self._control = ReportProcess(), RunControl()
+        self._report_tasks: dict[str, asyncio.Task[None]] = {}
+        self._files = _static_files()
+        self.streams = Streams()
+        self.app = GuardedApp(Starlette(routes=self._routes(), lifespan=self._lifespan), access)
+
+    def _routes(self) -> list[Route]:
+        return [
+            Route("/", self._page),
+            Route("/static/{name}", self._static),
+            Route("/api/about", self._about),
+            Route("/api/runs", self._runs),
+            Route("/api/runs/stream", self._runs_stream),
+            Route("/api/run/stream", self._run_stream),
+            Route("/api/run/logs", self._logs),
+            Route("/api/compare", self._compare),
+            Route("/api/run/stop", self._stop, methods=["POST"]),
+            Route("/api/run/resize", self._resize, methods=["POST"]),
+        ]
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await self._reports.close()
+            for task in self._report_tasks.values():
+                task.cancel()
+            await asyncio.gather(*self._report_tasks.values(), return_exceptions=True)
+            await self._control.close()
+            self._thread.shutdown(wait=True, cancel_futures=True)  # a look takes a fraction of a second
+            for watched in self._views.values():
+                watched.view.close()
+
+    # ------------------------------------------------------------------------------------------------------- pages
+
+    async def _page(self, _: Request) -> Response:
+        return _file("index.html", self._files["index.html"])
+
+    async def _static(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self._files:  # names are looked up, and are no paths
+            raise HTTPException(404)
+        return _file(name, self._files[name])
+
+    async def _about(self, _: Request) -> Response:
+        about = {"root": str(self._root), "can_control": self._can_control}
+        return _json(about | ({"control": self._access.control_secret()} if self._can_control else {}))
+
+    # -------------------------------------------------------------------------------------------------------- runs
+
+    async def _runs(self, _: Request) -> Response:
+        return _json(await self._changed_runs((0,)) or {})
+
+    async def _runs_stream(self, request: Request) -> Response:
+        seen = self.streams.seen(request.headers.get("last-event-id"), 1)
+        return EventStream(self.streams, self._changed_runs, seen=seen, every_s=OVERVIEW_EVERY_S)
+
+    async def _changed_runs(self, seen: Seen) -> dict[str, Any] | None:
+        def look() -> dict[str, Any] | None:
+            if time.monotonic() - self._folder_looked_s >= SHARED_S:
+                self._folder.look()
+                self._folder_looked_s = time.monotonic()
+            return self._folder.changes(seen[0])
+
+        found = await self._in_thread(look)
+        return None if found is None else found | {"revisions": [found["revision"]]}
+
+    async def _run_stream(self, request: Request) -> Response:
+        name = request.query_params.get("run", "")
+        await self._watched(name)
+        seen = self.streams.seen(request.headers.get("last-event-id"), 2)
+        return EventStream(self.streams, functools.partial(self._changed_run, name), seen=seen, every_s=RUN_EVERY_S)
+
+    async def _changed_run(self, name: str, seen: Seen) -> dict[str, Any] | None:
+        try:
+            watched = await self._watched(name)
+        except HTTPException:  # it was removed
+            return None if seen[0] < 0 else {"is_gone": True, "revisions": [-1, -1]}
+        view = watched.view
+        for _ in range(LOOKS_TO_CATCH_UP if seen[0] and view.is_catching_up else 1):
+            if not self.streams.closing.is_set():
+                await self._in_thread(watched.look)
+        found = await self._in_thread(lambda: view.changes((max(0, seen[0]), max(0, seen[1]))))
+        if view.is_report_due() and name not in self._report_tasks:
+            view.begin_report()
+            self._report_tasks[name] = asyncio.create_task(self._report(name, view))
+        return found
+
+    async def _report(self, name: str, view: RunView) -> None:
+        try:
+            report = await self._reports.read(view.run_dir)
+            await self._in_thread(lambda: view.end_report(report))
+        finally:
+            del self._report_tasks[name]
+
+    async def _logs(self, request: Request) -> Response:
+        watched = await self._watched(request.query_params.get("run", ""))
+        query = request.query_params
+        worker, stream = query.get("worker") or None, query.get("stream") or None
+        if (worker is not None and not (worker.isdecimal() and len(worker) < 7)) or stream not in (None, *STREAMS):
+            raise HTTPException(400, "worker is a number, and stream is stdout or stderr")
+        view = watched.view
+
+        def read() -> dict[str, Any]:
+            watched.look()
+            attempt = view.summary.attempt if view.summary is not None else 0
+            number = None if worker is None else int(worker)
+            lines = log_lines(view.run_dir, attempt, worker=number, stream=stream, find=query.get("find", "")[:200])
+            return {"workers": workers_with_logs(view.run_dir, attempt), "attempt": attempt, "lines": lines}
+
+        return _json(await self._in_thread(read))
+
+    async def _compare(self, request: Request) -> Response:
+        names = list(dict.fromkeys(request.query_params.getlist("run")))
+        if not 1 <= len(names) <= MOST_COMPARED:
+            raise HTTPException(400, f"name 1 to {MOST_COMPARED} runs")
+        found: list[dict[str, Any]] = []
+        for name in names:
+            watched = await self._watched(name)
+            view = watched.view
+            parts = await self._in_thread(watched.look, lambda view=view: view.changes((0, 0)) or {})
+            found.append(parts | {"name": name})
+        runs = [
+            {"name": run["name"], "summary": run.get("summary", {}), "evaluations": run.get("evaluations", {})}
+            | {"curves": run.get("curves", {"series": {}, "is_exact": False})}
+            for run in found
+        ]
+        return _json({"runs": runs, "facts": compared(found)})
+
+    # ----------------------------------------------------------------------------------------------------- control
+
+    async def _stop(self, request: Request) -> Response:
+        run_dir, _ = await self._asked(request)
+        return _json(await self._control.ask(run_dir, "stop"))
+
+    async def _resize(self, request: Request) -> Response:
+        run_dir, body = await self._asked(request)
+        replicas = body.get("replicas")
+        if type(replicas) is not int or not 1 <= replicas <= MOST_REPLICAS:
+            raise HTTPException(400, "replicas is a number from 1 on")
+        return _json(await self._control.ask(run_dir, "resize", str(replicas)))
+
+    async def _asked(self, request: Request) -> tuple[Path, dict[str, Any]]:
+        """The run of a request that changes one, and its body; HTTPException where it may not, or is none."""
+        if not self._can_control:
+            raise HTTPException(403, "runs are only shown here: start paceline ui with --control")
+        if not self._access.may_control(request.headers):
+            raise HTTPException(403, "this request does not come from the page")
+        body = b""
+        async for piece in request.stream():
+            body += piece
+            if len(body) > MOST_BODY:
+                raise HTTPException(413)
+        try:
+            asked = read_object(body)
+        except ValueError as error:
+            raise HTTPException(400, f"the body {error}") from error
+        return (await self._watched(str(asked.get("run", "")))).view.run_dir, asked
+
+    # ------------------------------------------------------------------------------------------------------ reading
+
+    async def _in_thread(self, *calls: Callable[[], Any]) -> Any:
+        """Call these in the thread that reads, one after the other; returns what the last one returns."""
+
+        def do() -> Any:
+            found = None
+            for call in calls:
+                found = call()
+            return found
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, do)
+
+    async def _watched(self, name: str) -> _ShownRun:
+        """The view of a run of the folder; HTTPException 404 where there is none of that name."""
+        path = await self._in_thread(lambda: self._folder.find(name))
+        if path is None:
+            raise HTTPException(404, "there is no such run")
+        watched = self._views.get(name)
+        if watched is None:
+            self._forget()
+            watched = self._views[name] = _ShownRun(RunView(path, name))
+        watched.used_s = time.monotonic()
+        return watched
+
+    def _forget(self) -> None:
+        """Drop runs that no page shows: old ones, and the oldest where there are too many."""
+        by_age = sorted(self._views, key=lambda name: self._views[name].used_s)
+        old = [name for name in by_age if time.monotonic() - self._views[name].used_s > KEPT_S]
+        for name in {*old, *by_age[: max(0, len(by_age) - MOST_VIEWS + 1)]} - self._report_tasks.keys():
+            self._views.pop(name).view.close()
+
+
+@dataclasses.dataclass(slots=True)
+class _ShownRun:
+    """A run that pages show."""
+
+    view: RunView
+    used_s: float = 0.0
+    _looked_s: float = 0.0
+
+    def look(self) -> None:
+        if self.view.is_catching_up or time.monotonic() - self._looked_s >= SHARED_S:
+            self.view.look()
+            self._looked_s = time.monotonic()
+
+
+def _static_files() -> dict[str, bytes]:
+    folder = resources.files("paceline.ui") / "static"
+    return {one.name: one.read_bytes() for one in folder.iterdir() if one.is_file()}
+
+
+def _file(name: str, content: bytes) -> Response:
+    kind = KINDS.get(name.rpartition(".")[2], "application/octet-stream")
+    return Response(content, media_type=kind, headers={"cache-control": "no-cache"})
+
+
+def _json(found: Any) -> Response:
+    return PlainTextResponse(json_text(found), media_type="application/json")

@@ -1,0 +1,103 @@
+"""The live page in a real browser: what it shows, what changes while one looks, and no error or overflow anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from chromium import Chromium, Page
+from live_server import serve
+from synthetic_runs import SyntheticRun
+
+pytestmark = [pytest.mark.further, pytest.mark.needs("chromium"), pytest.mark.timeout(240)]
+
+HOSTILE = '<img src=x onerror="document.title=1">'
+PLAN = "replicas=4+wire=powersgd(rank=4)+batch(size=64,micro=8)+compute(precision=bf16,recompute=blocks)"
+CUT_OFF = """[...document.querySelectorAll('.row > *, .tile, .chart, .card')].filter(one => {
+    const box = one.getBoundingClientRect(), around = one.parentElement.getBoundingClientRect();
+    return box.width && (box.right > around.right + 1.5 || box.left < around.left - 6);
+}).map(one => one.className)"""  # what lies partly outside of what it is in
+IS_DRAWN = "!!document.querySelector('.accounts') && document.querySelectorAll('canvas').length > 5"
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs"
+    SyntheticRun(path=folder / "one", steps=120, workers=4, plan=PLAN, evaluate_every=20, lose_at=50).write()
+    SyntheticRun(path=folder / "two", steps=90, seed=2, evaluate_every=20).write()
+    SyntheticRun(path=folder / HOSTILE, steps=9, state="failed", error=HOSTILE, program=HOSTILE).write()
+    return folder
+
+
+SHOWN = "document.querySelector('.chart').chart.plot.scales.x"
+
+
+def type_into(page: Page, selector: str, text: str) -> None:
+    page.ask(f"document.querySelector('{selector}').value = '{text}'")
+    page.ask(f"document.querySelector('{selector}').dispatchEvent(new Event('input'))")
+
+
+@pytest.mark.parametrize("width", [360, 800, 1400])
+@pytest.mark.parametrize("is_dark", [False, True])
+def test_every_page_fits_its_screen_and_nothing_goes_wrong(runs: Path, width: int, is_dark: bool) -> None:
+    with serve(runs) as served, Chromium() as browser:
+        for where, ready in (
+            ("#/", "document.querySelectorAll('.rows .row').length == 3"),
+            ("#/run/one", IS_DRAWN),
+            (f"#/run/{HOSTILE.replace('/', '%2F')}", "document.querySelectorAll('canvas').length > 2"),
+            ("#/compare/one/two", "!!document.querySelector('.compared td')"),
+        ):
+            page = browser.open(served.address + where, width=width, is_dark=is_dark)
+            page.wait_for(ready)
+            assert page.ask("document.documentElement.scrollWidth <= innerWidth"), where
+            assert page.ask(CUT_OFF) == [], where
+            assert page.ask("document.querySelectorAll('main img').length") == 0, "a name was read as HTML"
+        assert browser.problems() == []
+
+
+def test_a_run_is_followed_and_its_logs_are_filtered(runs: Path) -> None:
+    run = SyntheticRun(path=runs / "two", steps=90, seed=2)
+    with serve(runs) as served, Chromium() as browser:
+        page = browser.open(served.address + "#/run/two")
+        page.wait_for("!!document.querySelector('.progress')?.innerText.includes('step 90 of 90')")
+        run.append(91, 95)
+        page.wait_for("document.querySelector('.progress').innerText.includes('step 95')")
+        page.wait_for(f"{SHOWN}.max == 95")
+        page.ask("(plot => plot.setScale('x', {min: 20, max: 40}))(document.querySelector('.chart').chart.plot)")
+        run.append(96, 97)
+        page.wait_for("document.querySelector('.progress').innerText.includes('step 97')")
+        assert page.ask(f"[{SHOWN}.min, {SHOWN}.max]") == [20, 40], "what was chosen by hand stays"
+        page.ask("document.getElementById('logs').scrollIntoView()")
+        page.wait_for("document.querySelectorAll('.lines div').length > 20")
+        type_into(page, "#logs input", "epoch 17")
+        page.wait_for("document.querySelectorAll('.lines div').length == 2")
+        assert browser.problems() == []
+
+
+def test_runs_are_sorted_filtered_and_chosen_for_a_comparison(runs: Path) -> None:
+    names = "[...document.querySelectorAll('.of-name a')].map(one => one.textContent)"
+    with serve(runs) as served, Chromium() as browser:
+        page = browser.open(served.address)
+        page.wait_for(f"{names}.length == 3")
+        page.ask("document.querySelector('.heads .of-name').click()")
+        assert page.ask(names) == [HOSTILE, "one", "two"]
+        page.ask("document.querySelector('.heads .of-name').click()")
+        assert page.ask(names) == ["two", "one", HOSTILE]
+        type_into(page, ".tools input", "powersgd")
+        assert page.ask(names) == ["one"]
+        page.ask("document.querySelector('.chip').click()")
+        type_into(page, ".tools input", "")
+        page.ask("document.querySelectorAll('.rows input').forEach((box, place) => { if (place < 2) box.click(); })")
+        page.ask("document.querySelector('.picked a').click()")
+        page.wait_for("location.hash.startsWith('#/compare/') && !!document.querySelector('.compared td')")
+        assert browser.problems() == []
+
+
+def test_a_folder_without_runs_says_what_to_do(tmp_path: Path) -> None:
+    with serve(tmp_path) as served, Chromium() as browser:
+        page = browser.open(served.address)
+        page.wait_for("document.body.innerText.includes('No runs yet')")
+        SyntheticRun(path=tmp_path / "first", steps=5).write()
+        page.wait_for("document.querySelectorAll('.rows .row').length == 1")
+        assert browser.problems() == []
