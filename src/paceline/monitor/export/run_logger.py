@@ -17,6 +17,8 @@ __all__ = ["LoggedRun", "RunLogger", "ScalarPoint", "arguments_by_name"]
 class LoggedRun:
     """The run that a `RunLogger` is to log, as it is known when its first step has been committed.
 
+    Its `parameters` raise PlanError where `plan` is no plan's text.
+
     Example::
 
         run = paceline.LoggedRun(name="digits", run_dir="runs/digits", plan="replicas=2+batch(size=64)", workers=2)
@@ -46,7 +48,13 @@ class LoggedRun:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ScalarPoint:
-    """Numbers by name at a committed step; `time` is that of its commit, in seconds since 1970."""
+    """Numbers by name at a committed step; `time` is that of its commit, in seconds since 1970. Raises nothing.
+
+    Example::
+
+        point = paceline.ScalarPoint(step=10, time=1750000000.0, values={"loss": 0.5, "lr": 0.001})
+        assert point.values["loss"] == 0.5
+    """
 
     step: int
     time: float
@@ -57,12 +65,12 @@ class RunLogger(Protocol):
     """Takes the numbers of a run to an experiment tracker. Objects of your own go to `paceline.run(loggers=[...])`.
 
     It lives in the process that supervises the run, in a thread of its own, and never in a worker: no step waits for
-    it. All calls come from that thread, one after the other. An exception ends the logging, with one warning; the run
-    goes on. The names of the values are those of TensorBoard's tags: loss, samples_per_second, eval/accuracy, ...
+    it. All calls come from that thread, one after the other. What a method raises ends the logging, with one warning;
+    the run goes on. The names of the values are TensorBoard's tags: loss, samples_per_second, eval/accuracy, ...
 
     Example::
 
-        class Printer:
+        class Printer(paceline.RunLogger):
             def start(self, run):
                 print(run.name, run.plan)
 

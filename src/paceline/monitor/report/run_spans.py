@@ -150,7 +150,7 @@ def _incident(record: Record, place: tuple[str, ...], resource: Mapping[str, Val
             begin = end - took_s
         case _:
             begin = end
-    fields = {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}
+    fields = vars(event)
     attributes = {f"paceline.{name}": _value(value) for name, value in fields.items() if value is not None}
     error = str(fields.get("reason") or type(event).__name__) if isinstance(event, ERRORS) else ""
     return RunSpan(
@@ -214,9 +214,9 @@ def _section(record: Record, place: tuple[str, ...], resource: Mapping[str, Valu
     attributes: dict[str, Value] = {}
     if isinstance(event, Evaluated):
         name, begin = "evaluation", end - event.duration_s
-        attributes = {"paceline.step": event.step} | {
-            f"paceline.eval.{key}": value for key, value in event.metrics.items()
-        }
+        attributes["paceline.step"] = event.step
+        for measure, value in event.metrics.items():
+            attributes[f"paceline.eval.{measure}"] = value
     elif isinstance(event, CheckpointSaved):  # it is reported when it has been written
         name, begin = "checkpoint", end - event.write_s - event.stall_s
         attributes = {"paceline.step": event.step, "paceline.bytes": event.num_bytes, "paceline.stall_s": event.stall_s}
