@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Installs the programs from Debian that some tests talk to: Slurm (a real one, with nodes on this host) and network namespaces;
-# with the word `engines` also OpenSSH's server and etcd, with the word `long` also a browser (300 MB).
+# with the word `engines` also OpenSSH's server, etcd and Prometheus, with the word `long` also a browser (300 MB).
 # Only what is missing is installed, and only as root on a machine with apt-get; elsewhere those tests are skipped and say so.
 set -euo pipefail
 
 programs=(slurmctld=slurmctld slurmd=slurmd srun=slurm-client munged=munge ip=iproute2)
 if [[ ${1:-} == engines ]]; then
-    programs+=(sshd=openssh-server ssh=openssh-client etcd=etcd-server)
+    programs+=(sshd=openssh-server ssh=openssh-client etcd=etcd-server prometheus=prometheus promtool=prometheus)
 fi
 if [[ ${1:-} == long ]]; then
     programs+=(chromium=chromium)

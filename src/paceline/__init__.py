@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from paceline.launch.engines.slurm import Slurm
     from paceline.launch.engines.ssh import Ssh
     from paceline.lr_scaling import scaled_lr
+    from paceline.monitor.export.run_logger import LoggedRun, RunLogger, ScalarPoint
     from paceline.parallel.check.fits import fits
     from paceline.plan import (
         AllReduce,
@@ -69,6 +70,7 @@ __all__ = [
     "LaunchError",
     "Layout",
     "LocalSGD",
+    "LoggedRun",
     "Nesterov",
     "OneBit",
     "PacelineError",
@@ -79,6 +81,8 @@ __all__ = [
     "Raw",
     "Ray",
     "RunFileError",
+    "RunLogger",
+    "ScalarPoint",
     "Slurm",
     "Sparse",
     "Ssh",
@@ -133,6 +137,7 @@ _HOMES = {
     "paceline.launch.engines.slurm": ("Slurm",),
     "paceline.launch.engines.ssh": ("Ssh",),
     "paceline.lr_scaling": ("scaled_lr",),
+    "paceline.monitor.export.run_logger": ("LoggedRun", "RunLogger", "ScalarPoint"),
     "paceline.parallel.check.fits": ("fits",),
     "paceline.runs.run": ("run",),
     "paceline.runs.tune": ("tune_trainable",),

@@ -43,6 +43,7 @@ __all__ = [
     "leave",
     "mark",
     "micro_batch_trial",
+    "mlflow_experiment",
     "notice_signals",
     "own_names",
     "path_words",
@@ -233,6 +234,11 @@ def micro_batch_trial() -> list[tuple[int, int]]:
     """Where a run is to measure several sizes of micro-batches: samples of each, and in how many steps."""
     pairs = [word.split(":") for word in os.environ.get(MICRO_TRIAL, "").split(",") if word]
     return [(int(samples), int(steps)) for samples, steps in pairs]
+
+
+def mlflow_experiment() -> tuple[str | None, str | None]:
+    """Return the number and the name of MLflow's experiment, as far as the user has set MLflow's own variables."""
+    return os.environ.get("MLFLOW_EXPERIMENT_ID") or None, os.environ.get("MLFLOW_EXPERIMENT_NAME") or None
 
 
 def notice_signals() -> tuple[int, ...]:

@@ -215,8 +215,9 @@ def _add_trace(commands: Commands) -> None:
         description="Write the newest steps of all workers as a timeline, with the clocks of hosts aligned, in the "
         "trace event format that ui.perfetto.dev and chrome://tracing open. Of a predicted step: paceline plan SCRIPT "
         "--cluster NAME --trace FILE.",
-        examples="  paceline trace RUN\n  paceline trace RUN --steps 100 --out trace.json\n\n"
-        "exit status: 0 written; 2 there is no such run, or it has no step",
+        examples="  paceline trace RUN\n  paceline trace RUN --steps 100 --out trace.json\n"
+        "  paceline trace RUN --otlp http://127.0.0.1:4318\n\n"
+        "exit status: 0 written; 1 the collector did not take it; 2 there is no such run, or it has no step",
     )
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="the run's directory")
     parser.add_argument(
@@ -224,6 +225,11 @@ def _add_trace(commands: Commands) -> None:
     )
     parser.add_argument("--out", metavar="FILE", type=Path, help="where to write it (default: RUN/trace.json)")
     parser.add_argument("--steps", metavar="N", default="1000", help="newest steps of each worker (default: 1000)")
+    parser.add_argument(
+        "--otlp",
+        metavar="URL|FILE",
+        help="send it as OpenTelemetry spans to a collector (OTLP over HTTP), or write them to a file as lines of JSON",
+    )
     parser.set_defaults(run=_trace)
 
 
@@ -232,12 +238,22 @@ def _trace(arguments: argparse.Namespace) -> int:
     steps = config.parse_value(arguments.steps, int, path="--steps")
     if steps < 1:
         raise PlanError(f"--steps is {steps}; it must be at least 1.")
+    if arguments.otlp is not None and arguments.out is not None:
+        raise PlanError("--otlp and --out are two forms of one timeline: give one of them.")
     there = _submitted(arguments.run_dir)
     if there is not None and not there.is_readable:
+        if arguments.otlp is not None:
+            raise PlanError(
+                f"The files of {arguments.run_dir} are on the engine's hosts. Give this command there, or fetch them."
+            )
         code = there.run_there("trace", there.record.run_dir_there, "--steps", str(steps))
         if code == 0:
             there.fetch("trace.json", arguments.out or arguments.run_dir / "trace.json")
         return code
+    if arguments.otlp is not None:
+        from paceline.monitor.report.otlp import main_otlp
+
+        return main_otlp(arguments.run_dir, *arguments.others, to=arguments.otlp, steps=steps)
     from paceline.monitor.report.trace import main_trace
 
     out = arguments.out or arguments.run_dir / "trace.json"

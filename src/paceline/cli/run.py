@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,6 +76,7 @@ OPTIONS = {
     "metrics_port": ("PORT", "serve metrics for Prometheus on this port; 0: any free one (default: do not)"),
     "metrics_host": ("ADDRESS", "address on which metrics are served (default: 127.0.0.1, this machine only)"),
     "tensorboard": ("", "write no TensorBoard files"),
+    "log": ("NAME", "log to an experiment tracker: wandb or mlflow; may be given for each (default: none)"),
     "show": ("WHOSE", "whose standard output the console shows: first (worker 0's) or all (default: first)"),
     "max_steps": ("STEPS", "stop after this step"),
     "cluster": (
@@ -151,8 +153,18 @@ def add_job_options(parser: Parser, *, without: Sequence[str] = ()) -> None:
         if isinstance(field.default, bool):
             word = str(not field.default).lower()
             group.add_argument(flag_of(field), dest=field.name, action="store_const", const=word, help=text)
+        elif typing.get_origin(config.annotations_of(Job)[field.name]) is tuple:
+            group.add_argument(flag_of(field), dest=field.name, metavar=metavar, action=Appended, help=text)
         else:
             group.add_argument(flag_of(field), dest=field.name, metavar=metavar, help=text)
+
+
+class Appended(argparse.Action):
+    """Collects the values of an option that may be given several times, as the text of a tuple: "wandb,mlflow"."""
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, option: object = None) -> None:
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, values if before is None else f"{before},{values}")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -178,6 +190,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         return show_dry_run(job, plan=plan)
     _refuse_in_world(job)
+    if job.log:
+        from paceline.runs.run_loggers import check_trackers
+
+        check_trackers(job)
     if is_auto:
         plan = _chosen_plan(job, plan, arguments.overrides)
         arguments.command_started = clock.now()  # the run's start-up is what comes from here on

@@ -38,6 +38,7 @@ from paceline.events import (
 from paceline.monitor.console.closing_table import closing_table, ending_text
 from paceline.monitor.console.deduplication import Deduplicator, tag
 from paceline.monitor.console.event_lines import EXIT_CAUSES, event_line, ready_line
+from paceline.monitor.console.notebook import NotebookConsole, find_display
 from paceline.monitor.console.plain import PlainConsole, SilentConsole, is_terminal
 from paceline.monitor.console.worker_output import WorkerOutput
 from paceline.monitor.export.metrics_jsonl import MetricsFile
@@ -80,6 +81,10 @@ class Screen(Sink, Protocol):
 
     def follow(self, local: Collection[int]) -> None: ...
 
+    def ended(self, state: str) -> None:
+        """The attempt has ended so; "running": the next one begins at once."""
+        ...
+
 
 class Watch:
     """Everything that watches an attempt. Call `poll` often, and `finish` in all cases: it gives the terminal back.
@@ -106,11 +111,13 @@ class Watch:
         goes_on: bool = False,
         shows_run: bool = True,
         more: Sequence[Sink] = (),
+        screen: Screen | None = None,
         closing_rows: Callable[[Mapping[str, Any]], Sequence[tuple[str, str]]] | None = None,
     ) -> None:
         """`goes_on`: another process watched the attempt until now, and showed what has happened. `shows_run=False`:
         the console shows only what this host's workers print and warn of; another host's shows the run. `more`: sinks
-        beside those of the job, where this process records the run. `closing_rows`: more rows of the closing table,
+        beside those of the job, where this process records the run. `screen`: of the
+        attempt before. `closing_rows`: more rows of the closing table,
         from the summary; called where this process records the run, and it does not go on."""
         self.run_dir, self.attempt = Path(run_dir), attempt
         self._local = frozenset(range(workers) if local is None else local)
@@ -121,7 +128,7 @@ class Watch:
         self._newcomers: set[int] = set()  # that have started, and are members when they have taken a step
         self._finished: dict[int, int] = {}  # workers that have left, after these steps
         self._record, self._explains, self._is_fresh = record, explains, job.fresh
-        self._screen = _screen(
+        self._screen = screen or _screen(
             console, sys.stdout if stream is None else stream, self.run_dir, workers, self._local, job
         )
         self._tail = EventTail(self.run_dir, attempt)
@@ -168,6 +175,11 @@ class Watch:
         self._warnings.release(now, everything=True)
         self._notes.release(now, everything=True)
         self.is_quiet = False
+
+    @property
+    def lasting_screen(self) -> Screen | None:
+        """The screen, where the next attempt is to go on with it: a notebook's cell shows one display for a run."""
+        return self._screen if isinstance(self._screen, NotebookConsole) else None
 
     def hand_over(self) -> None:
         """Write nothing of the run any more: another process watches it now."""
@@ -243,6 +255,7 @@ class Watch:
         for failure in self.failures:
             self._summary.peak_memory(failure.worker, failure.peak_memory_bytes or 0)
         self._tail.close()
+        self._screen.ended("running" if goes_on else state)
         self._screen.close()
         if self.failures and self._explains and self._shows_run and not goes_on:
             explained = explain(self.failures)
@@ -448,6 +461,9 @@ def _screen(kind: str, stream: TextIO, run_dir: Path, workers: int, local: Colle
         live = LiveConsole(stream, run_dir=run_dir, workers=workers, local=local, max_steps=job.max_steps)
         if live.can_draw:
             return live
+    display = find_display() if kind == "auto" and job.launcher != "inline" else None
+    if display is not None:
+        return NotebookConsole(display, run_dir=run_dir, workers=workers, local=local, max_steps=job.max_steps)
     return PlainConsole(stream, max_steps=job.max_steps)
 
 

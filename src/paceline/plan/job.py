@@ -97,6 +97,7 @@ class Job:
     metrics_port: int | None = None  # Prometheus endpoint; 0: any free port; None: no endpoint
     metrics_host: str = "127.0.0.1"
     tensorboard: bool = True
+    log: tuple[Literal["wandb", "mlflow"], ...] = ()  # experiment trackers that get the run's numbers
     show: Literal["first", "all"] = "first"  # whose standard output the console shows: "first" | "all"
     max_steps: int | None = None  # stop after this global step
     cluster: str | None = None  # of the catalogue, or a file's: its steps are predicted, and compared with the run's;

@@ -33,9 +33,10 @@ from paceline.monitor.attempt_end import AttemptEnd
 from paceline.monitor.hang.hang_monitor import HangMonitor
 from paceline.monitor.records.failure import Failure, explain, root_cause
 from paceline.monitor.records.run_record import RUNNING, RunRecord
-from paceline.monitor.watch import Sink, Watch
+from paceline.monitor.watch import Screen, Sink, Watch
 from paceline.plan import CommandPlan, Job, Plan
 from paceline.private_files import make_run_directory, read_private, replace_private
+from paceline.runs.run_loggers import RunLoggers
 from paceline.runs.run_predictor import RunPredictor
 from paceline.runs.told_rows import ToldRows
 from paceline.runs.unpicklable import pickled_function
@@ -76,13 +77,16 @@ class Attempt:
         restart_plan: RestartPlan | None = None,
         takeover: Takeover | None = None,
         predictor: RunPredictor | None = None,
+        loggers: RunLoggers | None = None,
+        screen: Screen | None = None,
     ) -> None:
         """`job` has its workers and its run_dir; with `follow` the coordinator's run_dir replaces the latter.
 
         `function` is the function of `paceline.run(fn)` with the Job fields of that call. `restart_plan`: workers of
         the previous attempt were lost, and all restart in this way; `asked` is the job as the user started it.
         `takeover`: the attempt is under way, and this process takes over from its lost coordinator. `predictor`
-        predicts the run, and is closed by the caller.
+        predicts the run, and is closed by the caller. `loggers`: the run's trackers.
+        `screen`: that the attempt before has left.
         """
         self.job = job
         self._plan, self._given = plan or CommandPlan(), tuple(given)
@@ -90,6 +94,8 @@ class Attempt:
         self._follow, self._function = follow, function
         self._restart_plan, self.asked, self.takeover = restart_plan, asked or job, takeover
         self._predictor = predictor or RunPredictor(None)
+        self._loggers = loggers or RunLoggers(job)
+        self._screen = screen
         self.next: RestartPlan | None = None  # after `run`: how the next attempt starts
         self.run_dir = Path(str(job.run_dir))
         self.number = 0
@@ -184,6 +190,8 @@ class Attempt:
             asked=self.asked,
             restart_plan=restart_plan,
             predictor=self._predictor,
+            loggers=self._loggers,
+            screen=None if self._watch is None else self._watch.lasting_screen,
         )
 
     def poll(self) -> None:
@@ -194,6 +202,7 @@ class Attempt:
             self._watch.poll()
         if text := self._predictor.poll():
             self.emit(Note(text=text))
+        self._loggers.poll(self._warn)
         if self.takeover is not None:
             with contextlib.suppress(OSError):  # a coordinator that stood still, or was slow to leave, had it until now
                 run_lock.hold(self.run_dir)
@@ -282,6 +291,7 @@ class Attempt:
             goes_on=self.takeover is not None,
             shows_run=self.is_head or environment.engine() is None,
             more=self._sinks(workers),
+            screen=self._screen,
             closing_rows=self._predictor.rows,
         )
         if self.takeover is not None:
@@ -294,6 +304,7 @@ class Attempt:
         """What takes the run's events and steps beside the job's own files and console."""
         mark = environment.mark()
         told: list[Sink] = [] if mark is None else [ToldRows(mark, attempt=self.number)]
+        told += self._loggers.sinks(self.run_dir, self.number)
         return [*told, self._predictor.conditions(workers)] if self._predictor.has_begun else told
 
     def _let_orphans_end(self) -> None:
@@ -356,9 +367,14 @@ class Attempt:
             with contextlib.suppress(OSError):  # left for the next start, which says so
                 tidy(self.run_dir / "checkpoints")
         exit_code = end.close(outcome.state, outcome.exit_code, failures, goes_on=self.next is not None)
+        if self.next is None:
+            self._loggers.end(outcome.state, self._warn)
         if self._watch is not None:
             self.failures = self._watch.failures
         return exit_code
+
+    def _warn(self, text: str) -> None:
+        self.say(f"warning: {text}")
 
     def _writes_nobody(self, outcome: JobOutcome) -> bool:
         """Whether all workers have ended, on all hosts, so that what is unfinished in the run's directory stays so."""

@@ -31,6 +31,7 @@ from paceline.monitor.watch import Watch
 from paceline.plan.job import Assignment, Job
 from paceline.private_files import make_run_directory
 from paceline.runs.attempt import run_started
+from paceline.runs.run_loggers import RunLoggers
 
 __all__ = ["monitoring_thread", "note_end", "note_failure", "note_left", "reporting_thread"]
 
@@ -62,6 +63,7 @@ def monitoring_thread(
     store: SharedStore,
     program: str,
     launcher: str,
+    loggers: RunLoggers,
 ) -> Iterator[None]:
     """Watch the run from a thread beside worker 0. `launcher` names what started the workers; `record` is what this
     process has begun.
@@ -76,7 +78,15 @@ def monitoring_thread(
         log = EventLog(directory / "events.jsonl", worker=None)
         log.emit(run_started(job, run_dir, assignment.attempt, program=program, launcher=launcher))
     local = _ranks_on_this_host(assignment, hosts)
-    watch = Watch(run_dir, assignment.attempt, assignment.workers, job=job, console="plain", local=local)
+    watch = Watch(
+        run_dir,
+        assignment.attempt,
+        assignment.workers,
+        job=job,
+        console="plain",
+        local=local,
+        more=loggers.sinks(run_dir, assignment.attempt),
+    )
     control = _WorkerAccess(directory, log, local=local, hosts=hosts, store=store)
     hang_monitor = HangMonitor(
         directory,
@@ -88,6 +98,9 @@ def monitoring_thread(
         may_balance=not job.balance,
     )
 
+    def warn(text: str) -> None:
+        watch.say(f"warning: {text}")
+
     def close(state: str, exit_code: int) -> None:
         now = record.now()
         if now.state != RUNNING:  # it is noted already, perhaps by another worker
@@ -95,12 +108,14 @@ def monitoring_thread(
         AttemptEnd(directory, log=log, watch=watch, record=now, since=assignment.command_started).close(
             state, exit_code
         )
+        loggers.end(state, warn)
 
     def poll() -> None:
         now = time.monotonic()
         control.listen(hang_monitor, now)
         hang_monitor.poll(now)
         watch.poll()
+        loggers.poll(warn)
         if control.is_due(now):
             is_doomed = assignment.rank in control.doomed  # this very process does not come to its end by itself
             control.doomed.discard(assignment.rank)

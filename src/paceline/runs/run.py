@@ -37,11 +37,13 @@ from paceline.runs.own_frames import folds_own_frames
 from paceline.runs.own_script import is_option, is_program, own_script
 from paceline.runs.restart_loop import run_with_restarts
 from paceline.runs.run_directory import new_run_dir
+from paceline.runs.run_loggers import RunLoggers, check_trackers
 from paceline.runs.run_predictor import RunPredictor, run_predictor
 from paceline.units import printable, shell_text
 
 if TYPE_CHECKING:
     from paceline.launch.engines.engine import Engine
+    from paceline.monitor.export.run_logger import RunLogger
     from paceline.plan.job import Assignment
     from paceline.worker.external_launch import JoinedWorld
     from paceline.worker.membership.preemption import PreemptionNotice
@@ -89,6 +91,8 @@ def run(
     metrics_port: int | None = None,
     metrics_host: str | None = None,
     tensorboard: bool | None = None,
+    log: str | Sequence[str] | None = None,
+    loggers: Sequence[RunLogger] = (),
     cluster: str | None = None,
     capture_dir: str | None = None,
     **unknown: Any,
@@ -143,6 +147,9 @@ def run(
     :param metrics_port: port of a Prometheus endpoint; 0: any free port (no endpoint).
     :param metrics_host: address that the endpoint listens on ("127.0.0.1").
     :param tensorboard: write TensorBoard files (True).
+    :param log: experiment trackers that get the run's numbers: "wandb", "mlflow", or both (none).
+    :param loggers: trackers of your own, objects with the methods of `RunLogger`; they stay in the process that
+        supervises the run.
     :param cluster: a cluster of the catalogue, or a cluster file ("lab.toml"), on which the run is. What a step takes
         there is predicted, and compared with the run's steps in its receipt. "off": nothing is (`cluster.toml` in the
         working directory, if there is one).
@@ -158,6 +165,7 @@ def run(
 
         engine = read_engine(on, hosts=hosts)
         hosts = None if hosts is None else int(host_count(engine, hosts))
+    log = (log,) if isinstance(log, str) else log
     said = {name: value for name, value in locals().items() if name in JOB_FIELDS and value is not None}
     fields = said | {
         name: value for name, value in unknown.items() if value is not None
@@ -189,6 +197,8 @@ def run(
             )
         return run_worker(function, own, plan=chosen, fields=fields)
     open_missing_streams()
+    if wanted.log:
+        check_trackers(wanted)
     world = environment.detect()
     if engine is not None and world is None and environment.engine() is None:
         from paceline.runs.run_on_engine import run_on_engine
@@ -204,8 +214,8 @@ def run(
         fields = {**fields, "run_dir": directory, "fresh": False}
         wanted, names_dir = config.read(Job, fields), False
     if world is not None and not world.is_for_each_host(wanted.hosts):
-        return _join(world, function, wanted, chosen, fields, is_first=is_first)
-    return _run_function(function, wanted, chosen, fields, is_first=is_first, names_dir=names_dir)
+        return _join(world, function, wanted, chosen, fields, is_first=is_first, loggers=loggers)
+    return _run_function(function, wanted, chosen, fields, is_first=is_first, names_dir=names_dir, loggers=loggers)
 
 
 def start(
@@ -230,6 +240,7 @@ def start(
             command_started=command_started,
             follow=job.run_dir is None,
             predictor=predictor,
+            loggers=RunLoggers(settled, arguments=job.args),
         )
         attempt, outcome = run_with_restarts(attempt, warm, listener=_given_listener())
     if words and outcome.state != "finished" and outcome.exit_code != 2:
@@ -258,6 +269,7 @@ def _run_function(
     *,
     is_first: bool,
     names_dir: bool,
+    loggers: Sequence[RunLogger],
 ) -> T:
     """Be the supervisor of workers that run a function of this process. `names_dir`: its script names the directory."""
     started = clock.now()
@@ -274,6 +286,7 @@ def _run_function(
             follow=job.run_dir is None,
             function=(function, fields),
             predictor=predictor,
+            loggers=RunLoggers(settled, loggers, arguments=sys.argv[1:] if is_program() else ()),
         )
         try:
             attempt, outcome = run_with_restarts(attempt, warm, listener=_given_listener())
@@ -313,6 +326,7 @@ def _join(
     fields: Mapping[str, Any],
     *,
     is_first: bool,
+    loggers: Sequence[RunLogger],
 ) -> T:
     """Become a worker of a world that another launcher started; a thread beside worker 0 shows and records the run."""
     from paceline.worker.external_launch import await_records_closed, join_external_world, started_at
@@ -342,6 +356,7 @@ def _join(
                 store=place.store,
                 program=qualified_name(function),
                 launcher=world.source,
+                loggers=RunLoggers(own.job, loggers, arguments=sys.argv[1:]),
             )
         elif own.rank in {ranks[0] for ranks in place.hosts}:
             watched = reporting_thread(own, hosts=place.hosts, store=place.store)

@@ -75,6 +75,7 @@ OPTION_VALUES: dict[str, tuple[list[str], object]] = {
     "metrics_port": (["--metrics-port", "0"], 0),
     "metrics_host": (["--metrics-host", "0.0.0.0"], "0.0.0.0"),
     "tensorboard": (["--no-tensorboard"], False),
+    "log": (["--log", "wandb", "--log", "mlflow"], ("wandb", "mlflow")),
     "show": (["--show", "all"], "all"),
     "max_steps": (["--max-steps", "10"], 10),
 }

@@ -54,13 +54,21 @@ class Notebook:
 
     def __init__(self, client: NotebookClient, mark: str) -> None:
         self.client, self._mark = client, mark
+        self.outputs: list[Any] = []  # of the last cell
+
+    @property
+    def displays(self) -> list[Any]:
+        """The displays below the last cell."""
+        return [output for output in self.outputs if output.output_type == "display_data"]
 
     async def cell(self, source: str) -> tuple[str, str, str]:
-        """Run a cell: what it printed, its value as text, its error (name, message and traceback) as text."""
+        """Run a cell: what it showed as text, its value as text, its error (name, message and traceback) as text."""
         cells = self.client.nb.cells
         cells.append(nbformat.v4.new_code_cell(source))
         done = await self.client.async_execute_cell(cells[-1], len(cells) - 1)
+        self.outputs = done.outputs
         printed = "".join(output["text"] for output in done.outputs if output.output_type == "stream")
+        printed += "\n".join(output["data"]["text/plain"] for output in self.displays)
         values = [output["data"]["text/plain"] for output in done.outputs if output.output_type == "execute_result"]
         errors = [output for output in done.outputs if output.output_type == "error"]
         error = "\n".join(f"{one['ename']}: {one['evalue']}\n" + "\n".join(one["traceback"]) for one in errors)
@@ -104,12 +112,17 @@ def test_a_function_of_a_cell_trains_on_workers_again_and_again(tmp_path: Path) 
         printed, value, error = await notebook.cell(RUN)
         assert (value, error) == ("{'step': 8, 'workers': 2}", ""), printed
         assert "2 workers on cpu" in printed and "step 8" in printed and "finished at step 8" in printed
+        assert [output.output_type for output in notebook.outputs] == ["display_data", "execute_result"]
+        (display,) = notebook.displays
+        shown = display["data"]["text/html"]
+        assert ">finished</b>" in shown and "step <b>8</b> of 8" in shown and "<polyline" in shown
         assert losses(the_run(tmp_path)) == pytest.approx(list(reference_losses()), rel=1e-5)
         assert notebook.others() == []
 
         printed, _, error = await notebook.cell(FAIL)
         assert "WorkerError" in error and "ValueError: a mistake in the cell" in error
         assert "in fails" in error  # the worker's own traceback
+        assert ">failed</b>" in notebook.displays[0]["data"]["text/html"] and len(notebook.displays) == 1
         assert record(tmp_path / "failed")["state"] == "failed"
         assert notebook.others() == []
 

@@ -160,6 +160,9 @@ class LiveConsole:
             except OSError as error:
                 self._lose(error)
 
+    def ended(self, state: str) -> None:
+        """The closing table says it."""
+
     def close(self) -> None:
         """Take the block away and give the cursor back."""
         if self._live.is_started and not self._is_lost:

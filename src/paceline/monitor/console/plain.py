@@ -1,4 +1,4 @@
-"""The console as plain lines: one per interval, and one per event. For logs, pipes and notebooks."""
+"""The console as plain lines: one per interval, and one per event. For logs and pipes."""
 
 from __future__ import annotations
 
@@ -57,6 +57,9 @@ class PlainConsole:
             self._due = now + self._every_s
             self._tell()
 
+    def ended(self, state: str) -> None:
+        """The closing table says it."""
+
     def close(self) -> None:
         """Write the line of the last step, if it was not shown yet."""
         if self._has_news():
@@ -85,6 +88,9 @@ class SilentConsole:
 
     def poll(self, now: float) -> None:
         """Nothing is due."""
+
+    def ended(self, state: str) -> None:
+        """Ignore it."""
 
     def close(self) -> None:
         """Nothing is open."""

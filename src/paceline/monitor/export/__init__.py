@@ -1,1 +1,1 @@
-"""Files and endpoints for other programs: metrics.jsonl, summary.json, TensorBoard, Prometheus; imports records."""
+"""For other programs: metrics.jsonl, summary.json, TensorBoard, Prometheus, experiment trackers; imports records."""

@@ -12,10 +12,13 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from paceline.comm.messages.unproved_connections import ByAddress
 from paceline.errors import LaunchError
@@ -34,7 +37,9 @@ class ScrapeServer:
 
     def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
         self._server = _listen(host, port)
-        self._server.set_app(make_wsgi_app(registry))
+        served = CollectorRegistry(auto_describe=False)
+        served.register(_WithoutCreated(registry))
+        self._server.set_app(make_wsgi_app(served))
         self.port = self._server.server_port
         self._listener = self._server.socket
         self._listener.setblocking(False)
@@ -118,6 +123,22 @@ class ScrapeServer:
         self._open.pop(scrape.number)
         self._selector.unregister(scrape.sock)
         scrape.sock.close()
+
+
+class _WithoutCreated(Collector):
+    """A registry's series without `_created`: they double the counters, and no query needs them.
+
+    The client library's own switch, `disable_created_metrics`, holds for the whole process, and so for other metrics of
+    the calling program.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+            yield metric
 
 
 class _Scrape:

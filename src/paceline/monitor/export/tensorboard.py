@@ -4,8 +4,8 @@
 share of that time in which worker k waited for the others. With many workers only the least and the most idle one are
 written. Epochs count from 0.
 
-An attempt's first 20,000 steps have a point each. Later points are the means of 10 steps, and after 500,000 steps of
-100; `loss_range/least` and `loss_range/most` come with them, so that no spike disappears.
+Which points there are, and how they are thinned, is in `scalars`. It is a `RunLogger`. It needs no thread of its own,
+since it only writes files of the run's directory: the reader of the run's events gives it everything directly.
 
 The package's own protocol buffers and record writer are used, without the writer above them: that one starts a thread,
 and imports TensorFlow where it is installed. Importing the package takes 0.3 s, so rows wait in memory for a moment and
@@ -14,17 +14,18 @@ are written together. Start-up does not pay for the import.
 
 from __future__ import annotations
 
-import math
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline import clock
 from paceline.errors import writing
-from paceline.events import Evaluated, Record, Reported, WorkerStarted
-from paceline.monitor.records.steps import IdleShares, Step, parts_of
+from paceline.events import Record, WorkerStarted
+from paceline.monitor.export.run_logger import LoggedRun, ScalarPoint
+from paceline.monitor.export.scalars import ScalarPoints
+from paceline.monitor.records.steps import Step
 from paceline.units import name_text
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = ["TensorBoardFile"]
 
-MOST_IDLE = 32  # workers that have a curve of their own
-EACH, TENS = 20_000, 500_000  # steps of an attempt: until the one each has a point, until the other ten have one
 EVERY_S = 2.0  # rows are written this long after the first that waits
 
 
@@ -45,29 +44,26 @@ class TensorBoardFile:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._waiting: list[tuple[float, int, dict[str, float]]] = []
+        self._waiting: list[ScalarPoint] = []
+        self._points = ScalarPoints()
         self._due = 0.0
         self._resumed_from_step = 0
         self._writer: RecordWriter | None = None
         self._event: Any = None  # the class of TensorBoard's records, once it is imported
-        self._num_steps = 0
-        self._mean = _Mean()
 
     def accept(self, item: Record | Step) -> None:
-        if isinstance(item, Step):
-            self._num_steps += 1
-            if self._num_steps <= EACH:
-                self._add(item.time, item.step, _scalars(item))
-                return
-            self._mean.add(item.time, item.step, _scalars(item))
-            if self._mean.num >= (10 if self._num_steps <= TENS else 100):
-                self._add(*self._mean.taken())
-        elif isinstance(item.event, Evaluated):
-            self._add(item.time, item.event.step, _below("eval", item.event.metrics))
-        elif isinstance(item.event, Reported):
-            self._add(item.time, item.event.step, dict(item.event.metrics))
-        elif isinstance(item.event, WorkerStarted):
+        if not isinstance(item, Step) and isinstance(item.event, WorkerStarted):
             self._resumed_from_step = item.event.resumed_from_step
+        self.log(self._points.take(item))
+
+    def start(self, run: LoggedRun) -> None:
+        """Nothing is asked: TensorBoard drops the points of steps that are taken again."""
+
+    def log(self, points: Sequence[ScalarPoint]) -> None:
+        self._waiting += points
+
+    def end(self, state: str) -> None:
+        self.close()
 
     def poll(self, now: float) -> None:
         """Write what has waited long enough; `now` is monotonic, in seconds."""
@@ -78,16 +74,12 @@ class TensorBoardFile:
                 self._write()
 
     def close(self) -> None:
-        if self._mean.num:
-            self._add(*self._mean.taken())
+        self.log(self._points.rest())
         self._write()
         if self._writer is not None:
             with writing(self.directory):
                 self._writer.close()
             self._writer = None
-
-    def _add(self, when: float, step: int, scalars: dict[str, float]) -> None:
-        self._waiting.append((when, step, scalars))
 
     def _write(self) -> None:
         self._due = 0.0
@@ -95,9 +87,9 @@ class TensorBoardFile:
             return
         with writing(self.directory):
             writer = self._writer = self._writer or self._begin()
-            for when, step, scalars in self._waiting:
-                event = self._event(wall_time=when, step=step)
-                for tag, value in scalars.items():
+            for point in self._waiting:
+                event = self._event(wall_time=point.time, step=point.step)
+                for tag, value in point.values.items():
                     event.summary.value.add(tag=name_text(tag), simple_value=value)
                 writer.write(event.SerializeToString())
             self._waiting.clear()
@@ -121,55 +113,3 @@ class TensorBoardFile:
             mark = self._event(wall_time=clock.now(), step=self._resumed_from_step + 1, session_log=start)
             writer.write(mark.SerializeToString())
         return writer
-
-
-class _Mean:
-    """Scalars of steps that follow each other, on their way to one point."""
-
-    def __init__(self) -> None:
-        self.num = 0
-        self._place = 0.0, 0  # time and step of the last one
-        self._values: dict[str, list[float]] = {}
-
-    def add(self, when: float, step: int, scalars: Mapping[str, float]) -> None:
-        self.num += 1
-        self._place = when, step
-        for name, value in scalars.items():
-            self._values.setdefault(name, []).append(value)
-
-    def taken(self) -> tuple[float, int, dict[str, float]]:
-        """The point, and forget it: of each name the mean of its numbers; NaN where it had no other value."""
-        points: dict[str, float] = {}
-        for name, values in self._values.items():
-            numbers = [value for value in values if not math.isnan(value)]
-            points[name] = sum(numbers) / len(numbers) if numbers else math.nan
-            if name == "loss" and numbers:
-                points |= {"loss_range/least": min(numbers), "loss_range/most": max(numbers)}
-        self.num = 0
-        self._values.clear()
-        when, step = self._place
-        return when, step, points
-
-
-def _scalars(row: Step) -> dict[str, float]:
-    scalars = {"loss": row.loss, **row.metrics, "samples_per_second": row.samples_per_s, "progress/epoch": row.epoch}
-    scalars["progress/workers"] = len(row.workers)
-    scalars["noise_scale"] = row.noise_scale
-    scalars.update(_below("seconds", {**row.seconds, **parts_of(row.seconds)}))
-    scalars.update(_below("idle", _idle(row)))
-    return {name: value for name, value in scalars.items() if value is not None and not math.isinf(value)}
-
-
-def _below(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
-    return {f"{prefix}/{name}": value for name, value in values.items()}
-
-
-def _idle(row: Step) -> dict[str, float]:
-    idle = IdleShares()
-    idle.add(row)
-    shares = idle.shares
-    if len(shares) < 2:
-        return {}
-    if len(shares) > MOST_IDLE:
-        return {"least": min(shares.values()), "most": max(shares.values())}
-    return {f"worker_{worker}": share for worker, share in shares.items()}

@@ -20,7 +20,7 @@ from paceline.monitor.records.run_record import RunRecord
 from paceline.monitor.records.steps import parts_of
 from paceline.monitor.report.attempt_log import AttemptLog, StepTime, read_attempts
 
-__all__ = ["main_trace", "run_slices"]
+__all__ = ["ORDER", "clocks_ahead", "host_of", "main_trace", "newest_steps", "run_slices"]
 
 MOMENTS = (CheckpointSaved, Evaluated, WorkerJoined, WorkerLost)
 ORDER = ("recovery", "data", "compute", "communication", "optimizer", "other")
@@ -46,17 +46,17 @@ def main_trace(run_dir: Path, *others: Path, out: Path, steps: int) -> int:
 
 def run_slices(attempts: Sequence[AttemptLog], *, steps: int) -> Iterator[TraceSlice]:
     """Yield the timeline of a run's attempts, by worker, from the first step that is shown."""
-    shown = [(log, worker, times) for log in attempts for worker, times in _newest(log, steps)]
+    shown = [(log, worker, times) for log in attempts for worker, times in newest_steps(log, steps)]
     if not shown:
         return
-    ahead = _ahead(shown)
+    ahead = clocks_ahead(shown)
     zero = min(
-        one.time - one.seconds.get("total", 0.0) - ahead.get(_host_of(log, worker), 0.0)
+        one.time - one.seconds.get("total", 0.0) - ahead.get(host_of(log, worker), 0.0)
         for log, worker, times in shown
         for one in times
     )
     for log, worker, times in sorted(shown, key=lambda one: one[1]):
-        host = _host_of(log, worker)
+        host = host_of(log, worker)
         row, begin = f"worker {worker}", zero + ahead.get(host, 0.0)
         for one in times:
             yield from _step_slices(one, host, row, begin, log.attempt)
@@ -78,7 +78,7 @@ def _step_slices(one: StepTime, host: str, row: str, zero: float, attempt: int) 
             begin += parts[part]
 
 
-def _newest(log: AttemptLog, steps: int) -> Iterator[tuple[int, list[StepTime]]]:
+def newest_steps(log: AttemptLog, steps: int) -> Iterator[tuple[int, list[StepTime]]]:
     """The newest single steps of each worker; those that were summed up have no moments."""
     known = {record.event.rank for record in log.records if isinstance(record.event, WorkerStarted)}
     for worker in sorted(known | set(range(log.workers))):
@@ -87,17 +87,17 @@ def _newest(log: AttemptLog, steps: int) -> Iterator[tuple[int, list[StepTime]]]
             yield worker, list(times)
 
 
-def _ahead(shown: Sequence[tuple[AttemptLog, int, list[StepTime]]]) -> Mapping[str, float]:
+def clocks_ahead(shown: Sequence[tuple[AttemptLog, int, list[StepTime]]]) -> Mapping[str, float]:
     """By how many seconds each host's clock is ahead of that of the first worker's host, by the steps of both."""
     commits: dict[str, dict[tuple[int, int], float]] = {}
     for log, worker, times in shown:
-        there = commits.setdefault(_host_of(log, worker), {})
+        there = commits.setdefault(host_of(log, worker), {})
         for one in times:
             there.setdefault((log.attempt, one.step), one.time)
     if len(commits) < 2:
         return {}
     log, worker, _ = min(shown, key=lambda one: one[1])
-    first = commits[_host_of(log, worker)]
+    first = commits[host_of(log, worker)]
     found: dict[str, float] = {}
     for host, times in commits.items():
         apart = [when - first[key] for key, when in times.items() if key in first]
@@ -105,7 +105,8 @@ def _ahead(shown: Sequence[tuple[AttemptLog, int, list[StepTime]]]) -> Mapping[s
     return found
 
 
-def _host_of(log: AttemptLog, worker: int) -> str:
+def host_of(log: AttemptLog, worker: int) -> str:
+    """The host of a worker's newest process."""
     started = [
         record.event.host
         for record in log.records
