@@ -52,6 +52,7 @@ class Chromium:
         self._process = subprocess.Popen(
             ["bash", "-c", command, "browser", *words],
             pass_fds=(theirs_in, theirs_out),
+            env=os.environ | {"TMPDIR": self._profile},  # what it leaves there goes with the profile
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
