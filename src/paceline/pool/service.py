@@ -151,7 +151,7 @@ class Pool:
             phase, word = "stopped", f"was stopped at step {seen.step}"
         else:
             phase, word = "failed", f"failed with exit status {code}: see {local_path(console_of(self._folder, run))}"
-        entry.phase, entry.exit_code = phase, code
+        entry.phase, entry.exit_code, entry.since = phase, code, clock.now()
         if entry.is_over:
             entry.ended = clock.now()
         self._say(f"{name} {word}")
@@ -194,6 +194,7 @@ class Pool:
             deadline=run.deadline,
             moving_s=MOVE_S,
             waiting_s=max(0.0, now - (entry.since or run.submitted)) if entry.phase == "waiting" else 0.0,
+            held_s=max(0.0, now - entry.let_in) if entry.phase == "running" else 0.0,
         )
 
     def _note(self, name: str, before: int, after: int, why: str) -> None:
@@ -266,7 +267,7 @@ class Pool:
                 self._say(f"{name} cannot be started: {error}")
                 self._save()
                 return False
-            entry.phase = "running"
+            entry.phase, entry.let_in = "running", clock.now()
         elif problem := resize(run, target):
             self._say_once(f"{name} keeps its replicas, {entry.replicas}: {problem}")
             self._target[name] = entry.replicas
