@@ -138,7 +138,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--detach", action="store_true", help="with --on or --pool: return once the job is submitted")
     add_job_options(parser)
     pool.add_options(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=_run_or_queue)
 
 
 def add_job_options(parser: Parser, *, without: Sequence[str] = ()) -> None:
@@ -167,15 +167,20 @@ class Appended(argparse.Action):
         setattr(namespace, self.dest, values if before is None else f"{before},{values}")
 
 
+def _run_or_queue(arguments: argparse.Namespace) -> int:
+    """Start the job, or queue it with --pool; returns the run's exit status."""
+    if arguments.pool is not None:
+        return _queue(arguments)
+    for option in ("priority", "deadline_s"):
+        if getattr(arguments, option) is not None:
+            raise PlanError(f"--{option.replace('_', '-')} is about a run in a pool: add --pool POOL.")
+    return run(arguments)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Start the job, or show it with --dry-run; returns the run's exit status."""
     arguments.program = program_here(arguments.program)
     on, arguments.overrides = engine_of(arguments)
-    if arguments.pool is not None:
-        return _queue(arguments, on)
-    for option in ("priority", "deadline_s"):
-        if getattr(arguments, option) is not None:
-            raise PlanError(f"--{option.replace('_', '-')} is about a run in a pool: add --pool POOL.")
     if on is not None:
         if _settle_auto(arguments):
             raise PlanError(
@@ -207,8 +212,10 @@ def run(arguments: argparse.Namespace) -> int:
         )
 
 
-def _queue(arguments: argparse.Namespace, on: Engine | None) -> int:
-    """Queue the run in a pool."""
+def _queue(arguments: argparse.Namespace) -> int:
+    """Queue the run in a pool, and follow it unless --detach; returns its exit status."""
+    arguments.program = program_here(arguments.program)
+    on, arguments.overrides = engine_of(arguments)
     if on is not None:
         raise PlanError("--pool and --on exclude each other: start `paceline pool` within the engine's allocation.")
     if _settle_auto(arguments):

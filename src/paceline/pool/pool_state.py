@@ -24,9 +24,9 @@ class RunEntry:
     """`phase`: waiting (nothing runs), running, leaving (it saves and ends, and will wait), or one of `ENDED`.
 
     `replicas` and their `devices`: that it has been given. `attained`: device-seconds so far. `changes`: of its
-    replicas, with starts. `step_s`: measured seconds of a step, by replicas. `since`: the last change, and `let_in`: when
-    it got devices after it had none, in seconds since 1970. `why`: the last decision in words. `losses`: how often its
-    supervisor was lost since its last step. `pid`: of its command.
+    replicas, with starts. `step_s`: measured seconds of a step, by replicas. `since`: the last change, and `let_in`:
+    when it got devices after it had none, in seconds since 1970. `why`: the last decision in words. `losses`: how often
+    its supervisor was lost since its last step. `pid`: of its command.
     """
 
     phase: str = "waiting"
