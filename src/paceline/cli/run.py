@@ -227,7 +227,8 @@ def _queue(arguments: argparse.Namespace) -> int:
         return show_dry_run(job, plan=plan)
     script = Path(job.program)
     layout = plan.whole.layout if plan.whole is not None else layout_of_script(script, plan.settings)
-    workers = job.workers or workers_of_script(script, plan.settings, args=job.args, say=_say)
+    workers = job.workers or (layout.workers if plan.whole is not None and layout is not None else None)
+    workers = workers or workers_of_script(script, plan.settings, args=job.args, say=_say)
     if layout is not None and workers is not None and not isinstance(layout.replicas, tuple):
         Plan(layout=layout).require(workers=workers)
     return pool.queue(arguments, job, layout=layout, workers=workers)

@@ -164,7 +164,11 @@ class Pool:
         jobs = {
             name: self._job(run, self._entry(name)) for name, run in self._runs.items() if not self._entry(name).is_over
         }
-        decision = decide(jobs, {HERE: self._slots}, clock.now(), TERMS)
+        try:
+            decision = decide(jobs, {HERE: self._slots}, clock.now(), TERMS)
+        except PlanError as error:  # facts that cannot be: what was decided stays
+            self._say_once(f"nothing is decided: {error}")
+            return
         reasons = {change.job: change.reason for change in decision.changes}
         for name in jobs:
             entry = self._entry(name)
@@ -173,6 +177,8 @@ class Pool:
                 entry.why = reasons.get(name, "")
                 self._note(name, entry.replicas, replicas, entry.why)
             self._target[name] = replicas
+            if name in decision.waiting:
+                entry.why = decision.waiting[name]
         self._save()
 
     def _job(self, run: PoolRun, entry: RunEntry) -> PoolJob:
@@ -191,7 +197,7 @@ class Pool:
             allocation=[HERE] * (entry.replicas * each if entry.phase == "running" else 0),
             remaining=remaining,
             priority=run.priority,
-            deadline=run.deadline,
+            deadline=None if remaining is None else run.deadline,  # what it has left is known after its first steps
             moving_s=MOVE_S,
             waiting_s=max(0.0, now - (entry.since or run.submitted)) if entry.phase == "waiting" else 0.0,
             held_s=max(0.0, now - entry.let_in) if entry.phase == "running" else 0.0,

