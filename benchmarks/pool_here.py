@@ -55,8 +55,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--scale", type=float, default=1.0, help="of the runs' steps")
-    options = options_of(parser, takes="15 minutes", quick={"rounds": 1, "scale": 0.05})
-    runs = [dataclasses.replace(one, steps=max(5, round(one.steps * options.scale))) for one in RUNS]
+    parser.add_argument("--runs", type=int, default=len(RUNS), help="so many of the six, from the first")
+    options = options_of(parser, takes="15 minutes", quick={"rounds": 1, "scale": 0.03, "runs": 2})
+    runs = [dataclasses.replace(one, steps=max(5, round(one.steps * options.scale))) for one in RUNS[: options.runs]]
     ways = {"first in, first out": fifo, "equal static shares": shares, "pool": pool}
     means: dict[str, list[float]] = {name: [] for name in ways}
     with tempfile.TemporaryDirectory(prefix="pool-here-") as folder:
@@ -158,7 +159,7 @@ def pool(folder: Path, runs: Sequence[QueuedRun]) -> dict[str, float]:
             while waiting and waiting[0].at <= now:
                 one = waiting.pop(0)
                 queue = [*PACELINE, "run", "--pool", str(folder / "pool"), "--detach"]
-                words = run_words(folder / one.name, one, SLOTS)[3:]
+                words = run_words(folder / one.name, one, SLOTS)[len(PACELINE) + 1 :]
                 subprocess.run([*queue, *words], check=True, stdout=subprocess.DEVNULL)
             with contextlib.suppress(FileNotFoundError, ValueError):
                 entries = json.loads((folder / "pool" / "pool.json").read_text())["runs"]
