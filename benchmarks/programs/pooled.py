@@ -7,7 +7,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 
-BATCH, SIDE = 512, 768
+SIDE = 768
 
 
 def main(worker: paceline.Worker) -> None:
@@ -16,10 +16,10 @@ def main(worker: paceline.Worker) -> None:
     model = worker.prepare(nn.Sequential(*layers, nn.Linear(SIDE, 10)))
     optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.05))
     step = worker.stepper(model, optim, F.cross_entropy)
-    data = TensorDataset(torch.randn(4 * BATCH, SIDE), torch.arange(4 * BATCH) % 10)
+    data = TensorDataset(torch.randn(2048, SIDE), torch.arange(2048) % 10)
     for batch in worker.batches(data, epochs=1 << 20):
         step(batch)
 
 
 if __name__ == "__main__":
-    paceline.run(main, plan=f"replicas=1-2+batch(size={BATCH},micro=32)")
+    paceline.run(main, plan="replicas=1-2+batch(size=512,micro=32)")

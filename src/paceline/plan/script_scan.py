@@ -19,7 +19,7 @@ from paceline.plan.plan import Plan
 from paceline.settings import Setting, with_settings
 from paceline.units import shell_text
 
-__all__ = ["auto_plan_of_script", "cluster_of_script", "layout_of_script", "workers_of_script"]
+__all__ = ["auto_plan_of_script", "cluster_of_script", "computed_plan", "layout_of_script", "workers_of_script"]
 
 CALLS = ("paceline.run", "run")
 
@@ -73,6 +73,25 @@ def layout_of_script(script: Path, settings: Sequence[Setting] = ()) -> Layout |
         return None
     own = [setting for setting in settings if setting.names[0] == "layout"]
     return with_settings(Plan(layout=layout or Layout()), own).layout if own else layout
+
+
+def computed_plan(script: Path) -> str | None:
+    """Return the source of the plan of the script's own call where its layout cannot be read off the text; None where
+    it can, or where the call has no plan.
+    """
+    try:
+        text = _ScriptTree(ast.parse(script.read_bytes()))
+    except (OSError, SyntaxError, ValueError):
+        return None  # as in `workers_of_script`
+    call = text.first_call(CALLS)
+    given = {} if call is None else _keywords(call)
+    if "plan" not in given or text.is_none(given["plan"]):
+        return None
+    try:
+        is_there = text.layout(given["plan"]) is not None
+    except _Computed:
+        is_there = False
+    return None if is_there else ast.unparse(given["plan"])
 
 
 def auto_plan_of_script(script: Path) -> str | None:
