@@ -36,7 +36,8 @@ LOOK_S, DECIDE_S = 0.25, 5.0
 MOST_PASSED_S = 5.0  # between two looks: a pool that stood still does not know what its runs did
 LEAVE_S = 90.0  # in which a run saves and ends; then it is asked once more, which ends its workers at once
 MOVE_S = 1.0  # a run stands still for so long when it is resized
-TERMS = PoolTerms(interval_s=DECIDE_S, patience_s=600.0, turn_s=60.0)
+# A start and a stop take some seconds: a run that was let in is not paused for twice a decision.
+TERMS = PoolTerms(interval_s=DECIDE_S, patience_s=600.0, turn_s=10.0)
 LOSSES = 3  # without a step between them: then a run has failed
 END_S = 60.0  # in which runs save and end, where the pool ends
 
