@@ -6,6 +6,7 @@ A test may take `timeout` seconds (pyproject.toml); `@pytest.mark.timeout(n)` gi
 from __future__ import annotations
 
 import gc
+import importlib.util
 import itertools
 import os
 import re
@@ -47,6 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Threads of OpenMP that wait for each other spin, unless told not to before torch is loaded. On a busy machine they
     # take the core from the one that they wait for: a process with two threads has been seen to take 25 times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if importlib.util.find_spec("torchvision") is not None:  # of `make test-long`; transformers imports it, too
+        importlib.import_module("cpu_torchvision")
     imported.collect_seldom()
     # What this process has left for its collector is not collected in one that it forks: a process group of gloo waits
     # at its end for its threads, which a forked process does not have, and would wait for ever.

@@ -1,4 +1,4 @@
-"""Lets torchvision be imported beside a torch without CUDA; import this before timm or torchvision.
+"""Lets torchvision be imported beside a torch without CUDA; tests/conftest.py imports this before timm or transformers.
 
 The wheels of PyPI hold operators that need CUDA's libraries. Where those cannot be loaded, torchvision registers fake
 kernels for operators that do not exist, and fails. Models of timm use none of them: declaring their names is enough.

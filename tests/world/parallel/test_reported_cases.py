@@ -14,13 +14,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-import cpu_torchvision
 from expert_models import AttendingMoeNet
 from forked import World
 from layout_runs import EXACT, ROWS, Net, Text, beside, next_word, workers_of
 from paceline.plan import Batch, Layout, Plan
 
-assert cpu_torchvision  # before transformers
 BATCH = Batch(size=8, micro=2)
 WORDS = 48  # of the models of transformers
 

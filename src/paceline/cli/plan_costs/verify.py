@@ -67,6 +67,8 @@ def verified(
         if problem:
             return Verified(priced=one, receipt=None, problem=problem)
         first, *rest = (measured_run(run_dir, steps=steps).step for steps in parts)
+        if first is None:  # the script takes fewer steps: what there is, after the very first
+            first = measured_run(run_dir, steps=range(SETTLING + 1, parts[0].stop)).step
     if first is None:
         return Verified(priced=one, receipt=None, problem="it ended after too few steps to be measured")
     runs = [(one, first), *((other, found) for other, found in zip(others, rest, strict=True) if found is not None)]
