@@ -20,11 +20,13 @@ from paceline.units import printable
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from paceline.plan.batch import Batch
     from paceline.plan.layout import Layout
+    from paceline.pool.batch_growth import BatchGrowth
 
 __all__ = ["add", "add_options", "queue"]
 
-POOL_OPTIONS = ("--pool", "--priority", "--deadline-s")
+POOL_OPTIONS = ("--pool", "--priority", "--deadline-s", "--batch-grows")
 
 
 def add(commands: Commands) -> None:
@@ -88,13 +90,15 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _cancel(pool: Path, name: str) -> int:
     from paceline.pool.pool_run import queued_runs
+    from paceline.pool.pool_state import PoolRecord
     from paceline.pool.run_control import ask_to_stop
 
     runs = queued_runs(pool, known={})
     if name not in runs:
         raise PlanError(f"{pool} has no run named {name!r}. It has: {', '.join(runs) or 'none'}.")
     runs[name].remove_from(pool)
-    ask_to_stop(runs[name])
+    if not PoolRecord.load(pool).is_alive():  # else the pool does it
+        ask_to_stop(runs[name])
     print(f"{name} is taken out; its files stay in {runs[name].run_dir}")
     return 0
 
@@ -114,9 +118,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--priority", metavar="X", help="with --pool: its seconds count so many times those of others (default: 1)"
     )
     group.add_argument("--deadline-s", metavar="SECONDS", help="with --pool: the run should be done after so long")
+    group.add_argument(
+        "--batch-grows",
+        metavar="MOST",
+        help="with --pool: the batch may grow with the replicas to so many samples, where that pays by the gradient "
+        "noise scale",
+    )
 
 
-def queue(arguments: argparse.Namespace, job: Job, *, layout: Layout | None, workers: int | None) -> int:
+def queue(
+    arguments: argparse.Namespace, job: Job, *, batch: Batch | None, layout: Layout | None, workers: int | None
+) -> int:
     """Queue the run that `arguments` ask for, and follow it unless --detach; returns its exit status."""
     from paceline.pool.follow import follow
     from paceline.pool.pool_run import PoolRun
@@ -126,11 +138,12 @@ def queue(arguments: argparse.Namespace, job: Job, *, layout: Layout | None, wor
     if job.hosts > 1 or job.launcher != "local":
         raise PlanError("A pool runs on one machine, with local workers: leave --hosts and --launcher out.")
     pool = Path(arguments.pool)
+    least, most, each = _replicas(layout, workers)
+    deadline_s = _positive(arguments.deadline_s, "--deadline-s")
+    growth = _growth(arguments, job, batch=batch, is_elastic=least < most)
     run_dir = Path(job.run_dir) if job.run_dir else new_run_dir(Path(job.program))
     make_run_directory(run_dir)  # now, so that the next one gets another name
-    least, most, each = _replicas(layout, workers)
     now = clock.now()
-    deadline_s = _positive(arguments.deadline_s, "--deadline-s")
     run = PoolRun(
         name=run_dir.resolve().name,
         command=_command_words(arguments.words),
@@ -144,6 +157,7 @@ def queue(arguments: argparse.Namespace, job: Job, *, layout: Layout | None, wor
         submitted=now,
         priority=_positive(arguments.priority, "--priority") or 1.0,
         deadline=None if deadline_s is None else now + deadline_s,
+        growth=growth,
     )
     run.add_to(pool)
     print(f"paceline: queued in {pool} as {run.name}; its files: {os.path.relpath(run_dir)}", flush=True)
@@ -154,6 +168,22 @@ def queue(arguments: argparse.Namespace, job: Job, *, layout: Layout | None, wor
     except KeyboardInterrupt:
         print(f"\npaceline: {run.name} stays in the pool. paceline pool {pool} --cancel {run.name} takes it out.")
         return 130
+
+
+def _growth(arguments: argparse.Namespace, job: Job, *, batch: Batch | None, is_elastic: bool) -> BatchGrowth | None:
+    from paceline.pool.batch_growth import parsed_growth
+
+    if arguments.batch_grows is None:
+        return None
+    if batch is None:
+        raise PlanError('--batch-grows needs the plan on the command line: --plan "replicas=1-4+batch(size=64)".')
+    if not is_elastic:
+        raise PlanError("--batch-grows goes with elastic replicas: replicas=1-4 in the plan, for example.")
+    if job.max_steps is not None:
+        raise PlanError("--batch-grows and --max-steps exclude each other: larger steps are fewer. End it by epochs.")
+    if not job.noise_scale:
+        raise PlanError("--batch-grows needs the gradient noise scale: leave --no-noise-scale out.")
+    return parsed_growth(arguments.batch_grows, size=batch.size, micro=batch.resolved_micro)
 
 
 def _positive(text: str | None, option: str) -> float | None:

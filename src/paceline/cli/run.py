@@ -171,7 +171,7 @@ def _run_or_queue(arguments: argparse.Namespace) -> int:
     """Start the job, or queue it with --pool; returns the run's exit status."""
     if arguments.pool is not None:
         return _queue(arguments)
-    for option in ("priority", "deadline_s"):
+    for option in ("priority", "deadline_s", "batch_grows"):
         if getattr(arguments, option) is not None:
             raise PlanError(f"--{option.replace('_', '-')} is about a run in a pool: add --pool POOL.")
     return run(arguments)
@@ -236,7 +236,8 @@ def _queue(arguments: argparse.Namespace) -> int:
     workers = workers or workers_of_script(script, plan.settings, args=job.args, say=_say)
     if layout is not None and workers is not None and not isinstance(layout.replicas, tuple):
         Plan(layout=layout).require(workers=workers)
-    return pool.queue(arguments, job, layout=layout, workers=workers)
+    batch = plan.whole.batch if plan.whole is not None else None
+    return pool.queue(arguments, job, batch=batch, layout=layout, workers=workers)
 
 
 def _settle_auto(arguments: argparse.Namespace) -> bool:

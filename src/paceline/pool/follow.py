@@ -54,9 +54,12 @@ def _state_text(pool: Path, record: PoolRecord, entry: RunEntry | None) -> str:
         return f"the pool does not run: start it with `paceline pool {pool}`"
     if entry is None or entry.phase == "waiting":
         return "waits for devices" if entry is None or not entry.step else f"waits for devices, at step {entry.step}"
+    if entry.moves:
+        return f"saves, and goes on with another batch: {entry.why}"
     if entry.phase == "leaving":
         return "saves and gives its devices to others"
-    return f"has {entry.replicas} {'replica' if entry.replicas == 1 else 'replicas'}" + (
+    batch = f" and batches of {entry.batch:,}" if entry.batch else ""
+    return f"has {entry.replicas} {'replica' if entry.replicas == 1 else 'replicas'}{batch}" + (
         f": {entry.why}" if entry.why else ""
     )
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from paceline.errors import LaunchError, PlanError
 from paceline.plain_data import fitted, read_object
+from paceline.pool.batch_growth import BatchGrowth
 from paceline.private_files import make_run_directory, read_private, write_private
 
 __all__ = ["PoolRun", "queued_runs"]
@@ -26,7 +27,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 class PoolRun:
     """`command`: the words after `paceline run`, without what is about the pool. `least` and `most` replicas of
     `workers_each` workers. `deadline`: by when it should be done, in seconds since 1970. A second of a run with
-    `priority` 2 counts as two of others.
+    `priority` 2 counts as two of others. `growth`: how its batch may grow with its replicas; None: it stays.
     """
 
     name: str
@@ -41,6 +42,7 @@ class PoolRun:
     submitted: float
     priority: float = 1.0
     deadline: float | None = None
+    growth: BatchGrowth | None = None
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):

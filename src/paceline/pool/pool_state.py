@@ -27,6 +27,10 @@ class RunEntry:
     replicas, with starts. `step_s`: measured seconds of a step, by replicas. `since`: the last change, and `let_in`:
     when it got devices after it had none, in seconds since 1970. `why`: the last decision in words. `losses`: how often
     its supervisor was lost since its last step. `pid`: of its command.
+
+    Where the batch may grow, `step_s` is of the least one. `batch`: the present one, in samples. `samples_s`: measured
+    worker-seconds of a step that grow with the batch, for the least one. `noise_scale`: what it measured last. `moves`:
+    replicas with which it starts again at once, with another batch; it keeps its devices meanwhile.
     """
 
     phase: str = "waiting"
@@ -35,6 +39,10 @@ class RunEntry:
     attained: float = 0.0
     changes: int = 0
     step_s: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
+    batch: int = 0
+    samples_s: float = 0.0
+    noise_scale: float | None = None
+    moves: int = 0
     since: float = 0.0
     let_in: float = 0.0
     why: str = ""

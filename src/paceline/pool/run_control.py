@@ -26,12 +26,27 @@ from paceline.private_files import make_run_directory
 from paceline.processes import is_same_process
 from paceline.runs.go_on import words_to_go_on
 
-__all__ = ["Observed", "ask_to_stop", "console_of", "measured_step_s", "observe", "resize", "start"]
+__all__ = ["NewestSteps", "Observed", "ask_to_stop", "console_of", "measured_step", "observe", "resize", "start"]
 
 CONSOLES = "consoles"
 ROWS, LEAST_ROWS = 40, 3  # newest steps of which the median is taken
 SETTLING_S = 0.5  # after a change of replicas: steps that are not like the others
 PRESENT = ("starting", "running", "halted")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class NewestSteps:
+    """Median seconds of the newest steps: in total, and `samples_s` of its micro-batches, which grow with the batch."""
+
+    total_s: float
+    samples_s: float
+
+    def on_least(self, *, scale: float, replicas: int) -> tuple[float, float]:
+        """The seconds of a step, and the worker-seconds of its micro-batches, with a batch that is 1 / `scale` times
+        as large.
+        """
+        each_s = self.samples_s / scale
+        return self.total_s - (scale - 1) * each_s, each_s * replicas
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,17 +87,21 @@ def observe(run: PoolRun) -> Observed:
     )
 
 
-def measured_step_s(run: PoolRun, *, since: float) -> float | None:
-    """The median seconds of the newest steps that began after `since` (seconds since 1970), when the run's replicas
-    last changed; None where there are too few of them.
+def measured_step(run: PoolRun, *, since: float) -> NewestSteps | None:
+    """The medians of the newest steps that began after `since` (seconds since 1970), when the run's replicas last
+    changed; None where there are too few of them.
     """
-    found: list[float] = []
+    totals, samples = list[float](), list[float]()
     for row in _last_rows(run, ROWS):
-        seconds = row.get("seconds", {}).get("total")
-        if seconds is None or row.get("time", 0.0) - seconds < since + SETTLING_S:
+        seconds = row.get("seconds", {})
+        total = seconds.get("total")
+        if total is None or row.get("time", 0.0) - total < since + SETTLING_S:
             break
-        found.append(seconds)
-    return statistics.median(found) if len(found) >= LEAST_ROWS else None
+        totals.append(total)
+        samples.append(seconds.get("data", 0.0) + seconds.get("compute", 0.0))
+    if len(totals) < LEAST_ROWS:
+        return None
+    return NewestSteps(total_s=statistics.median(totals), samples_s=statistics.median(samples))
 
 
 def _last_rows(run: PoolRun, count: int) -> Iterator[dict[str, Any]]:
@@ -99,13 +118,13 @@ def console_of(pool: Path, run: PoolRun) -> Path:
     return pool / CONSOLES / f"{run.name}.log"
 
 
-def start(pool: Path, run: PoolRun, *, replicas: int, threads: int) -> subprocess.Popen[bytes]:
+def start(pool: Path, run: PoolRun, *, replicas: int, threads: int, batch: int = 0) -> subprocess.Popen[bytes]:
     """Start a run, or go on with it from its newest checkpoint; raises OSError where its folder is gone. It is no child
-    of the terminal: only `ask_to_stop` and its own end end it.
+    of the terminal: only `ask_to_stop` and its own end end it. `batch`: samples of its steps, where these may grow.
     """
     console = console_of(pool, run)
     make_run_directory(console.parent)
-    words = ["run", *_sizes(run, replicas, threads), *run.command]
+    words = ["run", *_sizes(run, replicas, threads), *_batch(run, batch), *run.command]
     if (Path(run.run_dir) / "run.json").exists():
         words = words_to_go_on(words, Path(run.run_dir), script=Path(run.folder, run.script), names_dir=False)
     else:
@@ -127,6 +146,13 @@ def _sizes(run: PoolRun, replicas: int, threads: int) -> list[str]:
     return ["--workers", str(replicas * run.workers_each), *([] if own else ["--threads", str(threads)])]
 
 
+def _batch(run: PoolRun, batch: int) -> list[str]:
+    """The micro-batch stays, so that a larger batch takes more of them, and no more memory."""
+    if run.growth is None:
+        return []
+    return ["--set", f"plan.batch.size={batch or run.growth.least}", "--set", f"plan.batch.micro={run.growth.micro}"]
+
+
 def resize(run: PoolRun, replicas: int) -> str:
     """Ask a run for another number of replicas; returns "" when it agrees, else why not."""
     try:
@@ -136,12 +162,16 @@ def resize(run: PoolRun, replicas: int) -> str:
     return str(answer.get("error", ""))
 
 
-def ask_to_stop(run: PoolRun) -> None:
-    """Have a run finish the step in hand, save and end; does not wait for it."""
+def ask_to_stop(run: PoolRun) -> bool:
+    """Have a run finish the step in hand, save and end; does not wait for it. Returns whether it was there to be asked:
+    one that has just been started has not yet said which process it is.
+    """
     try:
         record = RunRecord.load(run.run_dir)
     except ValueError:
-        return
-    if record.is_here() and is_same_process(record.pid, record.pid_started_s):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(record.pid, signal.SIGTERM)
+        return False
+    if not record.is_here() or not is_same_process(record.pid, record.pid_started_s):
+        return False
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(record.pid, signal.SIGTERM)
+    return True

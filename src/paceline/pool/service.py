@@ -20,11 +20,12 @@ from paceline import clock, run_lock
 from paceline.elastic.membership_messages import PREEMPTED, TOO_FEW
 from paceline.errors import PlanError
 from paceline.monitor.records.run_files import local_path
+from paceline.pool.batch_growth import Goodput
 from paceline.pool.facts import PoolJob, PoolTerms
 from paceline.pool.policy import decide
 from paceline.pool.pool_run import PoolRun, queued_runs
 from paceline.pool.pool_state import PoolRecord, RunEntry
-from paceline.pool.run_control import Observed, ask_to_stop, console_of, measured_step_s, observe, resize, start
+from paceline.pool.run_control import Observed, ask_to_stop, console_of, measured_step, observe, resize, start
 from paceline.pool.throughput import Throughput
 from paceline.private_files import make_run_directory
 from paceline.processes import is_same_process, process_started_s, this_host
@@ -38,6 +39,7 @@ LEAVE_S = 90.0  # in which a run saves and ends; then it is asked once more, whi
 MOVE_S = 1.0  # a run stands still for so long when it is resized
 # A start and a stop take some seconds: a run that was let in is not paused for twice a decision.
 TERMS = PoolTerms(interval_s=DECIDE_S, patience_s=600.0, turn_s=10.0)
+BATCH_STAYS_S = 30.0  # a run that has just changed is not stopped for another batch
 LOSSES = 3  # without a step between them: then a run has failed
 END_S = 60.0  # in which runs save and end, where the pool ends
 
@@ -59,7 +61,8 @@ class Pool:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._seen: dict[str, Observed] = {}
         self._target: dict[str, int] = {}  # replicas of each run, as decided
-        self._parting: dict[str, RunEntry] = {}  # taken out, and perhaps still there
+        self._unasked: set[str] = set()  # have to leave, and were not there to be asked
+        self._parting: dict[str, tuple[PoolRun, RunEntry]] = {}  # taken out, and perhaps still there
         self._next_decision = self._last_look = time.monotonic()
         self._told: set[str] = set()
         self._is_ending = False
@@ -94,20 +97,21 @@ class Pool:
         return self._record.runs.setdefault(name, RunEntry())
 
     def _read_queue(self) -> bool:
-        before = self._runs.keys()
+        before = self._runs
         self._runs = queued_runs(self._folder, known=self._runs, problem=self._say_once)
-        for name in self._runs.keys() - before:
+        for name in self._runs.keys() - before.keys():
             run = self._runs[name]
             if name not in self._record.runs:
                 self._say(f"{name} is queued: {_replicas_text(run)}")
             self._entry(name)
-        for name in before - self._runs.keys():  # taken out
+        for name in before.keys() - self._runs.keys():  # taken out
             self._target.pop(name, None)
             entry = self._record.runs.pop(name, None)
             if entry is not None and not entry.is_over:
                 self._say(f"{name} is taken out")
-                self._parting[name] = entry
-        return self._runs.keys() != before
+                self._parting[name] = (before[name], entry)
+                self._ask_to_leave(name, before[name])
+        return self._runs.keys() != before.keys()
 
     def _observe(self, name: str, run: PoolRun, passed_s: float) -> bool:
         """Look at a run; returns whether there is something to decide anew."""
@@ -121,18 +125,23 @@ class Pool:
         if seen.step > entry.step:
             entry.step, entry.losses = seen.step, 0
         entry.last_step = seen.last_step if seen.last_step is not None else entry.last_step
+        entry.noise_scale = seen.noise_scale if seen.noise_scale is not None else entry.noise_scale
         if entry.phase == "waiting":
             return False
         if is_there:
-            if entry.phase == "leaving" and clock.now() - entry.since > LEAVE_S:
+            if name in self._unasked:
+                self._ask_to_leave(name, run)
+            elif entry.phase == "leaving" and clock.now() - entry.since > LEAVE_S:
                 self._say(f"{name} has not ended {LEAVE_S:.0f} s after it was asked to: its workers are ended")
                 ask_to_stop(run)
                 entry.since = clock.now()
             entry.attained += passed_s * seen.replicas * run.workers_each
-            if seen.replicas == entry.replicas and (took := measured_step_s(run, since=entry.since)) is not None:
-                entry.step_s[str(seen.replicas)] = took
+            if seen.replicas == entry.replicas and (took := measured_step(run, since=entry.since)) is not None:
+                step_s, entry.samples_s = took.on_least(scale=_batch_scale(run, entry), replicas=seen.replicas)
+                entry.step_s[str(seen.replicas)] = step_s
             return False
         self._processes.pop(name, None)
+        self._unasked.discard(name)
         self._ended(name, run, entry, seen, code)
         return True
 
@@ -174,34 +183,37 @@ class Pool:
         for name in jobs:
             entry = self._entry(name)
             replicas = len(decision.allocations.get(name, ())) // self._runs[name].workers_each
-            if replicas != self._target.get(name, entry.replicas):
+            if replicas != self._target.get(name, entry.moves or entry.replicas):
                 entry.why = reasons.get(name, "")
                 self._note(name, entry.replicas, replicas, entry.why)
             self._target[name] = replicas
+            entry.moves = replicas if entry.moves else 0
             if name in decision.waiting:
                 entry.why = decision.waiting[name]
         self._save()
 
     def _job(self, run: PoolRun, entry: RunEntry) -> PoolJob:
-        throughput = Throughput(entry.measured)
+        goodput = _goodput(run, entry)
         remaining = None
         if entry.last_step is not None and entry.step_s:
-            remaining = max(0, entry.last_step - entry.step) * throughput.step_s(1)
+            least_steps = max(0, entry.last_step - entry.step) * _batch_scale(run, entry)
+            remaining = least_steps * goodput.throughput.step_s(1)
         now, each = clock.now(), run.workers_each
+        is_present = entry.phase == "running" or entry.moves > 0
         return PoolJob(
-            speedup=lambda nodes, devices: throughput.speedup(devices // each),
+            speedup=lambda nodes, devices: goodput.pace(devices // each),
             min_replicas=run.least * each,
             max_replicas=run.most * each,
             age=max(0.0, now - run.submitted),
             attained=entry.attained,
             restarts=max(0, entry.changes - 1),
-            allocation=[HERE] * (entry.replicas * each if entry.phase == "running" else 0),
+            allocation=[HERE] * ((entry.moves or entry.replicas) * each if is_present else 0),
             remaining=remaining,
             priority=run.priority,
             deadline=None if remaining is None else run.deadline,  # what it has left is known after its first steps
             moving_s=MOVE_S,
-            waiting_s=max(0.0, now - (entry.since or run.submitted)) if entry.phase == "waiting" else 0.0,
-            held_s=max(0.0, now - entry.let_in) if entry.phase == "running" else 0.0,
+            waiting_s=0.0 if is_present or entry.phase != "waiting" else max(0.0, now - (entry.since or run.submitted)),
+            held_s=max(0.0, now - entry.let_in) if is_present else 0.0,
         )
 
     def _note(self, name: str, before: int, after: int, why: str) -> None:
@@ -222,7 +234,9 @@ class Pool:
             entry = self._entry(name)
             if entry.is_over or entry.phase == "waiting":
                 continue
-            target = self._target.get(name, entry.replicas)
+            target = self._target.get(name, entry.moves or entry.replicas)
+            if entry.phase == "running" and target > 0 and self._may_resize(name):
+                self._move_to_other_batch(name, run, entry, target)
             if entry.phase == "running" and target < entry.replicas and (target == 0 or self._may_resize(name)):
                 self._take(name, run, entry, target)
             held = max(entry.replicas, self._seen[name].replicas if name in self._seen else 0)
@@ -240,21 +254,37 @@ class Pool:
     def _held_by_parting(self) -> int:
         """Devices of runs that were taken out and have not ended yet."""
         for name in list(self._parting):
-            process, entry = self._processes.get(name), self._parting[name]
+            process, (run, entry) = self._processes.get(name), self._parting[name]
             is_there = process.poll() is None if process else is_same_process(entry.pid, entry.pid_started_s)
             if not is_there:
                 del self._parting[name]
                 self._processes.pop(name, None)
-        return sum(entry.devices for entry in self._parting.values())
+                self._unasked.discard(name)
+            elif name in self._unasked:
+                self._ask_to_leave(name, run)
+        return sum(entry.devices for _, entry in self._parting.values())
 
     def _may_resize(self, name: str) -> bool:
         """Whether a run has taken its first step; until then it waits for its turn to be resized."""
         return name in self._seen and self._seen[name].has_stepped
 
+    def _move_to_other_batch(self, name: str, run: PoolRun, entry: RunEntry, target: int) -> None:
+        """Have a run save and end where it is to go on with another batch; it keeps its devices meanwhile."""
+        if run.growth is None or clock.now() - entry.since < BATCH_STAYS_S:
+            return
+        goodput = _goodput(run, entry)
+        if goodput.best_batch(target) == goodput.batch:
+            return
+        entry.why = goodput.gain_text(name, target, goodput.batch)
+        self._note(name, entry.replicas, target, entry.why)
+        entry.phase, entry.moves = "leaving", target
+        self._ask_to_leave(name, run)
+        self._changed(entry)
+
     def _take(self, name: str, run: PoolRun, entry: RunEntry, target: int) -> None:
         if target == 0:
-            ask_to_stop(run)
-            entry.phase = "leaving"
+            entry.phase, entry.moves = "leaving", 0
+            self._ask_to_leave(name, run)
         elif problem := resize(run, target):
             self._say_once(f"{name} keeps its replicas, {entry.replicas}: {problem}")
             self._target[name] = entry.replicas
@@ -266,15 +296,19 @@ class Pool:
     def _give(self, name: str, run: PoolRun, entry: RunEntry, target: int) -> bool:
         if entry.phase == "waiting":
             threads = max(1, (os.cpu_count() or 1) // self._slots)
+            entry.batch = _goodput(run, entry).best_batch(target)
             try:
-                process = self._processes[name] = start(self._folder, run, replicas=target, threads=threads)
+                process = self._processes[name] = start(
+                    self._folder, run, replicas=target, threads=threads, batch=entry.batch
+                )
                 entry.pid, entry.pid_started_s = process.pid, process_started_s(process.pid) or 0.0
             except OSError as error:
                 entry.phase, entry.exit_code, entry.ended = "failed", 2, clock.now()
                 self._say(f"{name} cannot be started: {error}")
                 self._save()
                 return False
-            entry.phase, entry.let_in = "running", clock.now()
+            entry.phase, entry.let_in = "running", entry.let_in if entry.moves else clock.now()
+            entry.moves = 0
         elif problem := resize(run, target):
             self._say_once(f"{name} keeps its replicas, {entry.replicas}: {problem}")
             self._target[name] = entry.replicas
@@ -282,6 +316,13 @@ class Pool:
         entry.replicas, entry.devices = target, target * run.workers_each
         self._changed(entry)
         return True
+
+    def _ask_to_leave(self, name: str, run: PoolRun) -> None:
+        """Have it save and end; one that has just been started is asked again at each look until it is there."""
+        if ask_to_stop(run):
+            self._unasked.discard(name)
+        else:
+            self._unasked.add(name)
 
     def _changed(self, entry: RunEntry) -> None:
         entry.changes += 1
@@ -312,8 +353,9 @@ class Pool:
                 f"the pool ends: {', '.join(running)} save and end, and are gone on with when it is started again"
             )
         for name in running:
-            ask_to_stop(self._runs[name])
-            self._entry(name).phase = "leaving"
+            if self._entry(name).phase == "running":
+                self._entry(name).phase = "leaving"
+                self._ask_to_leave(name, self._runs[name])
         deadline = time.monotonic() + END_S
         while running and time.monotonic() < deadline:
             for name in running:
@@ -323,6 +365,23 @@ class Pool:
         for name in running:
             self._say(f"{name} has not ended in {END_S:.0f} s: it goes on")
         self._save()
+
+
+def _goodput(run: PoolRun, entry: RunEntry) -> Goodput:
+    batch = 0 if run.growth is None else entry.batch or run.growth.least
+    return Goodput(
+        throughput=Throughput(entry.measured),
+        fewest=run.least,
+        samples_s=entry.samples_s,
+        growth=run.growth,
+        noise_scale=entry.noise_scale,
+        batch=batch,
+    )
+
+
+def _batch_scale(run: PoolRun, entry: RunEntry) -> float:
+    """The batch in multiples of the least one."""
+    return entry.batch / run.growth.least if run.growth is not None and entry.batch else 1.0
 
 
 def _replicas_text(run: PoolRun) -> str:

@@ -27,6 +27,7 @@ from torch.utils.data import TensorDataset
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--fails-at", type=int, default=-1)
+parser.add_argument("--step-s", type=float, default=0.0)
 options = parser.parse_args()
 
 
@@ -37,7 +38,7 @@ def train(worker):
     step = worker.stepper(model, optim, F.cross_entropy)
     data = TensorDataset(torch.randn(16 * options.steps, 8), torch.arange(16 * options.steps) % 3)
     for batch in worker.batches(data):
-        time.sleep(0.1 / worker.workers)
+        time.sleep(options.step_s or 0.1 / worker.workers)
         if worker.step == options.fails_at:
             raise RuntimeError("its data is broken")
         step(batch)
@@ -90,7 +91,7 @@ class PoolFolder:
             return {"runs": {}}
 
     def entry(self, name: str) -> dict[str, Any]:
-        return self.facts()["runs"].get(name, {"phase": "", "replicas": 0, "step": 0})
+        return self.facts()["runs"].get(name, {"phase": "", "replicas": 0, "step": 0, "batch": 0})
 
     def until(self, is_so: Any, *, what: str, limit_s: float = 60.0) -> None:
         deadline = time.monotonic() + limit_s
@@ -189,6 +190,34 @@ def test_a_lost_run_is_started_again_and_a_failed_one_is_not(pool: PoolFolder) -
     assert (pool.entry("broken")["phase"], pool.entry("broken")["exit_code"]) == ("failed", 1)
     assert "its data is broken" in (pool.folder / "pool" / "consoles" / "broken.log").read_text()
     assert "lost was lost at step" in pool.said
+
+
+@pytest.mark.further
+@pytest.mark.timeout(240)
+def test_a_batch_grows_with_the_replicas_where_noise_says_so_and_shrinks_with_them(pool: PoolFolder) -> None:
+    def samples() -> list[int]:
+        rows = map(json.loads, (pool.folder / "runs" / "grows" / "metrics.jsonl").open())
+        return [row["num_samples"] for row in rows]
+
+    plan = ("--plan", "replicas=1-2+batch(size=16)", "--batch-grows", "32")
+    with pool.served():
+        # Labels are noise, and a step takes as long on any number of replicas: so a larger batch pays.
+        pool.queue("grows", "--steps", "1500", "--step-s", "0.06", options=plan)
+        pool.until(lambda: pool.entry("grows")["batch"] == 32, what="grown", limit_s=90)
+        pool.until(lambda: samples()[-1] == 32, what="steps of 32 samples")
+        assert pool.entry("grows")["replicas"] == 2
+        # A fixed run of one device takes one from it: then its batch may not stay.
+        pool.queue("other", "--steps", "5000", options=("--plan", "replicas=1+batch(size=16)", "--priority", "100"))
+        pool.until(lambda: pool.entry("grows")["batch"] == 16, what="smaller again", limit_s=90)
+        pool.until(lambda: samples()[-1] == 16, what="steps of 16 samples")
+        assert pool.entry("grows")["replicas"] == 1
+        subprocess.run([*PACELINE, "pool", "pool", "--cancel", "other"], cwd=pool.folder, timeout=60, check=True)
+        pool.until(lambda: is_over(pool, "grows"), what="done", limit_s=150)
+    assert pool.entry("grows")["phase"] == "finished"
+    assert sum(samples()) == 16 * 1500, "each sample once, whatever the batch"
+    assert "grows goes from batches of 16 samples to 32 on 2 replicas" in pool.said
+    audit = subprocess.run([*PACELINE, "audit", "runs/grows"], cwd=pool.folder, capture_output=True, text=True)
+    assert audit.returncode == 0, audit.stdout
 
 
 @pytest.mark.further

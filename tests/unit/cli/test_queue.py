@@ -98,3 +98,32 @@ def test_a_plan_that_the_script_computes_is_refused_before_it_runs_on_a_wrong_si
 )
 def test_what_cannot_be_queued_is_refused(capsys: pytest.CaptureFixture[str], words: list[str], says: str) -> None:
     assert says in refused(capsys, *words)
+
+
+GROWS = ("--pool", "pool", "--batch-grows")
+PLAN = ("--plan", "replicas=1-4+batch(size=64)")
+
+
+def test_a_batch_that_may_grow_keeps_its_micro_batch() -> None:
+    run = queued("train.py", "--batch-grows", "256", *PLAN)
+    assert run.growth is not None
+    assert (run.growth.least, run.growth.most, run.growth.micro) == (64, 256, 8)
+    assert run.command == ("train.py", *PLAN)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--batch-grows", "256", *PLAN), "add --pool POOL"),
+        ((*GROWS, "256"), "needs the plan on the command line"),
+        ((*GROWS, "256", "--plan", "replicas=2+batch(size=64)"), "elastic replicas"),
+        ((*GROWS, "100", *PLAN), "give 128 or more"),
+        ((*GROWS, "256", "--max-steps", "9", *PLAN), "End it by epochs"),
+        ((*GROWS, "256", "--no-noise-scale", *PLAN), "noise scale"),
+    ],
+)
+def test_a_batch_that_cannot_grow_is_refused(
+    words: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert says in refused(capsys, *words, "train.py")
+    assert not Path("runs").exists(), "nothing was made"
