@@ -14,7 +14,7 @@ import dataclasses
 from paceline.errors import PlanError
 from paceline.pool.throughput import Throughput
 
-__all__ = ["BatchGrowth", "Goodput", "parsed_growth"]
+__all__ = ["BatchGrowth", "RunPace", "parsed_growth"]
 
 LEAST_GAIN = 1.1  # the run saves and starts again for another batch, so that has to bring so many times as much
 
@@ -43,7 +43,7 @@ class BatchGrowth:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Goodput:
+class RunPace:
     """The pace of one run: by its throughput alone, or with the best batch where `growth` lets this change.
 
     `throughput` and `samples_s`, the worker-seconds of a step's micro-batches, are of the least batch. `noise_scale` is

@@ -20,7 +20,7 @@ from paceline import clock, run_lock
 from paceline.elastic.membership_messages import PREEMPTED, TOO_FEW
 from paceline.errors import PlanError
 from paceline.monitor.records.run_files import local_path
-from paceline.pool.batch_growth import Goodput
+from paceline.pool.batch_growth import RunPace
 from paceline.pool.facts import PoolJob, PoolTerms
 from paceline.pool.policy import decide
 from paceline.pool.pool_run import PoolRun, queued_runs
@@ -193,15 +193,15 @@ class Pool:
         self._save()
 
     def _job(self, run: PoolRun, entry: RunEntry) -> PoolJob:
-        goodput = _goodput(run, entry)
+        pace = _pace(run, entry)
         remaining = None
         if entry.last_step is not None and entry.step_s:
             least_steps = max(0, entry.last_step - entry.step) * _batch_scale(run, entry)
-            remaining = least_steps * goodput.throughput.step_s(1)
+            remaining = least_steps * pace.throughput.step_s(1)
         now, each = clock.now(), run.workers_each
         is_present = entry.phase == "running" or entry.moves > 0
         return PoolJob(
-            speedup=lambda nodes, devices: goodput.pace(devices // each),
+            speedup=lambda nodes, devices: pace.pace(devices // each),
             min_replicas=run.least * each,
             max_replicas=run.most * each,
             age=max(0.0, now - run.submitted),
@@ -272,10 +272,10 @@ class Pool:
         """Have a run save and end where it is to go on with another batch; it keeps its devices meanwhile."""
         if run.growth is None or clock.now() - entry.since < BATCH_STAYS_S:
             return
-        goodput = _goodput(run, entry)
-        if goodput.best_batch(target) == goodput.batch:
+        pace = _pace(run, entry)
+        if pace.best_batch(target) == pace.batch:
             return
-        entry.why = goodput.gain_text(name, target, goodput.batch)
+        entry.why = pace.gain_text(name, target, pace.batch)
         self._note(name, entry.replicas, target, entry.why)
         entry.phase, entry.moves = "leaving", target
         self._ask_to_leave(name, run)
@@ -296,7 +296,7 @@ class Pool:
     def _give(self, name: str, run: PoolRun, entry: RunEntry, target: int) -> bool:
         if entry.phase == "waiting":
             threads = max(1, (os.cpu_count() or 1) // self._slots)
-            entry.batch = _goodput(run, entry).best_batch(target)
+            entry.batch = _pace(run, entry).best_batch(target)
             try:
                 process = self._processes[name] = start(
                     self._folder, run, replicas=target, threads=threads, batch=entry.batch
@@ -367,9 +367,9 @@ class Pool:
         self._save()
 
 
-def _goodput(run: PoolRun, entry: RunEntry) -> Goodput:
+def _pace(run: PoolRun, entry: RunEntry) -> RunPace:
     batch = 0 if run.growth is None else entry.batch or run.growth.least
-    return Goodput(
+    return RunPace(
         throughput=Throughput(entry.measured),
         fewest=run.least,
         samples_s=entry.samples_s,

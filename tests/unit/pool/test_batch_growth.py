@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import PlanError
-from paceline.pool.batch_growth import BatchGrowth, Goodput, parsed_growth
+from paceline.pool.batch_growth import BatchGrowth, RunPace, parsed_growth
 from paceline.pool.run_control import NewestSteps
 from paceline.pool.throughput import Throughput
 
@@ -13,8 +13,8 @@ GROWTH = BatchGrowth(least=64, most=512, micro=8)
 HALF_SHARED = Throughput({1: 1.0, 2: 0.75, 4: 0.625})  # 0.5 / n + 0.5
 
 
-def goodput(noise_scale: float | None, *, batch: int = 64, fewest: int = 1) -> Goodput:
-    return Goodput(
+def of_noise(noise_scale: float | None, *, batch: int = 64, fewest: int = 1) -> RunPace:
+    return RunPace(
         throughput=HALF_SHARED, fewest=fewest, samples_s=0.5, growth=GROWTH, noise_scale=noise_scale, batch=batch
     )
 
@@ -25,14 +25,14 @@ def test_a_replica_never_has_more_samples_than_on_the_fewest() -> None:
 
 
 def test_with_much_noise_it_grows_and_without_it_stays() -> None:
-    assert [goodput(1e6).best_batch(n) for n in (1, 2, 4)] == [64, 128, 256]
-    assert [goodput(1.0).best_batch(n) for n in (1, 2, 4)] == [64, 64, 64]
+    assert [of_noise(1e6).best_batch(n) for n in (1, 2, 4)] == [64, 128, 256]
+    assert [of_noise(1.0).best_batch(n) for n in (1, 2, 4)] == [64, 64, 64]
 
 
 def test_as_long_as_the_noise_is_unknown_it_only_shrinks_where_it_must() -> None:
-    assert goodput(None).best_batch(4) == 64
-    assert goodput(None, batch=256).best_batch(4) == 256
-    assert goodput(None, batch=256).best_batch(2) == 128
+    assert of_noise(None).best_batch(4) == 64
+    assert of_noise(None, batch=256).best_batch(4) == 256
+    assert of_noise(None, batch=256).best_batch(2) == 128
 
 
 def test_a_gain_of_less_than_a_tenth_is_not_worth_a_start() -> None:
@@ -42,17 +42,17 @@ def test_a_gain_of_less_than_a_tenth_is_not_worth_a_start() -> None:
 
     assert gain(100.0) > 1.05
     assert gain(100.0) < 1.1
-    assert goodput(100.0).best_batch(2) == 64
+    assert of_noise(100.0).best_batch(2) == 64
     assert gain(200.0) > 1.1
-    assert goodput(200.0).best_batch(2) == 128
-    assert goodput(100.0, batch=128).best_batch(2) == 128, "nor is going back"
+    assert of_noise(200.0).best_batch(2) == 128
+    assert of_noise(100.0, batch=128).best_batch(2) == 128, "nor is going back"
 
 
 def test_the_pace_counts_what_samples_bring() -> None:
-    assert goodput(1e9).pace(2) == pytest.approx(2.0), "twice the samples in the same second, and each as good"
-    assert goodput(0.001).pace(2) == pytest.approx(1 / 0.75, rel=1e-3), "the batch stays: as without growth"
-    assert Goodput(throughput=HALF_SHARED, fewest=1).pace(2) == pytest.approx(1 / 0.75)
-    assert goodput(1e9).pace(0) == 0.0
+    assert of_noise(1e9).pace(2) == pytest.approx(2.0), "twice the samples in the same second, and each as good"
+    assert of_noise(0.001).pace(2) == pytest.approx(1 / 0.75, rel=1e-3), "the batch stays: as without growth"
+    assert RunPace(throughput=HALF_SHARED, fewest=1).pace(2) == pytest.approx(1 / 0.75)
+    assert of_noise(1e9).pace(0) == 0.0
 
 
 def test_a_step_of_a_larger_batch_tells_what_one_of_the_least_takes() -> None:
@@ -64,11 +64,11 @@ def test_a_step_of_a_larger_batch_tells_what_one_of_the_least_takes() -> None:
 
 
 def test_a_change_is_said_in_one_sentence() -> None:
-    assert goodput(1e4).gain_text("bert-1", 4, 64) == (
+    assert of_noise(1e4).gain_text("bert-1", 4, 64) == (
         "bert-1 goes from batches of 64 samples to 256 on 4 replicas: at a gradient noise scale of about 10,000 "
         "samples, a second brings 2.5 times as much"
     )
-    assert "with fewer replicas" in goodput(1e4, batch=256).gain_text("bert-1", 1, 256)
+    assert "with fewer replicas" in of_noise(1e4, batch=256).gain_text("bert-1", 1, 256)
 
 
 @pytest.mark.parametrize("text", ["64", "127", "many", ""])
