@@ -51,6 +51,7 @@ def _cold(words: Sequence[str], *, env: Mapping[str, str], cwd: Path) -> subproc
     return subprocess.Popen(words, env=env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+@pytest.mark.further
 def test_a_clock_that_jumps_costs_no_step_and_no_worker_and_the_next_start_finds_the_newest_checkpoint(
     clock: Path, tmp_path: Path
 ) -> None:

@@ -80,6 +80,7 @@ def test_a_cut_link_leaves_one_side_that_goes_on_and_one_that_commits_nothing_an
     assert "the coordinator" in west.output and "was lost" in west.output
 
 
+@pytest.mark.further
 @needs_network
 def test_where_all_who_have_the_state_are_cut_off_the_others_begin_again_when_these_have_ended(
     hosts: list[NamespaceHost], tmp_path: Path

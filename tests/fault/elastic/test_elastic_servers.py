@@ -99,6 +99,7 @@ def test_replicas_that_take_turns_begin_again_too(tmp_path: Path) -> None:
     assert judged.verdict == "clean", judged
 
 
+@pytest.mark.further
 def test_a_stopped_server_is_named_while_it_is_awaited_and_given_up_in_the_end(tmp_path: Path) -> None:
     stopped = {"worker": 0, "step": 6, "where": "backward", "target": "server", "signal": signal.SIGSTOP}
     run = trained(tmp_path / "a", stopped, plan=PLAN.replace("2-4", "2"), job={"workers": 2, "timeout_s": 16})

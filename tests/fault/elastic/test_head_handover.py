@@ -55,6 +55,7 @@ def test_sigterm_at_the_coordinators_host_makes_that_host_leave_and_another_one_
     assert json.loads((run.run_dir / "run.json").read_text())["state"] == "finished"
 
 
+@pytest.mark.further
 @needs_network
 def test_the_one_that_has_taken_over_leaves_too_and_the_first_host_which_came_back_leads_again(
     hosts: list[NamespaceHost], tmp_path: Path
@@ -157,6 +158,7 @@ def test_two_of_three_hosts_leave_one_after_the_other_and_the_third_goes_on(
     assert not run.events("WorkerLost", "Restarted")
 
 
+@pytest.mark.further
 @needs_network
 def test_a_host_that_is_asked_to_leave_while_another_takes_over_leaves_by_that_one(
     hosts: list[NamespaceHost], tmp_path: Path

@@ -69,6 +69,7 @@ def test_the_one_that_has_taken_over_is_lost_too_and_a_host_that_comes_back_join
     assert sum(event["steps_lost"] for event in run.events("Regrouped")) == 0
 
 
+@pytest.mark.further
 @needs_network
 def test_a_coordinator_that_stood_still_finds_that_another_leads_and_ends(
     hosts: list[NamespaceHost], tmp_path: Path

@@ -424,6 +424,7 @@ def cluster(hosts: list[NamespaceHost], tmp_path_factory: pytest.TempPathFactory
         yield made
 
 
+@pytest.mark.further
 @needs_slurm
 def test_under_srun_a_hang_on_another_node_is_told_with_its_place_and_ends_the_job(
     cluster: Cluster, forked_python: Path, program: Path

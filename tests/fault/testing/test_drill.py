@@ -251,6 +251,7 @@ def test_a_promise_that_the_program_breaks_is_reported(tmp_path: Path) -> None:
     assert (Path(kept) / "run_1" / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.further
 def test_a_drill_that_is_asked_to_end_leaves_nothing_behind(tmp_path: Path) -> None:
     runs_in, program = tmp_path / "runs", write_program(tmp_path)
     runs_in.mkdir()

@@ -68,6 +68,7 @@ def test_slots_that_do_not_make_up_the_workers_end_the_start(tmp_path: Path) -> 
     assert all("the 2 hosts have 2 slots for 4 workers" in text for _, text in ends)
 
 
+@pytest.mark.further
 def test_a_host_joins_a_run_whose_other_host_is_on_the_same_machine_and_one_that_is_lost_comes_back(
     tmp_path: Path,
 ) -> None:
