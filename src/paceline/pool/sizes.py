@@ -18,8 +18,11 @@ from paceline.pool.facts import PoolJob, PoolTerms
 __all__ = ["NodeCounts", "SizeChoice", "choose_sizes", "deadline_sizes", "sizes_of", "worth"]
 
 HORIZON_MOVES = 10.0  # a change has to pay within so many times its stand-still: a pace that rises by 11 % does
+# A run that says what it has left is moved where that pays within this part of it, at most so many stand-stills.
+HORIZON_PART, HORIZON_MOST_MOVES = 0.3, 20.0
 BELOW = 1 - 1e-6  # of the last step's worth: with that price the step itself is still taken
 PART_GAIN = 1.5  # a run takes a part of a step that does not fit where it is then worth so many times as much
+TINY_S = 1e-9  # of a run that has nothing left and moves in no time
 STEP = 1.25  # between two numbers of nodes that are looked at
 
 
@@ -61,8 +64,16 @@ def sizes_of(job: PoolJob, counts: NodeCounts) -> list[int]:
 
 def worth(job: PoolJob, weight: float, nodes: int, replicas: int, terms: PoolTerms) -> float:
     """Return the weighted pace of a run that is moved to so many nodes, over the time in which moving has to pay."""
-    horizon_s = max(HORIZON_MOVES * job.moving_s, 2 * terms.interval_s)
-    return weight * job.pace(nodes, replicas) * max(0.0, 1 - job.moving_s / horizon_s)
+    pace = job.pace(nodes, replicas)
+    return weight * pace * max(0.0, 1 - job.moving_s / _horizon_s(job, pace, terms))
+
+
+def _horizon_s(job: PoolJob, pace: float, terms: PoolTerms) -> float:
+    least_s = 2 * terms.interval_s
+    if job.remaining is None or not job.allocation or pace <= 0:  # a run that starts stands still with any size
+        return max(HORIZON_MOVES * job.moving_s, least_s)
+    left_s = job.moving_s + HORIZON_PART * job.remaining / pace
+    return max(TINY_S, min(left_s, max(HORIZON_MOST_MOVES * job.moving_s, least_s)))
 
 
 def deadline_sizes(jobs: Mapping[str, PoolJob], counts: NodeCounts, now: float) -> dict[str, int]:

@@ -235,3 +235,11 @@ def test_a_thousand_runs_ask_for_few_speedups() -> None:
     decision = decide(jobs, {f"node-{at}": 8 for at in range(1250)}, 0.0)
     assert sum(map(len, decision.allocations.values())) > 9_900
     assert asked["calls"] < 50 * len(jobs)
+
+
+def test_a_run_that_is_nearly_done_is_not_moved_and_a_long_one_is() -> None:
+    held = {"allocation": ["a"], "attained": 1e4}
+    for remaining, size in ((20.0, 1), (5000.0, 16)):
+        assert sizes(decide({"run": job(0.9, remaining=remaining, **held)}, FOUR_NODES, 0.0)) == {"run": size}
+    assert sizes(decide({"run": job(0.9, **held)}, FOUR_NODES, 0.0)) == {"run": 16}, "it may have much left"
+    assert sizes(decide({"run": job(0.9, remaining=0.0, moving_s=0.0, **held)}, FOUR_NODES, 0.0))["run"] >= 1
