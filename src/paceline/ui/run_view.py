@@ -135,6 +135,10 @@ class RunView:
         self._report.end()
         self._put("report", report)
 
+    def belongs_to(self, groups: list[dict[str, Any]]) -> None:
+        """Take which pools and sweeps it belongs to."""
+        self._put("groups", groups)
+
     def close(self) -> None:
         """Close its files."""
         self._events.close()
