@@ -39,7 +39,15 @@ def groups(runs: Path) -> Path:
         runs / "lab", entries | {"later-run-with-a-long-name": {"phase": "waiting", "why": "waits " * 20}}
     )
     queue(pool, runs / "two", most=4)
-    queue(pool, runs / "later-run-with-a-long-name", least=3, most=4, deadline=2e9, priority=2.5)
+    queue(
+        pool,
+        runs / "later-run-with-a-long-name",
+        least=3,
+        most=4,
+        submitted=1_795_000_009.0,
+        deadline=2e9,
+        priority=2.5,
+    )
     decide(pool, [(1_795_000_000.0, "two", 0, 1, "two starts"), (1_795_000_500.0, "two", 1, 2, HOSTILE)])
     trials = searched(30)
     trials[0]["parameters"]["optimizer"] = HOSTILE

@@ -107,7 +107,7 @@ class PrometheusEndpoint:
             self._noise.set(row.noise_scale)
         for phase, seconds in parts_of(row.seconds).items():
             self._seconds.labels(phase).observe(seconds)
-        for name, value in row.metrics.items():
+        for name, value in row.measured.items():
             self._metric.labels(name).set(value)
         self._workers.step(row)
 

@@ -115,10 +115,10 @@ function fillRow({ key, cells, button }, run, { tones, now }) {
   const goal = run.last_step ? `${count(run.step)} of ${count(run.last_step)}` : run.step ? `step ${count(run.step)}` : NONE;
   key.className = run.devices ? "" : "none";
   key.style.background = run.devices ? tones(run.name) : "";
-  const told = JSON.stringify([run.page, run.why, run.ended]);
+  const told = JSON.stringify([run.page, run.why, run.phase, run.ended]);
   if (cells.name.dataset.told !== told) { // a link that has the focus keeps it
     cells.name.dataset.told = told;
-    put(cells.name, run.page ? h("a", { href: runLink(run.page), title: run.name }, run.name) : h("b", { title: run.name }, run.name), h("small", null, run.why || (run.is_over ? whenText(run, now) : "is queued")));
+    put(cells.name, run.page ? h("a", { href: runLink(run.page), title: run.name }, run.name) : h("b", { title: run.name }, run.name), h("small", null, run.why || (run.is_over ? whenText(run, now) : run.phase === "waiting" ? "is queued" : "")));
   }
   put(cells.state, h("span", { class: `state ${run.phase}` }, run.phase === "leaving" ? "saves" : run.phase), h("small", null, whenText(run, now)));
   put(cells.replicas, h("b", null, run.is_over ? NONE : count(run.replicas)), h("small", null, run.least === run.most ? `of ${count(run.most)}` : `of ${count(run.least)} to ${count(run.most)}`, run.workers_each > 1 ? `, ${run.workers_each} workers each` : ""));
