@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable
+import random
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -28,7 +29,7 @@ class GroupPages:
 
     def __init__(self, folder: RunsFolder, streams: Streams, *, look: Callable[[], None], in_thread: Read) -> None:
         self._folder, self._streams, self._look, self._in_thread = folder, streams, look, in_thread
-        self._pools: dict[str, tuple[int, int, dict[str, Any]]] = {}  # revision, of which look, and what was told
+        self._pools: dict[str, _ToldPool] = {}
 
     def routes(self) -> list[Route]:
         return [Route("/api/pool/stream", self._pool_stream), Route("/api/sweep/stream", self._sweep_stream)]
@@ -63,17 +64,16 @@ class GroupPages:
     def _told_pool(self, name: str, seen: int) -> dict[str, Any] | None:
         self._look()
         known = self._pools.get(name)
-        if known is None or known[1] != self._folder.revision:
+        if known is None or known.of != self._folder.revision:
             found = self._folder.pool(name)
             if found is None:
                 return None if seen < 0 else {"is_gone": True, "revisions": [-1]}
-            is_new = known is None or known[2] != found
-            revision = (known[0] if known is not None else 0) + is_new
-            if len(self._pools) >= MOST_KEPT:
-                self._pools.pop(next(iter(self._pools)))
-            self._pools[name] = known = (revision, self._folder.revision, found)
-        revision, _, found = known
-        return None if revision == seen else found | {"now": clock.now(), "revisions": [revision]}
+            if known is None:
+                while len(self._pools) >= MOST_KEPT:
+                    self._pools.pop(next(iter(self._pools)))
+                known = self._pools[name] = _ToldPool()
+            known.take(found, self._folder.revision)
+        return known.changes(seen)
 
     async def _changed_sweep(self, name: str, seen: Seen) -> dict[str, Any] | None:
         def told() -> dict[str, Any] | None:
@@ -83,3 +83,39 @@ class GroupPages:
             return self._folder.sweep(name, max(0, seen[0]))
 
         return await self._in_thread(told)
+
+
+class _ToldPool:
+    """What a pool's page shows, each part and each run with the revision in which it changed last."""
+
+    def __init__(self) -> None:
+        self.of = 0  # the folder's revision that it was taken from
+        self._revision = random.randrange(1 << 20)  # a page may have seen one that was dropped meanwhile
+        self._born = self._revision + 1
+        self._parts: dict[str, tuple[int, Any]] = {}
+        self._runs: dict[str, tuple[int, Any]] = {}
+
+    def take(self, found: Mapping[str, Any], of: int) -> None:
+        """Take all facts, as they are now; in place of the list of runs, their names in order are a part."""
+        self.of = of
+        runs = {run["name"]: run for run in found["runs"]}
+        parts = {**found, "names": list(runs)}
+        del parts["runs"]
+        number = self._revision + 1
+        self._parts = {key: _dated(self._parts.get(key), value, number) for key, value in parts.items()}
+        self._runs = {key: _dated(self._runs.get(key), value, number) for key, value in runs.items()}
+        if any(when == number for when, _ in (*self._parts.values(), *self._runs.values())):
+            self._revision = number
+
+    def changes(self, since: int) -> dict[str, Any] | None:
+        """Return the parts that a page lacks which has seen this revision, and `runs`, those that changed."""
+        if since == self._revision:
+            return None
+        whole = not self._born <= since <= self._revision
+        parts = {key: value for key, (when, value) in self._parts.items() if whole or when > since}
+        runs = [value for when, value in self._runs.values() if whole or when > since]
+        return {**parts, "runs": runs, "whole": whole, "now": clock.now(), "revisions": [self._revision]}
+
+
+def _dated(before: tuple[int, Any] | None, value: Any, revision: int) -> tuple[int, Any]:
+    return before if before is not None and before[1] == value else (revision, value)

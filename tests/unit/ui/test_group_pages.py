@@ -37,8 +37,11 @@ def test_a_pool_is_told_at_once_and_again_when_it_changes(runs: Path) -> None:
         first, second = await calls.listen("/api/pool/stream?pool=lab", 2, then=more)
         assert (first["held"], first["runs"][0]["page"]) == (1, "one")
         assert (second["held"], second["runs"][0]["why"]) == (0, HOSTILE)
+        assert first["whole"] and not second["whole"] and "path" not in second
         (again,) = await calls.listen("/api/pool/stream?pool=lab", 1, last_event_id=first["id"])
-        assert again["held"] == 0
+        assert (again["held"], again["whole"]) == (0, False)
+        (other,) = await calls.listen("/api/pool/stream?pool=lab", 1, last_event_id="other.5")
+        assert other["whole"] and other["names"] == ["one"]
         for path in ("/api/pool/stream?pool=study", "/api/pool/stream?pool=../runs/lab", "/api/pool/stream"):
             assert (await calls.get(path)).status == 404
 

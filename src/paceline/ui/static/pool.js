@@ -91,7 +91,12 @@ export function pool(page, name, about) {
 
   const close = listen(`api/pool/stream?pool=${encodeURIComponent(name)}`, (found) => {
     if (found.is_gone) { put(alerts, h("p", { class: "alert bad" }, "This pool's folder has been removed.")); return; }
-    [known, passed] = [found, Date.now() / 1000 - found.now]; // clocks of two machines differ
+    if (found.whole) known = { byName: new Map() };
+    const { byName } = known;
+    for (const one of found.runs) byName.set(one.name, one);
+    known = { ...known, ...found };
+    known.runs = known.names.map((one) => byName.get(one));
+    passed = Date.now() / 1000 - found.now; // clocks of two machines differ
     draw();
   });
   const timer = setInterval(() => { if (known) draw(); }, 5000);
