@@ -101,10 +101,12 @@ def make_pool(folder: Path, now: float) -> None:
         {
             "gpt-lr-3e-4": {"phase": "finished", "step": 1600, "last_step": 1600, "ended": now - 420, "exit_code": 0},
             "vit-base": {"phase": "running", "replicas": 5, "devices": 5, "step": 620, "last_step": 2000,
-                         "since": now - 410, "why": "vit-base goes from 4 to 5 replicas on 1 node: it goes on 1.21 "
+                         "parts": {"node1": {"replicas": 3}, "node2": {"replicas": 2}},
+                         "since": now - 410, "why": "vit-base goes from 4 to 5 replicas on 2 nodes: it goes on 1.21 "
                          "times as fast, and finishes 58 s earlier."},
             "bert-small": {"phase": "running", "replicas": 3, "devices": 3, "step": 240, "last_step": 2000,
-                           "since": now - 405, "why": "bert-small goes from 1 to 3 replicas on 1 node: it goes on 2.6 "
+                           "parts": {"node2": {"replicas": 2}, "node1": {"replicas": 1}},
+                           "since": now - 405, "why": "bert-small goes from 1 to 3 replicas on 2 nodes: it goes on 2.6 "
                            "times as fast, and finishes 11 min earlier."},
             "resnet-seeds": {"phase": "waiting", "since": now - 60,
                              "why": f"resnet-seeds waits for 4 devices: {waits} 9 min."},
@@ -112,6 +114,7 @@ def make_pool(folder: Path, now: float) -> None:
                               "why": f"ablation-wide waits for 2 devices: {waits} 10 min."},
         },
         slots=8,
+        nodes={name: {"state": "here", "slots": 4, "gpus": 4, "used": 4} for name in ("node1", "node2")},
     )  # fmt: skip
     decide(
         pool,
@@ -121,9 +124,9 @@ def make_pool(folder: Path, now: float) -> None:
             (began + 402, "gpt-lr-3e-4", 4, 3, "gpt-lr-3e-4 goes from 4 to 3 replicas on 1 node, at 0.79 of its pace: "
              "it has 9 min left, and 2 of 3 runs go first."),
             (began + 404, "bert-small", 0, 1, "bert-small starts with 1 replica on 1 node."),
-            (now - 410, "vit-base", 4, 5, "vit-base goes from 4 to 5 replicas on 1 node: it goes on 1.21 times as "
+            (now - 410, "vit-base", 4, 5, "vit-base goes from 4 to 5 replicas on 2 nodes: it goes on 1.21 times as "
              "fast, and finishes 58 s earlier."),
-            (now - 405, "bert-small", 1, 3, "bert-small goes from 1 to 3 replicas on 1 node: it goes on 2.6 times as "
+            (now - 405, "bert-small", 1, 3, "bert-small goes from 1 to 3 replicas on 2 nodes: it goes on 2.6 times as "
              "fast, and finishes 11 min earlier."),
         ],
     )  # fmt: skip

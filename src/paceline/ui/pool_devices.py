@@ -11,6 +11,7 @@ from paceline.units import printable
 __all__ = ["devices_of"]
 
 MOST_NODES = 1000
+HERE, LEFT = "here", "left"  # states of a node
 MOST_SLOTS = 1_000_000
 MOST_NAME = 100
 
@@ -54,6 +55,7 @@ def _nodes(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     nodes = [
         {"name": printable(str(name))[:MOST_NAME], "slots": _slots(one), "is_here": _is_here(one)}
         for name, one in named[:MOST_NODES]
+        if not (isinstance(one, dict) and one.get("state") == LEFT)
     ]
     if nodes:
         return nodes
@@ -64,33 +66,24 @@ def _nodes(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _slots(node: object) -> int:
     """A node is written as its number of devices, or as an object that has it."""
-    if isinstance(node, dict):
-        return next((_count(node[name]) for name in ("slots", "devices") if name in node), 0)
-    return _count(node)
+    return _count(node.get("slots")) if isinstance(node, dict) else _count(node)
 
 
 def _is_here(node: object) -> bool:
-    if not isinstance(node, dict):
-        return True
-    return all(node.get(name, True) is True for name in ("is_here", "is_alive", "is_there"))
+    return not isinstance(node, dict) or node.get("state", HERE) == HERE
 
 
 def _places(record: Mapping[str, Any], run: str) -> Iterator[tuple[str, int]]:
-    """Devices of a run by node: an object of counts, or a list with a node for each device."""
+    """Devices of a run by node: its `parts`, of so many replicas each."""
     runs = record.get("runs")
     entry = runs.get(run) if isinstance(runs, dict) else None
-    if not isinstance(entry, dict):
+    parts = entry.get("parts") if isinstance(entry, dict) else None
+    if not isinstance(entry, dict) or not isinstance(parts, dict):
         return
-    for name in ("nodes", "places", "allocation"):
-        found = entry.get(name)
-        if isinstance(found, dict):
-            for node, count in found.items():
-                size = len(count) if isinstance(count, list) else _count(count)
-                yield printable(str(node))[:MOST_NAME], size
-            return
-        if isinstance(found, list):
-            yield from Counter(printable(one)[:MOST_NAME] for one in found if isinstance(one, str)).items()
-            return
+    each = max(1, _count(entry.get("workers_each")))
+    for node, part in parts.items():
+        if isinstance(part, dict):
+            yield printable(str(node))[:MOST_NAME], _count(part.get("replicas")) * each
 
 
 def _count(value: object) -> int:

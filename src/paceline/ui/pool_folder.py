@@ -163,7 +163,7 @@ class PoolFolder:
         return "running" if pid and started is not None and is_same_process(pid, started) else "stopped"
 
     def _slots(self) -> int:
-        return sum(node["slots"] for node in devices_of(self._record, {}))
+        return sum(node["slots"] for node in devices_of(self._record, {}) if node["is_here"])
 
     def _entry(self, name: str) -> Mapping[str, Any]:
         runs = self._record.get("runs")

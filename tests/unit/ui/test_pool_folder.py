@@ -71,7 +71,8 @@ def test_what_changes_is_noticed_and_what_does_not_is_not_read_again(
     "record",
     [b"", b"{", b"[]", b'{"slots": "many", "runs": {"a": 3}}', b'{"runs": []}', b'{"slots": -1, "pid": 1e400}',
      b'{"slots": 99999999999999999999, "runs": {"a": {"phase": 5, "replicas": -4, "step": null, "why": 9}}}',
-     b'{"nodes": {"n1": "x", "n2": {"slots": []}}, "runs": {"a": {"phase": "running", "nodes": [1, {}]}}}'],
+     b'{"nodes": {"n1": "x", "n2": {"slots": []}}, "runs": {"a": {"phase": "running", "parts": {"n1": [1, {}]}}}}',
+     b'{"nodes": [], "runs": {"a": {"phase": "running", "replicas": 1, "parts": [], "workers_each": "x"}}}'],
 )  # fmt: skip
 def test_a_damaged_record_is_shown_as_far_as_it_can_be(tmp_path: Path, record: bytes) -> None:
     pool = tmp_path / "pool"
@@ -94,8 +95,17 @@ def test_a_named_pipe_in_a_pool_keeps_nobody_waiting(tmp_path: Path) -> None:
 
 def test_devices_are_shown_by_node_where_the_pool_has_some() -> None:
     record = {
-        "nodes": {"n1": {"slots": 4, "is_alive": True}, "n2": 4, "n3": {"slots": 4, "is_alive": False}},
-        "runs": {"a": {"nodes": {"n1": 1, "n2": 2}}, "b": {"places": ["n2", "n2"]}, "c": {}},
+        "nodes": {
+            "n1": {"slots": 4, "state": "here", "used": 1},
+            "n2": {"slots": 4, "state": "here"},
+            "n3": {"slots": 4, "state": "silent"},
+            "n4": {"slots": 4, "state": "left"},
+        },
+        "runs": {
+            "a": {"parts": {"n1": {"replicas": 1, "start": 1}, "n2": {"replicas": 2, "start": 2, "leaves": True}}},
+            "b": {"parts": {"n2": {"replicas": 1, "start": 1}}, "workers_each": 2},
+            "c": {"parts": {"n9": {"replicas": 4}, "n1": 7}},
+        },
     }
     nodes = devices_of(record, {"a": 3, "b": 2, "c": 3})
     assert [(node["name"], node["slots"], node["is_here"]) for node in nodes] == [

@@ -3,7 +3,7 @@
 import { h, numberOf, put } from "./dom.js";
 import { ask, listen } from "./live.js";
 import { Chart, Curve, color, curveOf } from "./charts.js";
-import { NONE, count, date, duration, number, percent, plural, rate } from "./format.js";
+import { NONE, count, date, duration, metricTitle, number, percent, plural, rate } from "./format.js";
 import { progressBar, stateBadge } from "./overview.js";
 import { poolLink } from "./pool.js";
 import { sweepLink } from "./sweep.js";
@@ -177,7 +177,7 @@ export function run(page, name, about) {
 /** The pool or the sweep that the run belongs to. */
 function groupLink(group) {
   const link = group.kind === "pool" ? poolLink(group.name) : sweepLink(group.name);
-  return h("a", { class: "soft", href: link }, group.kind === "pool" ? `pool ${group.name}` : `trial ${group.number} of ${group.name}`);
+  return h("a", { class: "link", href: link }, group.kind === "pool" ? `pool ${group.name}` : `trial ${group.number} of ${group.name}`);
 }
 
 /** Loss, evaluations, what was reported, speed, and the phases of a step; more than 90: not shown. */
@@ -186,6 +186,7 @@ function rank(key) {
   if (key.startsWith("eval/")) return 1;
   const place = key.startsWith("metric/") ? FIRST.indexOf(key.slice(7)) : -1;
   if (place >= 0) return 2 + place;
+  if (key.startsWith("metric/lr/")) return 2.5;
   if (key.startsWith("metric/")) return 10;
   if (key === "samples_per_s") return 20;
   if (key === "noise_scale") return 21;
@@ -199,7 +200,7 @@ function chartOptions(key, points) {
   }
   const [kind, ...rest] = key.split("/"), own = rest.join("/");
   if (kind === "eval") return { title: `${own}, evaluated`, color: "good", isSmall: true, canLog: true };
-  if (kind === "metric") return { title: own, isSmall: true, canLog: true, canSmooth: true };
+  if (kind === "metric") return { title: metricTitle(own), isSmall: true, canLog: true, canSmooth: true };
   return { title: NAMES[key] ?? key, color: key === "samples_per_s" ? "good" : "accent", isSmall: true, unit: key === "samples_per_s" ? rate : undefined };
 }
 

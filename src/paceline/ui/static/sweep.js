@@ -38,7 +38,7 @@ export function sweep(page, name) {
     names = [...new Set(all.flatMap((one) => Object.keys(one.parameters)))];
     document.title = `${study.title} – Paceline`;
     put(head, h("h1", null, study.title, " ", sweepState(study.state)),
-      h("p", { class: "program" }, h("span", null, `${study.direction} `, h("code", null, study.objective)), study.started ? h("span", { class: "soft" }, `started ${date(study.started)}`) : null, study.pool_page ? h("a", { class: "soft", href: poolLink(study.pool_page) }, `pool ${study.pool_page}`) : null),
+      h("p", { class: "program" }, h("span", null, `${study.direction} `, h("code", null, study.objective)), study.started ? h("span", { class: "soft" }, `started ${date(study.started)}`) : null, study.pool_page ? h("a", { class: "link", href: poolLink(study.pool_page) }, `pool ${study.pool_page}`) : null),
       h("p", { class: "plan-line" }, h("code", null, study.path)));
     put(alerts, [study.problem || null, study.state === "lost" ? "The sweep's process is gone. Started again, it goes on with the trials that it has." : null].filter(Boolean).map((text) => h("p", { class: "alert warn" }, text)));
     drawTiles(all);
