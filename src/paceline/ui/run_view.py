@@ -30,7 +30,7 @@ STATUS_EVERY_S = 2.0
 SHARE = 10  # a part that took so long waits so many times as long
 LOGS_EVERY_S = 0.5
 REPORT_EVERY_S = 30.0
-REPORT_SHARE = 60
+REPORT_SHARE = 200
 REPORT_SOON_S = 2.0  # after an incident
 JOB_SHOWN = (
     "program",

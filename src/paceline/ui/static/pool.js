@@ -123,13 +123,13 @@ function fillRow({ key, cells, button }, run, { tones, now }) {
   const told = JSON.stringify([run.page, run.why, run.phase, run.ended]);
   if (cells.name.dataset.told !== told) { // a link that has the focus keeps it
     cells.name.dataset.told = told;
-    put(cells.name, run.page ? h("a", { href: runLink(run.page), title: run.name }, run.name) : h("b", { title: run.name }, run.name), h("small", null, run.why || (run.is_over ? whenText(run, now) : run.phase === "waiting" ? "is queued" : "")));
+    put(cells.name, run.page ? h("a", { href: runLink(run.page), title: run.name }, run.name) : h("b", { title: run.name }, run.name), h("small", null, run.why || (run.phase === "waiting" ? "is queued" : "")));
   }
   put(cells.state, h("span", { class: `state ${run.phase}` }, run.phase === "leaving" ? "saves" : run.phase), h("small", null, whenText(run, now)));
-  put(cells.replicas, h("b", null, run.is_over ? NONE : count(run.replicas)), h("small", null, run.least === run.most ? `of ${count(run.most)}` : `of ${count(run.least)} to ${count(run.most)}`, run.workers_each > 1 ? `, ${run.workers_each} workers each` : ""));
+  put(cells.replicas, h("b", null, run.is_over ? NONE : count(run.replicas)), h("small", null, `of ${run.least === run.most ? "" : `${count(run.least)} to `}${plural(run.most, "replica")}`, run.workers_each > 1 ? `, ${run.workers_each} workers each` : ""));
   put(cells.progress, run.last_step ? progressBar({ ...run, state: run.phase === "leaving" ? "running" : run.phase }) : null, h("small", null, goal, run.left_s ? `, ${duration(run.left_s)} left` : ""));
   put(cells.terms, terms(run, now));
-  button.hidden = run.is_over;
+  button.style.visibility = run.is_over ? "hidden" : "";
 }
 
 /** How long it has been so. */

@@ -90,9 +90,10 @@ export function sweep(page, name) {
   }
 
   function drawTable(all) {
+    const arrow = (key) => (sort !== key ? "" : isDown === (key === "value" && sign() < 0) ? "up" : "down");
     const columns = [["number", "trial", "n"], ["state", "state", ""], ["value", study.objective, "n"], ...names.map((one) => [`p/${one}`, one, "n"]), ["step", "step", "n"]];
-    const sorted = [...all].sort(compareTrials), heads = columns.map(([key, title, kind]) => h("th", { class: kind, "aria-sort": sort === key ? (isDown ? "descending" : "ascending") : null },
-      h("button", { class: "head", "data-order": sort === key ? (isDown ? "down" : "up") : "", on: { click: () => { isDown = sort === key ? !isDown : false; sort = key; draw(); } } }, title)));
+    const sorted = [...all].sort(compareTrials), heads = columns.map(([key, title, kind]) => h("th", { class: kind, "aria-sort": { up: "ascending", down: "descending" }[arrow(key)] },
+      h("button", { class: "head", "data-order": arrow(key), on: { click: () => { isDown = sort === key ? !isDown : false; sort = key; draw(); } } }, title)));
     put(table, h("thead", null, h("tr", null, h("th"), heads, h("th"))), h("tbody", null, sorted.slice(0, rows).map((trial) => row(trial))));
     put(more, sorted.length > rows ? h("button", { class: "plain", on: { click: () => { rows += AT_ONCE; drawTable(all); } } }, `${count(sorted.length - rows)} more`) : "");
     more.hidden = sorted.length <= rows;
