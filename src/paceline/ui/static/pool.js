@@ -5,11 +5,11 @@ import { ask, listen } from "./live.js";
 import { NONE, clock, count, date, duration, number, plural } from "./format.js";
 import { progressBar, runLink } from "./overview.js";
 import { card } from "./run_parts.js";
-import { Shares } from "./svg_plots.js";
+import { Shares, mostOf, soon } from "./svg_plots.js";
 
 const MOST_CELLS = 64; // devices of a node that are drawn one by one
 const STATES = { stopped: "does not run", elsewhere: "on another host" };
-const MOST_NAMED = 24; // runs, with their colors
+const MOST_ROWS = 300; // of runs that are not over, and of those that are
 const LATE = "past its deadline";
 
 export const poolLink = (name) => `#/pool/${name.split("/").map(encodeURIComponent).join("/")}`;
@@ -43,11 +43,11 @@ export function pool(page, name, about) {
   const nodes = h("div", { class: "nodes" }), active = h("div", { class: "queue", role: "list" }), over = h("div", { class: "queue", role: "list" }), decisions = h("ol", { class: "events" });
   const said = h("p", { class: "note", role: "status" }), overTitle = h("summary");
   const overBox = h("details", null, overTitle, over), shares = new Shares("Devices of each run over time", { height: 190, wide: true });
-  const rows = new Map();
+  const rows = new Map(), further = h("p", { class: "note" }), later = soon(() => draw());
   const legend = h("p", { class: "legend small" });
   let known = null, passed = 0;
   shares.element.append(legend);
-  page.append(head, alerts, tiles, card("devices", "Devices", nodes), h("div", { class: "alone" }, shares.element), card("queue", "Queue", said, active, overBox), card("decisions", "What was decided", decisions));
+  page.append(head, alerts, tiles, card("devices", "Devices", nodes), h("div", { class: "alone" }, shares.element), card("queue", "Queue", said, active, further, overBox), card("decisions", "What was decided", decisions));
 
   function draw() {
     const { runs } = known, tones = tonesOf(runs, known.history), now = Date.now() / 1000 - passed;
@@ -61,16 +61,17 @@ export function pool(page, name, about) {
       .map(([value, label]) => h("div", { class: "tile" }, h("b", null, value), h("span", null, label))));
     put(nodes, known.nodes.map((node) => h("div", { class: "node" }, h("span", { class: node.is_here ? "" : "bad", title: node.name }, node.name, node.is_here ? null : " is not there"), devicesBar(node.holders, node.slots, tones),
       h("span", { class: "soft n" }, `${node.holders.reduce((sum, one) => sum + one.devices, 0)} of ${node.slots}`))));
-    put(legend, Object.keys(known.history).slice(-MOST_NAMED).map((one) => h("span", null, h("i", { style: { background: tones(one) } }), one)));
+    put(legend, mostOf(known.history, now).map(([one]) => one).filter((one) => one in known.history).map((one) => h("span", null, h("i", { style: { background: tones(one) } }), one)));
     shares.set({ history: known.history, slots: known.slots, now, tones });
     const live = runs.filter((one) => !one.is_over), ended = runs.filter((one) => one.is_over).sort((a, b) => (b.ended ?? 0) - (a.ended ?? 0));
     const names = new Set(runs.map((one) => one.name));
     for (const one of rows.keys()) if (!names.has(one)) rows.delete(one);
-    arrange(active, live.map((one) => row(one, { tones, now })));
+    arrange(active, live.slice(0, MOST_ROWS).map((one) => row(one, { tones, now })));
+    put(further, live.length > MOST_ROWS ? `${count(live.length - MOST_ROWS)} more runs wait behind these` : "");
     if (!live.length) put(active, h("p", { class: "about" }, "No run waits. Queue one: paceline run --pool ", known.path, " SCRIPT"));
     overBox.hidden = !ended.length;
     put(overTitle, `${plural(ended.length, "run")} that ended`);
-    arrange(over, ended.slice(0, 300).map((one) => row(one, { tones, now })));
+    arrange(over, ended.slice(0, MOST_ROWS).map((one) => row(one, { tones, now })));
     put(decisions, [...known.decisions].reverse().map((one) => h("li", null, h("time", { title: date(one.time) }, clock(one.time)),
       h("span", null, one.why || `${one.run}: ${one.before} to ${one.after} replicas`, one.page ? h("a", { class: "soft", href: runLink(one.page), "aria-label": `the run ${one.run}` }, " →") : null))));
   }
@@ -97,10 +98,10 @@ export function pool(page, name, about) {
     known = { ...known, ...found };
     known.runs = known.names.map((one) => byName.get(one));
     passed = Date.now() / 1000 - found.now; // clocks of two machines differ
-    draw();
+    later();
   });
-  const timer = setInterval(() => { if (known) draw(); }, 5000);
-  return () => { close(); clearInterval(timer); shares.close(); };
+  const timer = setInterval(() => { if (known) later(); }, 5000);
+  return () => { close(); clearInterval(timer); later.end(); shares.close(); };
 }
 
 /** Put elements in their order, and leave those alone that are in their places. */

@@ -101,42 +101,84 @@ function ticksOf({ low, high }, isLog, most) {
   return ticks;
 }
 
-/** How many devices each run had over time, one over the other. history: {run: [[time, devices], ...]} */
+/** How many devices each run had over time, one over the other; runs that had few are one. history: {run: [[time, devices], ...]} */
 export class Shares extends Figure {
   set({ history, slots, now, tones, about = "" }) {
     put(this.about, about);
-    this.content = (width) => this.drawing(width, history, slots, now, tones);
+    this.content = (width) => this.drawing(width, mostOf(history, now), slots, now, tones);
     this.draw();
   }
 
-  drawing(width, history, slots, now, tones) {
-    const runs = Object.entries(history).filter(([, changes]) => changes.length), height = this.height;
+  drawing(width, runs, slots, now, tones) {
+    const height = this.height;
     if (!runs.length) return h("p", { class: "about" }, "nothing was decided yet");
     const times = [...new Set(runs.flatMap(([, changes]) => changes.map(([time]) => time)))].sort((a, b) => a - b);
-    const from = times[0], to = Math.max(now, times.at(-1), from + 1), places = new Map(runs.map(([run]) => [run, 0])), boxes = [];
-    const columns = times.map((time, place) => {
-      for (const [run, changes] of runs) {
-        let at = places.get(run);
-        while (at < changes.length && changes[at][0] <= time) at += 1;
-        places.set(run, at);
-      }
-      const held = runs.map(([run, changes]) => [run, places.get(run) ? changes[places.get(run) - 1][1] : 0]).filter(([, devices]) => devices);
-      return { time, until: times[place + 1] ?? to, held };
-    });
-    const most = Math.max(slots, ...columns.map(({ held }) => held.reduce((sum, [, devices]) => sum + devices, 0))) || 1;
-    const x = (time) => LEFT + ((time - from) / (to - from)) * (width - LEFT - RIGHT), y = (devices) => height - BOTTOM - (devices / most) * (height - BOTTOM - TOP);
-    for (const { time, until, held } of columns) {
-      let below = 0;
-      for (const [run, devices] of held) {
-        boxes.push(svg("rect", { x: x(time).toFixed(2), width: Math.max(0.4, x(until) - x(time)).toFixed(2), y: y(below + devices).toFixed(2), height: (y(below) - y(below + devices)).toFixed(2), style: { fill: tones(run) } },
-          svg("title", null, `${run}: ${number(devices)} from ${clock(time)} to ${clock(until)}`)));
-        below += devices;
-      }
-    }
+    const from = times[0], to = Math.max(now, times.at(-1), from + 1);
+    const x = (time) => LEFT + ((time - from) / (to - from)) * (width - LEFT - RIGHT);
+    const columns = columnsOf(runs, times.filter((time, place) => place + 1 === times.length || x(times[place + 1]) - x(time) >= NARROWEST), to);
+    const most = Math.max(slots, ...columns.map(({ held }) => held.reduce((sum, devices) => sum + devices, 0))) || 1;
+    const y = (devices) => height - BOTTOM - (devices / most) * (height - BOTTOM - TOP);
+    const boxes = runs.flatMap(([run], place) => stretchesOf(columns, place).map(({ since, until, below, devices }) =>
+      svg("rect", { x: x(since).toFixed(2), width: Math.max(0.4, x(until) - x(since)).toFixed(2), y: y(below + devices).toFixed(2), height: (y(below) - y(below + devices)).toFixed(2), style: { fill: run === OTHERS ? "var(--soft)" : tones(run) } },
+        svg("title", null, `${run}: ${number(devices)} from ${clock(since)} to ${clock(until)}`))));
     const up = ticksOf({ low: 0, high: most }, false, Math.min(TICKS, most)).filter(Number.isInteger), isDays = to - from > 86_400;
     const num = Math.max(2, Math.floor((width - LEFT) / (isDays ? 120 : 80))), across = Array.from({ length: num }, (_, place) => from + ((to - from) * place) / (num - 1));
     return svg("svg", { class: "plot", width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "devices of each run over time" },
       up.map((tick) => [svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(tick), y2: y(tick) }), svg("text", { class: "tick up", x: LEFT - 7, y: y(tick) + 4 }, brief(tick))]), boxes,
       across.map((time, place) => svg("text", { class: `tick ${place === 0 ? "first" : place === num - 1 ? "last" : ""}`, x: x(time), y: height - 7 }, isDays ? date(time) : clock(time).slice(0, to - from > 600 ? 5 : 8))));
   }
+}
+
+const MOST_RUNS = 24, OTHERS = "others", NARROWEST = 1; // pixels of a column
+
+/** Runs by their first change: those that had most device-seconds, and the sum of the others. */
+export function mostOf(history, now) {
+  const runs = Object.entries(history).filter(([, changes]) => changes.length);
+  if (runs.length <= MOST_RUNS) return runs;
+  const had = ([, changes]) => changes.reduce((sum, [time, devices], place) => sum + devices * Math.max(0, (changes[place + 1]?.[0] ?? now) - time), 0);
+  const kept = new Set(runs.map((one) => [had(one), one]).sort((a, b) => b[0] - a[0]).slice(0, MOST_RUNS - 1).map(([, one]) => one));
+  const steps = runs.filter((one) => !kept.has(one)).flatMap(([, changes]) => changes.map(([time, devices], place) => [time, devices - (changes[place - 1]?.[1] ?? 0)]));
+  let sum = 0;
+  return [...runs.filter((one) => kept.has(one)), [OTHERS, steps.sort((a, b) => a[0] - b[0]).map(([time, more]) => [time, (sum += more)])]];
+}
+
+/** Between two moments each run has the same number of devices. */
+function columnsOf(runs, times, to) {
+  const places = runs.map(() => 0);
+  return times.map((time, place) => {
+    const held = runs.map(([, changes], run) => {
+      while (places[run] < changes.length && changes[places[run]][0] <= time) places[run] += 1;
+      return places[run] ? changes[places[run] - 1][1] : 0;
+    });
+    return { since: time, until: times[place + 1] ?? to, held };
+  });
+}
+
+/** Where one run is drawn: columns beside each other that are alike are one box. */
+function stretchesOf(columns, run) {
+  const found = [];
+  for (const { since, until, held } of columns) {
+    const devices = held[run], below = held.slice(0, run).reduce((sum, one) => sum + one, 0), last = found.at(-1);
+    if (!devices) continue;
+    if (last && last.until === since && last.below === below && last.devices === devices) last.until = until;
+    else found.push({ since, until, below, devices });
+  }
+  return found;
+}
+
+const SHARE = 10; // a drawing that took so long waits so many times as long
+
+/** A function that calls `draw` now, or after a while where drawing takes long, so that the page stays quick. */
+export function soon(draw) {
+  let timer = null, isStale = false;
+  const later = () => {
+    isStale = true;
+    if (timer !== null) return;
+    const began = performance.now();
+    isStale = false;
+    draw();
+    timer = setTimeout(() => { timer = null; if (isStale) later(); }, SHARE * (performance.now() - began));
+  };
+  later.end = () => clearTimeout(timer);
+  return later;
 }

@@ -6,11 +6,11 @@ import { NONE, count, date, number, plural } from "./format.js";
 import { compareLink, progressBar, runLink, spark } from "./overview.js";
 import { poolLink } from "./pool.js";
 import { card } from "./run_parts.js";
-import { Scatter } from "./svg_plots.js";
+import { Scatter, soon } from "./svg_plots.js";
 
 const AT_ONCE = 200; // rows of the table; more come as it is scrolled
 const LOG_FROM = 20; // values that are spread over more than this factor are drawn on a logarithmic axis
-const MOST_COMPARED = 12, MOST_BEST = 8, MOST_PLOTS = 40;
+const MOST_COMPARED = 12, MOST_BEST = 8, MOST_PLOTS = 40, MOST_POINTS = 2000;
 const ORDER = ["running", "paused", "waiting", "finished", "pruned", "failed"];
 const STATES = { lost: "its process is gone", elsewhere: "on another host", unreadable: "no state" };
 
@@ -24,6 +24,7 @@ export function sweep(page, name) {
   const history = new Scatter("Best value over trials", { height: 220, wide: true, canLog: ["y"] }), charts = new Map(), trials = new Map(), chosen = new Set();
   const table = h("table", { class: "trials" }), more = h("p", { class: "more" }), picked = h("div", { class: "picked", hidden: true }), best = h("a", { class: "button quiet" });
   let study = null, sort = "value", isDown = false, rows = AT_ONCE, names = [];
+  const later = soon(() => draw());
   plots.append(history.element);
   page.append(head, alerts, tiles, h("div", { class: "alone" }, plots), card("trials", "Trials", h("div", { class: "tools" }, best), h("div", { class: "scroll" }, table), more), picked);
 
@@ -62,10 +63,11 @@ export function sweep(page, name) {
       least = least === null || sign() * (one.value - least) < 0 ? one.value : least;
       return before !== null && before !== least ? [[one.number, before], [one.number, least]] : [[one.number, least]];
     });
-    history.set({ points: valued.map((one) => pointOf(one, one.number)), line, about: plural(valued.length, "value") });
+    const drawn = thinned(valued, study.best);
+    history.set({ points: drawn.map((one) => pointOf(one, one.number)), line, about: drawn.length < valued.length ? `${count(drawn.length)} of ${plural(valued.length, "value")}` : plural(valued.length, "value") });
     const varied = names.filter((one) => new Set(valued.map((trial) => JSON.stringify(trial.parameters[one] ?? null))).size > 1);
     for (const one of varied.slice(0, MOST_PLOTS)) {
-      const points = valued.filter((trial) => trial.parameters[one] !== undefined && trial.parameters[one] !== null).map((trial) => pointOf(trial, trial.parameters[one]));
+      const points = drawn.filter((trial) => trial.parameters[one] !== undefined && trial.parameters[one] !== null).map((trial) => pointOf(trial, trial.parameters[one]));
       if (!charts.has(one)) {
         charts.set(one, new Scatter(`${study.objective} over ${one}`, { isLog: { x: study.log ? study.log.includes(one) : isWide(points.map((point) => point.x)) }, canLog: points.every((point) => typeof point.x === "number") ? ["x"] : [] }));
         plots.append(charts.get(one).element);
@@ -125,9 +127,15 @@ export function sweep(page, name) {
     if (found.whole) trials.clear();
     study = found.study;
     for (const trial of found.trials) trials.set(trial.number, trial);
-    draw();
+    later();
   });
-  return () => { close(); history.close(); for (const one of charts.values()) one.close(); };
+  return () => { close(); later.end(); history.close(); for (const one of charts.values()) one.close(); };
+}
+
+/** Evenly spread trials where there are too many to draw, and the best one. */
+function thinned(trials, best) {
+  const stride = Math.ceil(trials.length / MOST_POINTS);
+  return stride < 2 ? trials : trials.filter((trial, place) => place % stride === 0 || trial.number === best);
 }
 
 function isWide(values) {
