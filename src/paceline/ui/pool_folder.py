@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline import clock
 from paceline.plain_data import read_object
 from paceline.processes import is_same_process, this_host
 from paceline.regular_files import open_regular, read_regular
@@ -65,6 +66,7 @@ class PoolFolder:
         self._stamps: dict[str, FileStamp] = {}
         self._files: dict[str, tuple[FileStamp, QueuedRun | None]] = {}
         self._known_state = ""
+        self._taken_out: dict[str, tuple[float, int]] = {}  # when a run was no longer there, and workers of a replica
 
     def look(self) -> bool:
         """Read what has changed; returns whether anything has, or its process has come or gone."""
@@ -118,8 +120,11 @@ class PoolFolder:
             "decisions": decisions,
             "history": history_of(
                 self._decisions,
-                each={one.name: one.workers_each for one in self.queued.values()},
-                ends={one["name"]: one["gave_back"] for one in runs if one["gave_back"] is not None},
+                each={name: each for name, (_, each) in self._taken_out.items()}
+                | {one.name: one.workers_each for one in self.queued.values()},
+                ends={name: when for name, (when, _) in self._taken_out.items()}
+                | {one["name"]: one["gave_back"] for one in runs if one["gave_back"] is not None},
+                slots=self._slots(),
             ),
         }
 
@@ -197,7 +202,12 @@ class PoolFolder:
             found[name] = known if known is not None and known[0] == stamp else (stamp, _queued(path))
         self._files = found
         runs = [run for _, run in found.values() if run is not None]
+        before = self.queued
         self.queued = {run.name: run for run in sorted(runs, key=lambda run: (run.submitted, run.name))}
+        for name in before.keys() - self.queued.keys():
+            self._taken_out[name] = clock.now(), before[name].workers_each
+        for name in [*self.queued.keys() & self._taken_out.keys(), *list(self._taken_out)[:-MOST_RUNS]]:
+            self._taken_out.pop(name, None)
 
     def _read_decisions(self) -> None:
         try:

@@ -119,13 +119,31 @@ def test_the_history_ends_where_runs_end_and_counts_devices() -> None:
     def row(time: float, run: str, before: int, after: int) -> Decision:
         return Decision(time=time, run=run, before=before, after=after, why="")
 
-    rows = [row(1, "a", 0, 2), row(2, "gone", 0, 1), row(4, "b", 0, 1), row(8, "a", 0, 1)]
-    found = history_of(rows, each={"a": 2, "b": 1}, ends={"b": 9.0})
+    rows = [row(1, "a", 0, 2), row(2, "gone", 0, 1), row(3, "late", 0, 1), row(4, "b", 0, 1), row(8, "a", 0, 1)]
+    found = history_of(rows, each={"a": 2, "b": 1}, ends={"b": 9.0}, slots=6)
     assert found == {
         "a": [[1, 4], [8, 0], [8, 2]],
-        "gone": [[2, 1], [4, 0]],  # it is no longer known
+        "gone": [[2, 1], [4, 0]],  # nothing more is known of it, and another one has its device
+        "late": [[3, 1], [8, 0]],
         "b": [[4, 1], [9.0, 0]],
     }
+    assert history_of(rows[:2], each={"gone": 1}, ends={"gone": 5.0}, slots=6)["gone"] == [[2, 1], [5.0, 0]]
+
+
+def test_a_run_that_is_taken_out_ends_when_it_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = write_pool(tmp_path / "pool", {"a": {"phase": "running", "replicas": 1, "devices": 2}})
+    queue(pool, tmp_path / "a", workers_each=2)
+    decide(pool, [(SUBMITTED, "a", 0, 1, "a starts")])
+    folder = PoolFolder(pool, "pool")
+    folder.look()
+    assert folder.facts({})["history"] == {"a": [[SUBMITTED, 2]]}
+    (pool / "queue/a.json").unlink()
+    monkeypatch.setattr("paceline.clock.now", lambda: SUBMITTED + 60)
+    folder.look()
+    assert folder.facts({})["history"] == {"a": [[SUBMITTED, 2], [SUBMITTED + 60, 0]]}
+    queue(pool, tmp_path / "a", workers_each=2)
+    folder.look()
+    assert folder.facts({})["history"] == {"a": [[SUBMITTED, 2]]}
 
 
 @pytest.mark.parametrize("line", [b"", b"[]", b'{"time": 1}', b'{"time": -1, "run": "a", "before": 0, "after": 1}',

@@ -72,7 +72,7 @@ export function pool(page, name, about) {
     overBox.hidden = !ended.length;
     put(overTitle, `${plural(ended.length, "run")} that ended`);
     arrange(over, ended.slice(0, MOST_ROWS).map((one) => row(one, { tones, now })));
-    put(decisions, [...known.decisions].reverse().map((one) => h("li", null, h("time", { title: date(one.time) }, clock(one.time)),
+    put(decisions, known.decisions.filter((one) => one.why || one.before !== one.after).reverse().map((one) => h("li", null, h("time", { title: date(one.time) }, clock(one.time)),
       h("span", null, one.why || `${one.run}: ${one.before} to ${one.after} replicas`, one.page ? h("a", { class: "soft", href: runLink(one.page), "aria-label": `the run ${one.run}` }, " →") : null))));
   }
 

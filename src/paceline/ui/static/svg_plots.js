@@ -27,12 +27,13 @@ export class Figure {
 
 /**
  * Points of value over x, which is a number or a word.
- * points: [{x, y, kind, text, href}]; line: [[x, y], ...], drawn through; isLog: {x, y}
+ * points: [{x, y, kind, text, href}]; line: [[x, y], ...], drawn through; isLog: {x, y}; isCounted: x is a whole number
  */
 export class Scatter extends Figure {
   constructor(title, options = {}) {
     super(title, options);
     this.isLog = { x: false, y: false, ...options.isLog };
+    this.isCounted = options.isCounted ?? false;
     const toggle = (axis) => h("button", { class: "plain toggle", title: `logarithmic ${axis} axis`, "aria-pressed": String(this.isLog[axis]), on: { click: (event) => {
       this.isLog[axis] = !this.isLog[axis];
       event.currentTarget.setAttribute("aria-pressed", String(this.isLog[axis]));
@@ -56,7 +57,8 @@ export class Scatter extends Figure {
     if (!known.length) return h("p", { class: "about" }, "no value yet");
     const x = words ? axisOf([-0.5, words.length - 0.5], false, LEFT, width - RIGHT, false) : axisOf(known.map((one) => one.x), isLogX, LEFT, width - RIGHT);
     const y = axisOf(known.map((one) => one.y), isLogY, height - BOTTOM, TOP);
-    const across = words ? words.map((word, place) => [place, word]) : ticksOf(x, isLogX, Math.max(2, Math.floor(width / LABEL) - 1)).map((tick) => [tick, brief(tick)]);
+    const counted = (tick) => !this.isCounted || Number.isInteger(tick);
+    const across = words ? words.map((word, place) => [place, word]) : ticksOf(x, isLogX, Math.max(2, Math.floor(width / LABEL) - 1)).filter(counted).map((tick) => [tick, brief(tick)]);
     const room = words ? (width - LEFT - RIGHT) / words.length / 6.2 : Infinity; // characters of a label
     const up = ticksOf(y, isLogY, TICKS);
     return svg("svg", { class: "plot", width, height, viewBox: `0 0 ${width} ${height}`, role: "img" },
@@ -97,7 +99,7 @@ function ticksOf({ low, high }, isLog, most) {
   const rough = (high - low) / most, size = 10 ** Math.floor(Math.log10(rough));
   const stride = [1, 2, 5, 10].map((times) => times * size).find((one) => one >= rough);
   const ticks = [];
-  for (let tick = Math.ceil(low / stride) * stride; tick <= high + stride * 1e-9; tick += stride) ticks.push(Number(tick.toPrecision(12)));
+  for (let place = Math.ceil(low / stride); place <= high / stride + 1e-9; place += 1) ticks.push(Number((place * stride).toPrecision(12)) + 0);
   return ticks;
 }
 

@@ -21,7 +21,7 @@ const shown = (value) => (typeof value === "number" ? number(value) : value === 
 
 export function sweep(page, name) {
   const head = h("div", { class: "head" }), alerts = h("div", { class: "alerts" }), tiles = h("div", { class: "tiles" }), plots = h("div", { class: "charts" });
-  const history = new Scatter("Best value over trials", { height: 220, wide: true, canLog: ["y"] }), charts = new Map(), trials = new Map(), chosen = new Set();
+  const history = new Scatter("Best value over trials", { height: 220, wide: true, canLog: ["y"], isCounted: true }), charts = new Map(), trials = new Map(), chosen = new Set();
   const table = h("table", { class: "trials" }), more = h("p", { class: "more" }), picked = h("div", { class: "picked", hidden: true }), best = h("a", { class: "button quiet" });
   let study = null, sort = "value", isDown = false, rows = AT_ONCE, names = [];
   const later = soon(() => draw());
