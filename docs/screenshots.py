@@ -17,6 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
 from chromium import Chromium
+from synthetic_groups import decide, own_process, queue, searched, write_pool, write_sweep
 from synthetic_runs import SyntheticRun
 
 HERE = Path(__file__).resolve().parent
@@ -30,6 +31,8 @@ PAGES = {  # what is opened, and what has to be there
         "#/compare/gpt-lr-3e-4/gpt-lr-1e-3/gpt-powersgd",
         "!!document.querySelector('.compared td') && document.querySelectorAll('canvas').length > 5",
     ),
+    "pool": ("#/pool/lab", "!!document.querySelector('.plot rect') && document.querySelectorAll('.queued').length > 3"),
+    "sweep": ("#/sweep/digits", "document.querySelectorAll('.plot .dot').length > 50"),
 }
 SHOTS = (
     ("overview", 1400, False, 560),
@@ -41,12 +44,18 @@ SHOTS = (
     ("compare", 1400, False, 1100),
     ("compare", 800, True, 1100),
     ("compare", 360, True, 760),
+    ("pool", 1400, False, 1000),
+    ("pool", 800, True, 1000),
+    ("pool", 360, False, 760),
+    ("sweep", 1400, True, 1100),
+    ("sweep", 800, False, 1100),
+    ("sweep", 360, True, 760),
 )
 SETTLED_S = 0.8  # after which curves are drawn
 
 
 def make_runs(folder: Path) -> None:
-    """Some runs as a team has them: finished, failed, stopped and going on."""
+    """Some runs as a team has them: finished, failed, stopped and going on; a pool, and a sweep."""
     now = time.time()
     small = "replicas=4+batch(size=64,micro=8)"
     runs = [
@@ -66,6 +75,74 @@ def make_runs(folder: Path) -> None:
     ]  # fmt: skip
     for run in runs:
         run.write()
+    make_pool(folder, now)
+    make_sweep(folder / "digits", now)
+
+
+def make_pool(folder: Path, now: float) -> None:
+    """Eight devices, and six runs that want them."""
+    pool, own = folder / "lab", own_process()
+    here = {"host": own["host"], "pid": own["pid"], "pid_started_s": own["pid_started_s"]}
+    for name, steps, seed in (("vit-base", 620, 8), ("bert-small", 240, 9)):
+        SyntheticRun(path=folder / name, steps=steps, last_step=2000, state="running", workers=4, seed=seed,
+                     plan="replicas=1-6+batch(size=96)", began=now - 4 - 0.4 * steps, **here).write()  # fmt: skip
+    began = now - 1500
+    for name, least, most, ago, terms in (
+        ("gpt-lr-3e-4", 2, 4, 1500, {}),
+        ("vit-base", 1, 6, 1320, {"priority": 2.0}),
+        ("bert-small", 1, 4, 1100, {"deadline": now + 2400}),
+        ("resnet-seeds", 4, 4, 60, {}),
+        ("ablation-wide", 2, 6, 35, {"priority": 0.5}),
+    ):
+        queue(pool, folder / name, least=least, most=most, submitted=now - ago, **terms)
+    waits = "others go first. It starts within"
+    write_pool(
+        pool,
+        {
+            "gpt-lr-3e-4": {"phase": "finished", "step": 1600, "last_step": 1600, "ended": now - 420, "exit_code": 0},
+            "vit-base": {"phase": "running", "replicas": 5, "devices": 5, "step": 620, "last_step": 2000,
+                         "parts": {"node1": {"replicas": 3}, "node2": {"replicas": 2}},
+                         "since": now - 410, "why": "vit-base goes from 4 to 5 replicas on 2 nodes: it goes on 1.21 "
+                         "times as fast, and finishes 58 s earlier."},
+            "bert-small": {"phase": "running", "replicas": 3, "devices": 3, "step": 240, "last_step": 2000,
+                           "parts": {"node2": {"replicas": 2}, "node1": {"replicas": 1}},
+                           "since": now - 405, "why": "bert-small goes from 1 to 3 replicas on 2 nodes: it goes on 2.6 "
+                           "times as fast, and finishes 11 min earlier."},
+            "resnet-seeds": {"phase": "waiting", "since": now - 60,
+                             "why": f"resnet-seeds waits for 4 devices: {waits} 9 min."},
+            "ablation-wide": {"phase": "waiting", "since": now - 35,
+                              "why": f"ablation-wide waits for 2 devices: {waits} 10 min."},
+        },
+        slots=8,
+        nodes={name: {"state": "here", "slots": 4, "gpus": 4, "used": 4} for name in ("node1", "node2")},
+    )  # fmt: skip
+    decide(
+        pool,
+        [
+            (began + 2, "gpt-lr-3e-4", 0, 4, "gpt-lr-3e-4 starts with 4 replicas on 1 node."),
+            (began + 182, "vit-base", 0, 4, "vit-base starts with 4 replicas on 1 node."),
+            (began + 402, "gpt-lr-3e-4", 4, 3, "gpt-lr-3e-4 goes from 4 to 3 replicas on 1 node, at 0.79 of its pace: "
+             "it has 9 min left, and 2 of 3 runs go first."),
+            (began + 404, "bert-small", 0, 1, "bert-small starts with 1 replica on 1 node."),
+            (now - 410, "vit-base", 4, 5, "vit-base goes from 4 to 5 replicas on 2 nodes: it goes on 1.21 times as "
+             "fast, and finishes 58 s earlier."),
+            (now - 405, "bert-small", 1, 3, "bert-small goes from 1 to 3 replicas on 2 nodes: it goes on 2.6 times as "
+             "fast, and finishes 11 min earlier."),
+        ],
+    )  # fmt: skip
+
+
+def make_sweep(folder: Path, now: float) -> None:
+    """A search of forty trials, of which two go on; some have their runs there."""
+    trials = searched(40)
+    for trial in trials[-2:]:
+        trial |= {"state": "running", "step": 55, "last_step": 100, "replicas": 1, "value": 0.9}
+    for trial in trials[10:]:
+        loss = 1.2 - float(trial["value"])
+        SyntheticRun(path=folder / f"trials/trial-{trial['number']:04}", steps=100, seed=trial["number"], level=loss,
+                     evaluate_every=10, began=now - 3000 + 60 * trial["number"]).write()  # fmt: skip
+    best = max((one for one in trials if one["state"] == "finished"), key=lambda one: one["value"])["number"]
+    write_sweep(folder, trials, best=best, log=["lr"], pool=str(folder.parent / "lab"), started=now - 3000)
 
 
 def main() -> None:

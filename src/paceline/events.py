@@ -113,6 +113,8 @@ class StepDone(Event):
     alone: bool = False  # no other worker took part in it: replicas take whole batches, in any order
     num_dropped: int = 0  # of `num_samples` those that came too late, and do not count
     late: bool = False  # those of this worker did
+    optimizer: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])  # lr, and lr/1, ... of groups
+    # of parameters with another one; grad_norm: global, before clipping, where it is finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +139,7 @@ class StepsMerged(Event):
     metrics: Mapping[str, float]  # means
     seconds: Mapping[str, float]  # as in StepDone
     alone: bool = False  # as in StepDone
+    optimizer: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])  # means
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,11 +21,11 @@ def add(commands: Commands) -> None:
         "ui",
         summary="show all runs of a folder in a browser, live",
         description="Serve a page with all runs of a folder, until Ctrl-C: an overview, a page for each run that "
-        "follows it while it goes on, and runs compared. It listens on this machine only, unless --host says "
-        "otherwise, and changes nothing, unless --control says so.",
+        "follows it while it goes on, pools and sweeps, and runs compared. It listens on this machine only, unless "
+        "--host says otherwise, and changes nothing, unless --control says so.",
         examples="  paceline ui\n  paceline ui /data/runs --port 8080\n"
         "  paceline ui --host 0.0.0.0        others need the token in the printed address\n"
-        "  paceline ui --control             runs can be stopped and resized from the page",
+        "  paceline ui --control             runs can be stopped, resized and cancelled from the page",
     )
     parser.add_argument(
         "runs", metavar="RUNS", nargs="?", type=Path, help="folder of run directories, or one of them (default: runs)"
@@ -35,7 +35,9 @@ def add(commands: Commands) -> None:
         "--host", metavar="ADDRESS", default="127.0.0.1", help="address to listen on (default: this machine only)"
     )
     parser.add_argument("--token", action="store_true", help="need the printed token on this machine, too")
-    parser.add_argument("--control", action="store_true", help="let the page stop and resize runs; needs the token")
+    parser.add_argument(
+        "--control", action="store_true", help="let the page stop, resize and cancel runs; needs the token"
+    )
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
     parser.set_defaults(run=run)
 

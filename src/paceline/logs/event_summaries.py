@@ -130,6 +130,7 @@ class _StepSums:
         self._sums: dict[str, int] = dict.fromkeys(("num_samples", *COUNTS), 0)
         self._seconds: dict[str, float] = {}
         self._metrics: dict[str, list[float]] = {}  # sum, number
+        self._optimizer: dict[str, list[float]] = {}
         self._longest_s = 0.0
 
     def takes(self, fields: Fields) -> bool:
@@ -158,11 +159,12 @@ class _StepSums:
             self._losses = [min(least, loss), max(most, loss), first, loss]
         elif fields["loss"] is not None and not fields.get("skipped"):
             self._num_broken += 1
-        for name, value in fields["metrics"].items():
-            number = _number(value)
-            if number is not None:
-                one = self._metrics.setdefault(name, [0.0, 0])
-                one[0], one[1] = one[0] + number, one[1] + 1
+        for sums, values in ((self._metrics, fields["metrics"]), (self._optimizer, fields.get("optimizer") or {})):
+            for name, value in values.items():
+                number = _number(value)
+                if number is not None:
+                    one = sums.setdefault(name, [0.0, 0])
+                    one[0], one[1] = one[0] + number, one[1] + 1
 
     def text(self) -> str:
         last = self._last
@@ -177,6 +179,8 @@ class _StepSums:
         fields |= {"num_broken": self._num_broken, "num_skipped": self._num_skipped}
         fields |= {"skipped_s": round(self._skipped_s, 6), "longest_s": round(self._longest_s, 6)}
         fields["metrics"] = {name: total / number for name, (total, number) in self._metrics.items()}
+        if self._optimizer:
+            fields["optimizer"] = {name: total / number for name, (total, number) in self._optimizer.items()}
         fields["seconds"] = {name: round(value, 6) for name, value in self._seconds.items()}
         if last.get("alone"):
             fields["alone"] = True

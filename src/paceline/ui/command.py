@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import socket
 import threading
 import webbrowser
@@ -25,6 +26,7 @@ BACKLOG = 128
 MOST_CONNECTIONS = 256
 KEEP_ALIVE_S = 5
 END_S = 1  # for answers under way, after Ctrl-C
+LOWEST_PRIORITY = 19
 
 
 def main_ui(
@@ -45,6 +47,7 @@ def main_ui(
         print(f"{_title(root)} at {address}", flush=True)
         if not is_local:
             print("the connection is not encrypted: on a network that you do not trust, use an SSH tunnel", flush=True)
+        os.setpriority(os.PRIO_PROCESS, 0, LOWEST_PRIORITY)  # a training on the same cores goes first
         if opens:
             threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()  # one in a terminal stays
         return asyncio.run(_serve(root, access, listener, can_control=can_control))

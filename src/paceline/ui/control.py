@@ -1,4 +1,5 @@
-"""Stop and resize a run from its page: what `paceline stop` and `paceline resize` do, by these commands themselves."""
+"""Stop and resize a run from its page, and take one out of its pool: what `paceline stop`, `paceline resize` and
+`paceline pool --cancel` do, by these commands themselves."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class RunControl:
         self._under_way: dict[Path, asyncio.Task[tuple[int, str]]] = {}
 
     async def ask(self, run_dir: Path, *words: str) -> dict[str, Any]:
-        """Have a command done: `stop`, or `resize` and a number; returns `says` or `error`."""
+        """Have a command done: `stop`, or `resize` and a number, of a run; or `pool` and what it is to do, of a pool.
+        Returns `says` or `error`."""
         running = self._under_way.get(run_dir)
         if running is not None and not running.done():
             return {"error": "another command for this run is under way"}

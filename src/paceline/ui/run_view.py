@@ -25,11 +25,12 @@ __all__ = ["RunView"]
 
 CURVES_S = 0.15  # of a look, for reading metrics
 EVENTS_S = 0.1
-STATUS_EVERY_S = 1.0
+SUMMARY_EVERY_S = 0.5
+STATUS_EVERY_S = 2.0
 SHARE = 10  # a part that took so long waits so many times as long
 LOGS_EVERY_S = 0.5
-REPORT_EVERY_S = 10.0
-REPORT_SHARE = 20
+REPORT_EVERY_S = 30.0
+REPORT_SHARE = 200
 REPORT_SOON_S = 2.0  # after an incident
 JOB_SHOWN = (
     "program",
@@ -61,6 +62,7 @@ class RunView:
         self._events = RunEvents(run_dir)
         self._parts: dict[str, tuple[int, Any]] = {}
         self._stamps: tuple[FileStamp, ...] = ()
+        self._summed = _Cadence(SUMMARY_EVERY_S, SHARE)
         self._looked = _Cadence(STATUS_EVERY_S, SHARE)
         self._logs = _Cadence(LOGS_EVERY_S, SHARE)
         self._report = _Cadence(REPORT_EVERY_S, REPORT_SHARE)
@@ -71,11 +73,13 @@ class RunView:
         """Read what has changed; costs a few `stat` calls where nothing has."""
         self._metrics.poll(CURVES_S)
         stamps = (FileStamp.of(self.run_dir / "run.json"), FileStamp.of(self.run_dir / "metrics.jsonl"))
-        is_new = stamps != self._stamps
+        is_new = stamps != self._stamps and self._summed.is_due(also=stamps[:1] != self._stamps[:1])
         if is_new:
+            self._summed.begin()
             self._stamps = stamps
-            self.summary = summary_of(self.run_dir, self.name)
+            self.summary = summary_of(self.run_dir, self.name, with_spark=False)
             self._put("summary", self.summary.facts() | self._of_curves())
+            self._summed.end()
         attempt = self.summary.attempt if self.summary is not None else 0
         if attempt and self._events.poll(attempt, EVENTS_S):
             self._put("events", self._events.lines())
@@ -134,6 +138,10 @@ class RunView:
         """Take the report, or `{"problem": ...}`."""
         self._report.end()
         self._put("report", report)
+
+    def belongs_to(self, groups: list[dict[str, Any]]) -> None:
+        """Take which pools and sweeps it belongs to."""
+        self._put("groups", groups)
 
     def close(self) -> None:
         """Close its files."""

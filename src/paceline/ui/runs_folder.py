@@ -1,4 +1,5 @@
-"""The runs below a folder, each with its summary; kept up to date by looking at the files' sizes and times.
+"""The runs below a folder, each with its summary, and its pools and sweeps; kept up to date by looking at the files'
+sizes and times.
 
 A look at 1,000 runs is some thousand `stat` calls, and only runs whose files have changed are read again. Where many
 are new, the newest are read first, and the rest in the next looks: a page is shown at once, and fills up.
@@ -13,11 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from paceline.ui.run_groups import GROUP_FILES, RunGroups
 from paceline.ui.run_summary import FileStamp, RunSummary, summary_of
 
 __all__ = ["RunsFolder"]
 
 SCAN_EVERY_S = 2.0  # for runs that have come or gone
+SCAN_SELDOM_S = 20.0  # where only one run is shown
 CHECK_EVERY_S = 2.0  # whether a running run's process is there
 BUDGET_S = 0.3  # of one look, for reading
 DEEPEST = 4  # folders within each other
@@ -34,6 +37,9 @@ class RunsFolder:
         self.root = root
         self.revision = 1
         self._runs: dict[str, _KnownRun] = {}
+        self._groups = RunGroups()
+        self._groups_seen, self._groups_revision = 0, 1
+        self._groups_looked_s = -SCAN_EVERY_S
         self._gone: dict[str, int] = {}  # a run that was removed: in which revision
         self._forgot = 0  # the revision up to which removed runs were forgotten
         self._scanned_s = -SCAN_EVERY_S
@@ -45,12 +51,39 @@ class RunsFolder:
             self._scan()
         return self._runs[name].path if name in self._runs else None
 
+    def groups_of(self, run_dir: Path) -> list[dict[str, Any]]:
+        """Return the pools and sweeps that a run belongs to, by what was read in the last seconds."""
+        now = time.monotonic()
+        if now - self._scanned_s >= SCAN_SELDOM_S:
+            self._scan()
+        if now - self._groups_looked_s >= SCAN_EVERY_S:
+            self._look_at_groups()
+        return self._groups.of_run(run_dir)
+
+    def pool(self, name: str) -> dict[str, Any] | None:
+        """Return what a pool's page shows; None where there is no such pool."""
+        return self._groups.pool_facts(name, self._by_path())
+
+    def pool_dir(self, name: str) -> Path | None:
+        """Return a pool's folder; None where there is no such pool."""
+        return self._groups.pools[name].path if name in self._groups.pools else None
+
+    def sweep(self, name: str, since: int) -> dict[str, Any] | None:
+        """Return what a page of a sweep lacks that has seen revision `since`; None: nothing, or no such sweep."""
+        if name not in self._groups.sweeps:
+            return None
+        return self._groups.sweep_changes(name, since, self._by_path())
+
+    def has_sweep(self, name: str) -> bool:
+        return name in self._groups.sweeps
+
     def look(self, budget_s: float = BUDGET_S) -> None:
-        """Find runs, and read those that have changed, for about `budget_s`."""
+        """Find runs, and read those that have changed, for about `budget_s`; and the pools and sweeps."""
         now = time.monotonic()
         is_scan = now - self._scanned_s >= SCAN_EVERY_S
         if is_scan:
             self._scan()
+        self._look_at_groups()
         deadline = time.perf_counter() + budget_s
         due = [run for run in self._runs.values() if run.is_due(now, also_ended=is_scan)]
         for run in sorted(due, key=lambda one: one.changed_ns, reverse=True):
@@ -75,11 +108,28 @@ class RunsFolder:
             "gone": [] if whole else [name for name, revision in self._gone.items() if revision > since],
             "num_waiting": len(self._runs) - len(known),
             "is_cut": self.is_cut,
-        }
+        } | (self._groups.summaries() if whole or self._groups_revision > since else {})
+
+    def _by_path(self) -> dict[str, RunSummary]:
+        """The runs that were read, by their directories without links."""
+        return {run.real: run.summary for run in self._runs.values() if run.summary is not None}
+
+    def _look_at_groups(self) -> None:
+        self._groups_looked_s = time.monotonic()
+        self._groups.look()
+        if self._groups.revision != self._groups_seen:
+            self._groups_seen = self._groups.revision
+            self.revision += 1
+            self._groups_revision = self.revision
 
     def _scan(self) -> None:
         self._scanned_s = time.monotonic()
-        found = dict(self._found())
+        folders: dict[str, dict[str, Path]] = {kind: {} for kind in GROUP_FILES}
+        found = dict(self._found(folders))
+        self._groups.found(folders)
+        for name, path in self._groups.runs_elsewhere(self.root.resolve()):
+            if len(found) < MOST_RUNS and (path / RECORD).is_file():
+                found.setdefault(name, path)
         for name in self._runs.keys() - found.keys():
             del self._runs[name]
             self.revision += 1
@@ -88,12 +138,13 @@ class RunsFolder:
             self._gone.clear()
             self._forgot = self.revision
         for name in found.keys() - self._runs.keys():
-            self._runs[name] = _KnownRun(name, found[name])
+            self._runs[name] = _KnownRun(name, found[name], real=os.path.realpath(found[name]))
             self._gone.pop(name, None)
             self.revision += 1
 
-    def _found(self) -> Iterator[tuple[str, Path]]:
-        """Name and directory of each run. A run's own folders are not looked into."""
+    def _found(self, folders: dict[str, dict[str, Path]]) -> Iterator[tuple[str, Path]]:
+        """Name and directory of each run. A run's own folders are not looked into. Pools and sweeps are put into
+        `folders`."""
         self.is_cut = False
         if (self.root / RECORD).is_file():
             yield self.root.resolve().name or "run", self.root
@@ -102,6 +153,9 @@ class RunsFolder:
         while waiting:
             folder, prefix, depth = waiting.pop()
             num_folders += 1
+            for kind, file in GROUP_FILES.items():
+                if (folder / file).is_file():
+                    folders[kind][prefix.rstrip("/") or self.root.resolve().name or kind] = folder
             for entry in _folders_in(folder):
                 name, path = f"{prefix}{_as_text(entry)}", folder / entry
                 if (path / RECORD).is_file():
@@ -122,6 +176,7 @@ class _KnownRun:
     path: Path
     summary: RunSummary | None = None
     revision: int = 0
+    real: str = ""  # its path without links
     _stamps: tuple[FileStamp, FileStamp] | None = None
     _checked_s: float = 0.0
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import re
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ from paceline.ui.access import Access, GuardedApp
 from paceline.ui.comparison import MOST_COMPARED, compared
 from paceline.ui.control import RunControl
 from paceline.ui.event_stream import EventStream, Seen, Streams, json_text
+from paceline.ui.group_pages import GroupPages
 from paceline.ui.log_lines import STREAMS, log_lines, workers_with_logs
 from paceline.ui.report_process import ReportProcess
 from paceline.ui.run_view import RunView
@@ -43,9 +45,11 @@ RUN_EVERY_S = 0.25
 SHARED_S = 0.2  # looks of several pages at the same thing within so long are one
 LOOKS_TO_CATCH_UP = 3  # of a page that shows some of the steps so far
 MOST_VIEWS = 24  # runs that are kept in memory
+GROUPS_EVERY_S = 2.0  # whether a run is in a pool
 KEPT_S = 120.0  # after the last page has gone
 MOST_BODY = 4096  # bytes of a request's body
 MOST_REPLICAS = 1_000_000
+POOL_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # a run's name in a pool: no option, and no path
 KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml", "txt": "text/plain"}
 
 
@@ -62,6 +66,7 @@ class UiServer:
         self._report_tasks: dict[str, asyncio.Task[None]] = {}
         self._files = _static_files()
         self.streams = Streams()
+        self._groups = GroupPages(self._folder, self.streams, look=self._look, in_thread=self._in_thread)
         self.app = GuardedApp(Starlette(routes=self._routes(), lifespan=self._lifespan), access)
 
     def _routes(self) -> list[Route]:
@@ -76,6 +81,8 @@ class UiServer:
             Route("/api/compare", self._compare),
             Route("/api/run/stop", self._stop, methods=["POST"]),
             Route("/api/run/resize", self._resize, methods=["POST"]),
+            Route("/api/pool/cancel", self._cancel, methods=["POST"]),
+            *self._groups.routes(),
         ]
 
     @contextlib.asynccontextmanager
@@ -117,14 +124,14 @@ class UiServer:
         return EventStream(self.streams, self._changed_runs, seen=seen, every_s=OVERVIEW_EVERY_S)
 
     async def _changed_runs(self, seen: Seen) -> dict[str, Any] | None:
-        def look() -> dict[str, Any] | None:
-            if time.monotonic() - self._folder_looked_s >= SHARED_S:
-                self._folder.look()
-                self._folder_looked_s = time.monotonic()
-            return self._folder.changes(seen[0])
-
-        found = await self._in_thread(look)
+        found = await self._in_thread(self._look, lambda: self._folder.changes(seen[0]))
         return None if found is None else found | {"revisions": [found["revision"]]}
+
+    def _look(self) -> None:
+        """Have the folder looked at, unless that was just done."""
+        if time.monotonic() - self._folder_looked_s >= SHARED_S:
+            self._folder.look()
+            self._folder_looked_s = time.monotonic()
 
     async def _run_stream(self, request: Request) -> Response:
         name = request.query_params.get("run", "")
@@ -141,6 +148,8 @@ class UiServer:
         for _ in range(LOOKS_TO_CATCH_UP if seen[0] and view.is_catching_up else 1):
             if not self.streams.closing.is_set():
                 await self._in_thread(watched.look)
+        if watched.is_group_due():
+            await self._in_thread(lambda: view.belongs_to(self._folder.groups_of(view.run_dir)))
         found = await self._in_thread(lambda: view.changes((max(0, seen[0]), max(0, seen[1]))))
         if view.is_report_due() and name not in self._report_tasks:
             view.begin_report()
@@ -201,8 +210,21 @@ class UiServer:
             raise HTTPException(400, "replicas is a number from 1 on")
         return _json(await self._control.ask(run_dir, "resize", str(replicas)))
 
+    async def _cancel(self, request: Request) -> Response:
+        body = await self._asked_body(request)
+        pool = await self._in_thread(self._look, lambda: self._folder.pool_dir(str(body.get("pool", ""))))
+        name = str(body.get("name", ""))
+        if pool is None or not POOL_RUN.fullmatch(name):
+            raise HTTPException(404, "there is no such run in this pool")
+        return _json(await self._control.ask(pool, "pool", "--cancel", name))
+
     async def _asked(self, request: Request) -> tuple[Path, dict[str, Any]]:
         """The run of a request that changes one, and its body; HTTPException where it may not, or is none."""
+        asked = await self._asked_body(request)
+        return (await self._watched(str(asked.get("run", "")))).view.run_dir, asked
+
+    async def _asked_body(self, request: Request) -> dict[str, Any]:
+        """The body of a request that changes something; HTTPException where it may not."""
         if not self._can_control:
             raise HTTPException(403, "runs are only shown here: start paceline ui with --control")
         if not self._access.may_control(request.headers):
@@ -213,10 +235,9 @@ class UiServer:
             if len(body) > MOST_BODY:
                 raise HTTPException(413)
         try:
-            asked = read_object(body)
+            return read_object(body)
         except ValueError as error:
             raise HTTPException(400, f"the body {error}") from error
-        return (await self._watched(str(asked.get("run", "")))).view.run_dir, asked
 
     # ------------------------------------------------------------------------------------------------------ reading
 
@@ -258,6 +279,15 @@ class _ShownRun:
     view: RunView
     used_s: float = 0.0
     _looked_s: float = 0.0
+    _grouped_s: float = -GROUPS_EVERY_S
+
+    def is_group_due(self) -> bool:
+        """Whether it is time to see which pools and sweeps the run belongs to; notes that it is done."""
+        now = time.monotonic()
+        if now - self._grouped_s < GROUPS_EVERY_S:
+            return False
+        self._grouped_s = now
+        return True
 
     def look(self) -> None:
         if self.view.is_catching_up or time.monotonic() - self._looked_s >= SHARED_S:

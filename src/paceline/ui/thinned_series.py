@@ -7,6 +7,7 @@ that a page gets only what is new.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,14 +17,15 @@ MOST_COLUMNS = 1024
 
 
 class ThinnedSeries:
-    """Values by step, in any order. `changes(since)` is what a page that has seen revision `since` lacks."""
+    """Values by step, in any order. `changes(since)` is what a page that has seen revision `since` lacks.
+    Revisions never go back."""
 
     __slots__ = ("_columns", "_widened", "width")
 
     def __init__(self) -> None:
         self.width = 1  # steps of a column
         self._widened = 0  # the revision in which columns were merged last
-        self._columns: dict[int, _Column] = {}
+        self._columns: dict[int, _Column] = {}  # in the order in which they changed last
 
     def __len__(self) -> int:
         return len(self._columns)
@@ -40,6 +42,8 @@ class ThinnedSeries:
             if len(self._columns) > MOST_COLUMNS:
                 self._widen(revision)
             return
+        if next(reversed(self._columns)) != index:
+            self._columns[index] = self._columns.pop(index)
         column.steps += step * weight
         column.total += value * weight
         column.weight += weight
@@ -53,11 +57,9 @@ class ThinnedSeries:
         """Return `width`, whether the points are `whole` (all there are), and points [column, step, mean, least, most]
         by step; None where nothing is new."""
         whole = since < self._widened or since <= 0
-        points = [
-            [index, *column.numbers()]
-            for index, column in sorted(self._columns.items())
-            if whole or column.revision > since
-        ]
+        changed = reversed(self._columns.items())  # what is new is at the end, so the rest is not looked at
+        new = changed if whole else itertools.takewhile(lambda one: one[1].revision > since, changed)
+        points = [[index, *column.numbers()] for index, column in sorted(new, key=lambda one: one[0])]
         return {"width": self.width, "whole": whole, "points": points} if points else None
 
     def means(self) -> Iterator[tuple[float, float]]:
@@ -74,7 +76,7 @@ class ThinnedSeries:
                 into = merged.setdefault(index // 2, column)
                 if into is not column:
                     into.take(column)
-            self._columns = merged
+            self._columns = dict(sorted(merged.items(), key=lambda one: one[1].revision))
         self._widened = revision
 
 

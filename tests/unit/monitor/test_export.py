@@ -520,3 +520,27 @@ def test_a_run_of_one_step_or_none_has_a_summary(tmp_path: Path) -> None:
     assert (facts["steps"], facts["samples_per_s"], facts["share_communication"]) == (0, None, None)
     summary.accept(step(1))
     assert summary.facts("finished", 0)["samples_per_s"] == 4.0
+
+
+def test_every_sink_tells_learning_rates_and_the_norm_and_a_reported_one_counts(tmp_path: Path) -> None:
+    path, summary = tmp_path / "metrics.jsonl", Summary(tmp_path, attempt=1, workers=2)
+    metrics, tensorboard = MetricsFile(path, attempt=1), TensorBoardFile(tmp_path / "tb")
+    endpoint = PrometheusEndpoint("127.0.0.1", 0, workers=2)
+    rows = [
+        step(1, optimizer={"lr": 0.5, "grad_norm": 2.0}),
+        step(2, optimizer={"lr": 0.25, "lr/1": 0.125, "grad_norm": 3.0}, metrics={"grad_norm": 7.0}),
+    ]
+    try:
+        for item in (started(), *rows):
+            for sink in (metrics, tensorboard, summary, endpoint):
+                sink.accept(item)
+        scraped = scrape(endpoint.url)
+    finally:
+        endpoint.close()
+    tensorboard.close()
+    names = ("lr", "lr/1", "grad_norm")
+    assert [[line.get(name) for name in names] for line in read(path)] == [[0.5, None, 2.0], [0.25, 0.125, 7.0]]
+    drawn = scalars(tmp_path / "tb")
+    assert [drawn[name] for name in names] == [[(1, 0.5), (2, 0.25)], [(2, 0.125)], [(1, 2.0), (2, 7.0)]]
+    assert summary.facts("finished", 0)["metrics"] == {"lr": 0.25, "lr/1": 0.125, "grad_norm": 7.0}
+    assert [scraped[f'paceline_metric{{name="{name}"}}'] for name in names] == [0.25, 0.125, 7.0]

@@ -303,6 +303,15 @@ def test_a_kind_of_event_that_comes_all_the_time_is_summed_up() -> None:
     assert sums[1]["sums"]["seconds"] == 0.5 * 968 and (sums[1]["first_step"], sums[1]["last_step"]) == (17, 984)
 
 
+def test_summed_up_steps_keep_the_mean_of_their_learning_rates() -> None:
+    fields = {"event": "StepDone", "time": 1.0, "worker": 0, "epoch": 0, "num_samples": 8, "loss": 1.0, "metrics": {}}
+    fields |= {"seconds": {"total": 1.0}}
+    of_optimizer = [{"lr": 0.5}, {"lr": 0.25, "grad_norm": 2.0}, {}]
+    lines = [json.dumps({**fields, "step": step, "optimizer": one}) for step, one in enumerate(of_optimizer, 1)]
+    (merged,) = map(json.loads, merge_events([*lines, json.dumps({**fields, "step": 4})]))  # an older one has none
+    assert merged["optimizer"] == {"lr": 0.375, "grad_norm": 2.0} and merged["num_steps"] == 4
+
+
 @pytest.mark.thorough
 def test_a_supervisors_log_stays_small_and_keeps_each_worker_that_came_or_was_lost(tmp_path: Path) -> None:
     run = tmp_path / "run"

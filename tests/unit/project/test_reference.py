@@ -126,7 +126,13 @@ def test_every_prometheus_metric_is_listed(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_every_key_of_a_line_of_metrics_is_listed() -> None:
-    row = step_row(noise_scale=100.0, num_dropped=1, num_wire_bytes=1, num_raw_bytes=2)
+    row = step_row(
+        noise_scale=100.0,
+        num_dropped=1,
+        num_wire_bytes=1,
+        num_raw_bytes=2,
+        optimizer={"lr": 1, "lr/1": 2, "grad_norm": 3},
+    )
     listed = [cell[0].strip("`") for cell in cells(section(page("events-and-metrics.md"), "metrics.jsonl"))]
     assert listed == list(metrics_line(row, attempt=1))
 

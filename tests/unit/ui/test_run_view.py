@@ -23,7 +23,7 @@ from synthetic_runs import SyntheticRun
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """No part waits for its turn."""
-    for name in ("STATUS_EVERY_S", "LOGS_EVERY_S", "REPORT_EVERY_S", "REPORT_SOON_S"):
+    for name in ("SUMMARY_EVERY_S", "STATUS_EVERY_S", "LOGS_EVERY_S", "REPORT_EVERY_S", "REPORT_SOON_S"):
         monkeypatch.setattr(run_view, name, 0.0)
     for name in ("SHARE", "REPORT_SHARE"):
         monkeypatch.setattr(run_view, name, 0.0)

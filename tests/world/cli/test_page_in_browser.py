@@ -8,6 +8,7 @@ import pytest
 
 from chromium import Chromium, Page
 from live_server import serve
+from synthetic_groups import decide, queue, searched, write_pool, write_sweep
 from synthetic_runs import SyntheticRun
 
 pytestmark = [pytest.mark.further, pytest.mark.needs("chromium"), pytest.mark.timeout(240)]
@@ -28,6 +29,32 @@ def runs(tmp_path: Path) -> Path:
     SyntheticRun(path=folder / "two", steps=90, seed=2, evaluate_every=20).write()
     SyntheticRun(path=folder / HOSTILE, steps=9, state="failed", error=HOSTILE, program=HOSTILE).write()
     return folder
+
+
+@pytest.fixture
+def groups(runs: Path) -> Path:
+    """The runs with a pool, in which one runs and one waits, and a sweep."""
+    entries = {"two": {"phase": "running", "replicas": 2, "devices": 2, "step": 90, "why": HOSTILE, "last_step": 200}}
+    pool = write_pool(
+        runs / "lab", entries | {"later-run-with-a-long-name": {"phase": "waiting", "why": "waits " * 20}}
+    )
+    queue(pool, runs / "two", most=4)
+    queue(
+        pool,
+        runs / "later-run-with-a-long-name",
+        least=3,
+        most=4,
+        submitted=1_795_000_009.0,
+        deadline=2e9,
+        priority=2.5,
+    )
+    decide(pool, [(1_795_000_000.0, "two", 0, 1, "two starts"), (1_795_000_500.0, "two", 1, 2, HOSTILE)])
+    trials = searched(30)
+    trials[0]["parameters"]["optimizer"] = HOSTILE
+    write_sweep(runs / "study", trials)
+    for number in range(4):
+        SyntheticRun(path=runs / f"study/trials/trial-{number:04}", steps=40, seed=number).write()
+    return runs
 
 
 SHOWN = "document.querySelector('.chart').chart.plot.scales.x"
@@ -53,6 +80,70 @@ def test_every_page_fits_its_screen_and_nothing_goes_wrong(runs: Path, width: in
             assert page.ask("document.documentElement.scrollWidth <= innerWidth"), where
             assert page.ask(CUT_OFF) == [], where
             assert page.ask("document.querySelectorAll('main img').length") == 0, "a name was read as HTML"
+        assert browser.problems() == []
+
+
+@pytest.mark.parametrize("width", [360, 800, 1400])
+@pytest.mark.parametrize("is_dark", [False, True])
+def test_pages_of_pools_and_sweeps_fit_their_screens(groups: Path, width: int, is_dark: bool) -> None:
+    with serve(groups, "--control") as served, Chromium() as browser:
+        browser.open(served.address, width=width, is_dark=is_dark)  # with the token, which becomes a cookie
+        address = served.address.partition("?")[0]
+        for where, ready in (
+            ("#/", "document.querySelectorAll('.group').length == 2"),
+            (
+                "#/pool/lab",
+                "!!document.querySelector('.plot rect') && document.querySelectorAll('.queued').length == 2",
+            ),
+            ("#/sweep/study", "document.querySelectorAll('.trials tbody tr').length == 30"),
+            ("#/run/two", "document.querySelector('.program')?.innerText.includes('pool lab')"),
+        ):
+            page = browser.open(address + where, width=width, is_dark=is_dark)
+            page.wait_for(ready)
+            assert page.ask("document.documentElement.scrollWidth <= innerWidth"), where
+            assert page.ask(CUT_OFF) == [], where
+            assert page.ask("document.querySelectorAll('main img').length") == 0, "a name was read as HTML"
+        assert browser.problems() == []
+
+
+def test_a_run_is_cancelled_by_two_clicks_and_goes(groups: Path) -> None:
+    for path in (groups / "lab/queue").iterdir():
+        path.chmod(0o600)
+    with serve(groups, "--control") as served, Chromium() as browser:
+        page = browser.open(served.address)
+        page = browser.open(served.address.partition("?")[0] + "#/pool/lab")
+        button = "document.querySelectorAll('.queued .button')[1]"
+        page.wait_for(f"!!{button}")
+        page.ask(f"{button}.click()")
+        page.wait_for(f"{button}.innerText == 'Sure?'")
+        write_pool(groups / "lab", {"two": {"phase": "running", "replicas": 1, "devices": 1}})
+        page.wait_for("document.querySelector('.of-replicas').innerText.startsWith('1')")
+        assert page.ask(f"{button}.innerText") == "Sure?", "news of the pool do not take back a first click"
+        page.ask(f"{button}.click()")
+        page.wait_for("document.querySelectorAll('.queued').length == 1")
+        assert [path.name for path in (groups / "lab/queue").iterdir()] == ["two.json"]
+        assert browser.problems() == []
+
+
+def test_trials_are_sorted_marked_and_compared(groups: Path) -> None:
+    numbers = "[...document.querySelectorAll('.trials tbody tr td:nth-child(2)')].map(one => Number(one.textContent))"
+    with serve(groups) as served, Chromium() as browser:
+        page = browser.open(served.address + "#/sweep/study")
+        page.wait_for("document.querySelectorAll('.trials tbody tr').length == 30")
+        assert page.ask("document.querySelector('.trials tbody tr').className") == "best"
+        best = page.ask(numbers)[0]
+        page.ask("document.querySelector('.trials th:nth-child(2) button').click()")
+        assert page.ask(numbers) == list(range(30))
+        page.ask("document.querySelector('.trials th:nth-child(2) button').click()")
+        assert page.ask(numbers) == list(range(29, -1, -1)) and best in range(30)
+        page.ask("document.querySelector('.trials th:nth-child(2) button').click()")
+        page.ask("document.querySelectorAll('.trials tbody input')[1].click()")
+        write_sweep(groups / "study", searched(31))
+        page.wait_for("document.querySelectorAll('.trials tbody tr').length == 31")
+        assert page.ask("document.querySelectorAll('.trials tbody input')[1].checked"), "a choice outlives news"
+        page.ask("document.querySelectorAll('.trials tbody input')[2].click()")
+        page.ask("document.querySelector('.picked a').click()")
+        page.wait_for("location.hash.startsWith('#/compare/') && !!document.querySelector('.compared td')")
         assert browser.problems() == []
 
 

@@ -115,7 +115,7 @@ def metrics_line(row: Step, *, attempt: int) -> dict[str, Any]:
         **({"wire_ratio": round(row.num_wire_bytes / row.num_raw_bytes, 6)} if row.num_raw_bytes else {}),
         **({"noise_scale": round(row.noise_scale, 3)} if row.noise_scale is not None else {}),
         "seconds": {name: round(value, 6) for name, value in row.seconds.items()},
-        **{name: real(value) for name, value in row.metrics.items()},
+        **{name: real(value) for name, value in row.measured.items()},
     }
 
 
@@ -138,7 +138,7 @@ def _summed_line(record: Record, steps: StepsMerged, *, attempt: int) -> dict[st
         "samples_per_s": None if speed is None else round(speed, 3),
         "skipped": False,
         "seconds": {name: round(value / num, 6) for name, value in steps.seconds.items()},
-        **{name: real(value) for name, value in steps.metrics.items()},
+        **{name: real(value) for name, value in {**steps.optimizer, **steps.metrics}.items()},
         "merged": {
             "steps": [[steps.first_step, steps.last_step]],
             "num": num,

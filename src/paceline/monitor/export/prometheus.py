@@ -46,7 +46,7 @@ class PrometheusEndpoint:
         self._failures = Counter("paceline_checkpoint_failures", "Checkpoints that failed.", registry=registry)
         self._loss = Gauge("paceline_loss", "Loss of the last step, over its global batch.", registry=registry)
         self._noise: Gauge | None = None  # once it is known
-        about = "Last value of a reported metric, mean over the workers that reported it."
+        about = "Last value of a reported metric, mean over the workers that reported it; and of lr and grad_norm."
         self._metric = Gauge("paceline_metric", about, ["name"], registry=registry)
         about = "Last evaluation, exact over all workers, by measure."
         self._evaluation = Gauge("paceline_evaluation", about, ["name"], registry=registry)
@@ -107,7 +107,7 @@ class PrometheusEndpoint:
             self._noise.set(row.noise_scale)
         for phase, seconds in parts_of(row.seconds).items():
             self._seconds.labels(phase).observe(seconds)
-        for name, value in row.metrics.items():
+        for name, value in row.measured.items():
             self._metric.labels(name).set(value)
         self._workers.step(row)
 

@@ -75,7 +75,7 @@ class _Mean:
 
 
 def _scalars(row: Step) -> dict[str, float]:
-    scalars = {"loss": row.loss, **row.metrics, "samples_per_second": row.samples_per_s, "progress/epoch": row.epoch}
+    scalars = {"loss": row.loss, **row.measured, "samples_per_second": row.samples_per_s, "progress/epoch": row.epoch}
     scalars["progress/workers"] = len(row.workers)
     scalars["noise_scale"] = row.noise_scale
     scalars.update(_below("seconds", {**row.seconds, **parts_of(row.seconds)}))

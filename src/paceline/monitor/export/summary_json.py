@@ -185,7 +185,7 @@ class Summary:
             "epochs": len(self._past_epochs) + len(self._epochs),
             "first_loss": real(self._losses[0]),
             "last_loss": real(self._losses[1]),
-            "metrics": {name: real(value) for name, value in last.metrics.items()} if last else {},
+            "metrics": {name: real(value) for name, value in last.measured.items()} if last else {},
             "evaluation": {name: real(value) for name, value in self.evaluated.metrics.items()}
             if self.evaluated
             else None,

@@ -59,6 +59,12 @@ class Step:
     num_raw_bytes: int = 0  # what these would have been without a codec
     noise_scale: float | None = None  # of gradients, in samples
     num_dropped: int = 0  # of its samples those that came too late, and do not count
+    optimizer: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])  # learning rates, grad_norm
+
+    @property
+    def measured(self) -> dict[str, float]:
+        """What is recorded of the optimizer and what the script reports, which counts where it has the same name."""
+        return {**self.optimizer, **self.metrics}
 
 
 class IdleShares:
@@ -188,6 +194,7 @@ class StepMerger:
             num_wire_bytes=sum(event.num_wire_bytes for event in events.values()),
             num_raw_bytes=sum(event.num_raw_bytes for event in events.values()),
             noise_scale=first.noise_scale,
+            optimizer=_means([event.optimizer for event in events.values()]),
             num_dropped=first.num_dropped,
             took_s={worker: event.seconds.get("total", 0.0) for worker, event in events.items()},
         )

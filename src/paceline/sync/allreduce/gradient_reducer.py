@@ -59,6 +59,7 @@ class GradientReducer(GradientBuckets):
     is_departing = False  # a bucket is being sent in backward; still True where that has failed
     _armed = False
     _finite_check: NonFiniteCheck | None = None
+    _known_norm: Tensor | None = None
 
     def begin(self, gradient_pass: int, *, step: int = 0, measures: bool = False) -> None:
         """Begin gradient pass number `gradient_pass` of the step (from 0): old gradients are removed.
@@ -74,6 +75,7 @@ class GradientReducer(GradientBuckets):
         self._armed = self.is_departing = False
         self._gradient_pass, self._step = gradient_pass, step
         self.parts, self.measured_square, self._square = [], None, None
+        self._known_norm = None
         self._measures = measures
         self._parts.begin()
         for bucket in self._buckets:
@@ -244,13 +246,21 @@ class GradientReducer(GradientBuckets):
         """Return the global norm of all gradients, 0-d; equal on every worker, which together hold the same sums."""
         square, self._square = self._square, None  # gradients may change before the next call
         if square is not None and dtype is None:
-            return self._norms.of_square(square, self.parameters)
+            self._known_norm = self._norms.of_square(square, self.parameters)
+            return self._known_norm
         is_wanted = self._measures and self._combination is None  # Adasum knows it already
         is_measured = self._parts.is_measured if is_wanted else None
         norm, measured = self._norms.norm(self.parameters, dtype, is_measured=is_measured)
         if measured is not None:
             self.measured_square = float(measured)
+        self._known_norm = norm
         return norm
+
+    @property
+    def known_norm(self) -> float | None:
+        """The global norm of the last gradient pass as it was computed last; None: it was not asked for. Computes
+        nothing."""
+        return None if self._known_norm is None else float(self._known_norm)
 
     def is_finite(self) -> bool:
         """Return whether all gradients are finite; if only the norm overflows, the gradients are checked."""

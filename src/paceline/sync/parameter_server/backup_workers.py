@@ -163,6 +163,10 @@ class BackupWorkerGradients(AsyncGradients):
     def norm(self, dtype: torch.dtype | None = None) -> Tensor:
         return torch.tensor(self._norm, dtype=dtype or torch.float64)
 
+    @property
+    def known_norm(self) -> float | None:
+        return self._norm
+
     def is_finite(self) -> bool:
         return math.isfinite(self._norm)
 

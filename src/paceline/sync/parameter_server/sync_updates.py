@@ -110,6 +110,10 @@ class SyncServerGradients(GradientReducer):
     def norm(self, dtype: torch.dtype | None = None) -> Tensor:
         return torch.tensor(self._norm, dtype=dtype or torch.float64).to(dtype or self._kind())
 
+    @property
+    def known_norm(self) -> float | None:
+        return self._norm
+
     def is_finite(self) -> bool:
         return math.isfinite(self._norm)
 

@@ -4,7 +4,9 @@ import { h, put } from "./dom.js";
 import { ask } from "./live.js";
 import { compare } from "./compare.js";
 import { overview } from "./overview.js";
+import { pool } from "./pool.js";
 import { run } from "./run.js";
+import { sweep } from "./sweep.js";
 
 const page = document.getElementById("page"), where = document.getElementById("where");
 let close = () => {}, about = null;
@@ -16,9 +18,10 @@ function route() {
   const name = rest.map(decodeURIComponent).join("/");
   document.title = "Paceline";
   window.scrollTo(0, 0);
-  if (kind === "run") {
+  const named = { run, pool, sweep }[kind];
+  if (named) {
     put(where, h("a", { href: "#/" }, "Runs"), h("span", { class: "sep" }, "/"), h("span", { class: "name" }, name));
-    close = run(page, name, about);
+    close = named(page, name, about);
   } else if (kind === "compare") {
     put(where, h("a", { href: "#/" }, "Runs"), h("span", { class: "sep" }, "/"), "Compare");
     close = compare(page, rest.map(decodeURIComponent));

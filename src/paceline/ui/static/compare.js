@@ -3,7 +3,7 @@
 import { h, put } from "./dom.js";
 import { ask } from "./live.js";
 import { Chart, Curve, curveColor, curveOf } from "./charts.js";
-import { count, duration, number, rate } from "./format.js";
+import { count, duration, metricTitle, number, rate } from "./format.js";
 import { runLink, stateBadge } from "./overview.js";
 import { axisSwitch } from "./run.js";
 import { card, table } from "./run_parts.js";
@@ -39,7 +39,7 @@ export function compare(page, names) {
         return [{ name: found.runs[place].name, color: curveColor(place), points: byTime ? points.map(([step, ...rest]) => [times.at(step) - first, ...rest]) : points }];
       });
       if (!charts.has(key)) {
-        const own = key.slice(key.indexOf("/") + 1), title = TITLES[key] ?? (key.startsWith("eval/") ? `${own}, evaluated` : own);
+        const own = key.slice(key.indexOf("/") + 1), title = TITLES[key] ?? (key.startsWith("eval/") ? `${own}, evaluated` : metricTitle(own));
         const made = new Chart({ title, height: key === "loss" ? 320 : 170, class: key === "loss" ? "wide" : "", canLog: true, canSmooth: true, hasLegend: true, sync: "compare", isLog: key === "loss" && isSteep(lines) });
         charts.set(key, made);
         grid.append(made.element);

@@ -1,6 +1,12 @@
 // Numbers, durations and dates as people read them.
 
 export const NONE = "–";
+const NAMES = { lr: "learning rate", grad_norm: "gradient norm" };
+
+/** What a metric is called: those that each run has, by their names. */
+export function metricTitle(name) {
+  return NAMES[name] ?? name.replace(/^lr\/(\d+)$/, "learning rate, group $1");
+}
 
 export function number(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return NONE;

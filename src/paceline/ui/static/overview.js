@@ -1,8 +1,10 @@
-// The overview: a row for each run, sorted, filtered, and changed in place as the runs go on.
+// The overview: pools and sweeps, and a row for each run, sorted, filtered, and changed in place as the runs go on.
 
 import { h, put, svg } from "./dom.js";
 import { listen } from "./live.js";
 import { NONE, count, date, duration, number, plural, rate } from "./format.js";
+import { poolBox } from "./pool.js";
+import { sweepBox } from "./sweep.js";
 
 const AT_ONCE = 150; // rows; more come as the page is scrolled
 const LOG_FROM = 12; // a loss that falls by more than this factor is drawn on a logarithmic axis
@@ -21,7 +23,7 @@ const COLUMNS = [
 const SORTS = Object.fromEntries(COLUMNS.map(([key, , of, kind]) => [key, [of, kind]]));
 
 export const runLink = (name) => `#/run/${name.split("/").map(encodeURIComponent).join("/")}`;
-const compareLink = (names) => `#/compare/${names.map(encodeURIComponent).join("/")}`;
+export const compareLink = (names) => `#/compare/${names.map(encodeURIComponent).join("/")}`;
 
 export function stateBadge(run) {
   const elsewhere = run.state === "running" && !run.is_checked ? "on another host, says its record" : null;
@@ -56,8 +58,8 @@ export function overview(page, about) {
     on: { input: () => { text = filter.value.trim().toLowerCase(); shown = AT_ONCE; draw(); } } });
   const chips = h("div", { class: "chips" }), picked = h("div", { class: "picked", hidden: true }), note = h("p", { class: "note" });
   const table = h("section", { class: "runs" }, h("div", { class: "row heads" }, h("span"), heads), list);
-  const empty = h("div", { class: "empty", hidden: true });
-  page.append(h("div", { class: "tools" }, filter, chips), note, table, empty, more, picked);
+  const empty = h("div", { class: "empty", hidden: true }), groups = h("div", { class: "groups", hidden: true });
+  page.append(groups, h("div", { class: "tools" }, filter, chips), note, table, empty, more, picked);
 
   function order(key) {
     isDown = sort === key ? !isDown : false;
@@ -136,6 +138,10 @@ export function overview(page, about) {
     if (found.whole) runs.clear();
     for (const run of found.runs) runs.set(run.name, run);
     for (const name of found.gone) { runs.delete(name); rows.delete(name); chosen.delete(name); }
+    if (found.pools) {
+      groups.hidden = !found.pools.length && !found.sweeps.length;
+      put(groups, found.pools.map(poolBox), found.sweeps.map(sweepBox));
+    }
     [waiting, isCut, isReady] = [found.num_waiting, found.is_cut, true];
     draw();
     drawPicked();

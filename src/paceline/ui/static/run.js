@@ -3,8 +3,10 @@
 import { h, numberOf, put } from "./dom.js";
 import { ask, listen } from "./live.js";
 import { Chart, Curve, color, curveOf } from "./charts.js";
-import { NONE, count, date, duration, number, percent, plural, rate } from "./format.js";
+import { NONE, count, date, duration, metricTitle, number, percent, plural, rate } from "./format.js";
 import { progressBar, stateBadge } from "./overview.js";
+import { poolLink } from "./pool.js";
+import { sweepLink } from "./sweep.js";
 import { attemptsCard, card, eventsList, facts, incidentsCard, measuresTable, receiptCard, timeCard, timeline, workersTable } from "./run_parts.js";
 import { logsCard } from "./logs.js";
 
@@ -16,7 +18,7 @@ const LOG_FROM = 12;
 const MOST_CHARTS = 60;
 
 export function run(page, name, about) {
-  const curves = new Map(), charts = new Map(), state = { summary: null, about: null, report: null, evaluations: {}, byTime: false };
+  const curves = new Map(), charts = new Map(), state = { summary: null, about: null, report: null, evaluations: {}, groups: [], byTime: false };
   const head = h("div", { class: "head" }), tiles = h("div", { class: "tiles" }), alerts = h("div", { class: "alerts" });
   const grid = h("div", { class: "charts" }), workers = h("div"), lanes = h("div"), evaluations = h("div");
   const events = h("ol", { class: "events" }), plan = h("div"), time = h("div", { class: "columns" }), after = h("div");
@@ -93,7 +95,7 @@ export function run(page, name, about) {
       summary.state !== "running" && summary.ended ? `took ${duration(summary.ended - summary.began)}` : `for ${duration(Date.now() / 1000 - summary.began)}`,
       summary.state === "running" && summary.at && since > 5 ? `last step ${duration(Math.round(since))} ago` : null].filter(Boolean);
     const title = h("h1", null, name, " ", stateBadge(summary));
-    put(head, title, h("p", { class: "program" }, summary.program || NONE, h("span", { class: "soft" }, `started ${date(summary.began)}`), known?.host ? h("span", { class: "soft" }, `on ${known.host}`) : null),
+    put(head, title, h("p", { class: "program" }, summary.program || NONE, h("span", { class: "soft" }, `started ${date(summary.began)}`), known?.host ? h("span", { class: "soft" }, `on ${known.host}`) : null, state.groups.map(groupLink)),
       h("p", { class: "plan-line" }, h("code", null, summary.plan || NONE)), h("div", { class: "progress" }, progressBar(summary), h("span", null, words.join("  ·  "))), control?.element);
     if (control) control.show(summary.state === "running");
   }
@@ -149,7 +151,7 @@ export function run(page, name, about) {
 
   const close = listen(`api/run/stream?run=${encodeURIComponent(name)}`, (found) => {
     if (found.is_gone) { put(alerts, h("p", { class: "alert bad" }, "This run's directory has been removed.")); return; }
-    for (const part of ["summary", "about", "report", "evaluations"]) if (found[part]) state[part] = found[part];
+    for (const part of ["summary", "about", "report", "evaluations", "groups"]) if (found[part]) state[part] = found[part];
     if (found.curves) {
       if (found.curves.whole) curves.clear();
       for (const [key, change] of Object.entries(found.curves.series)) {
@@ -158,7 +160,7 @@ export function run(page, name, about) {
       }
       put(remark, found.curves.is_exact ? (curves.size ? "" : "no step yet") : "some of the steps; reading the rest");
     }
-    if (found.summary) drawHead();
+    if (found.summary || found.groups) drawHead();
     if (found.curves || found.evaluations) drawCurves();
     if (found.summary || found.report || found.evaluations || found.about) drawTiles();
     if (found.summary || found.about) drawAlerts();
@@ -172,12 +174,19 @@ export function run(page, name, about) {
   return () => { close(); clearInterval(timer); logs.close(); for (const one of charts.values()) one.close(); };
 }
 
+/** The pool or the sweep that the run belongs to. */
+function groupLink(group) {
+  const link = group.kind === "pool" ? poolLink(group.name) : sweepLink(group.name);
+  return h("a", { class: "link", href: link }, group.kind === "pool" ? `pool ${group.name}` : `trial ${group.number} of ${group.name}`);
+}
+
 /** Loss, evaluations, what was reported, speed, and the phases of a step; more than 90: not shown. */
 function rank(key) {
   if (key === "loss") return 0;
   if (key.startsWith("eval/")) return 1;
   const place = key.startsWith("metric/") ? FIRST.indexOf(key.slice(7)) : -1;
   if (place >= 0) return 2 + place;
+  if (key.startsWith("metric/lr/")) return 2.5;
   if (key.startsWith("metric/")) return 10;
   if (key === "samples_per_s") return 20;
   if (key === "noise_scale") return 21;
@@ -191,7 +200,7 @@ function chartOptions(key, points) {
   }
   const [kind, ...rest] = key.split("/"), own = rest.join("/");
   if (kind === "eval") return { title: `${own}, evaluated`, color: "good", isSmall: true, canLog: true };
-  if (kind === "metric") return { title: own, isSmall: true, canLog: true, canSmooth: true };
+  if (kind === "metric") return { title: metricTitle(own), isSmall: true, canLog: true, canSmooth: true };
   return { title: NAMES[key] ?? key, color: key === "samples_per_s" ? "good" : "accent", isSmall: true, unit: key === "samples_per_s" ? rate : undefined };
 }
 

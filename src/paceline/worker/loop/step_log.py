@@ -19,6 +19,7 @@ from paceline.sync.allreduce.buckets import SentBytes
 from paceline.units import name_text
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.data.stream_position import StreamPosition
+from paceline.worker.loop.learning_rates import LearningRates
 from paceline.worker.parts import WorkerParts
 from paceline.worker.step.step_outcome import StepOutcome
 
@@ -35,6 +36,7 @@ class PendingStep:
         self.batch, self.cursor = batch, cursor
         self.outcome: StepOutcome | None = None  # of the first gradient pass that called backward
         self.metrics: dict[str, Tensor | float] = {}
+        self.rates: dict[str, Tensor | float] = {}  # learning rates, with which it was taken
         self.is_committed = self.is_reported = False
         self.compute_s = self.communication_s = self.optimizer_s = 0.0
         self.agreed_at = time.perf_counter()
@@ -55,6 +57,7 @@ class StepLog:
         self.latest: PendingStep | None = None  # the batch that was handed out, or had a gradient pass, last
         self.last_done: StepDone | None = None  # the report of the last step
         self._files, self._models, self._consensus = parts.files, parts.models, place.consensus
+        self._prepared, self._rates = parts.prepared, LearningRates()
         self._scope, self._stepped, self._is_elastic = parts.scope, stepped, parts.plan.layout.is_elastic
         self._counts = place.axes.counts  # whether this worker's samples are written down; others may run the same
         self._add_work = place.recorder.add_work  # of micro-batches, and a step's seconds: to find stragglers
@@ -253,6 +256,7 @@ class StepLog:
         self._num_left_out += step.is_skipped and step.outcome is not None
         batch.step = self.step
         step.is_committed = True
+        step.rates = self._rates.now(self._prepared.own_optimizers())  # now: a scheduler comes after the optimizer
         step.cursor.epoch, step.cursor.position = batch.epoch, batch.stop
         micros = batch.micros if self._counts else ()
         self._stepped(batch, False)
@@ -298,6 +302,7 @@ class StepLog:
             loss=None if outcome is None or outcome.is_idle else outcome.loss,
             num_here=None if batch.num_here == batch.num_samples else batch.num_here,
             metrics={name: float(value) for name, value in step.metrics.items() if not _is_on_another_stage(value)},
+            optimizer=_of_optimizer(step),
             seconds=seconds,
             skipped=step.is_skipped,
             num_bytes_sent=num_bytes - self._bytes_reported,
@@ -310,6 +315,13 @@ class StepLog:
         )
         self._files.emit(self.last_done)
         self._reported_at, self._bytes_reported, self._wire_reported = now, num_bytes, wire
+
+
+def _of_optimizer(step: PendingStep) -> dict[str, float]:
+    """Learning rates, and the norm of the gradients: seven digits are what single precision has."""
+    norm = None if step.outcome is None else step.outcome.grad_norm
+    rates = {name: float(value) for name, value in step.rates.items()}
+    return rates if norm is None else {**rates, "grad_norm": float(f"{norm:.7g}")}
 
 
 def _is_on_another_stage(value: Tensor | float) -> bool:

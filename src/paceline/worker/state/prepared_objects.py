@@ -158,9 +158,13 @@ class PreparedObjects:
         self.registry.objects[full_name] = thing
         self._resumed.fill_object(full_name)
 
+    def own_optimizers(self) -> list[Optimizer]:
+        """The user's optimizers, in the order in which they were prepared: without those between replicas."""
+        return [one for name, one in self.registry.optimizers.items() if name not in self._outer]
+
     def trained(self) -> list[nn.Parameter]:
         """The parameters that the user's optimizers hold."""
-        found = (one for name, one in self.registry.optimizers.items() if name not in self._outer)
+        found = self.own_optimizers()
         return [parameter for one in found for group in one.param_groups for parameter in group["params"]]
 
     def register_averaging(self, averaging: Sequence[WeightAveraging]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import torch
@@ -98,6 +99,14 @@ class ScaledLosses:
             return found.given
         scales = {one.scaler.get_scale() for one in self._found}
         return value.detach() / scales.pop() if len(scales) == 1 else value.detach()
+
+    def unscaled_norm(self, norm: float | None) -> float | None:
+        """Return the norm that the pass's gradients would have without a scaler; None where it is not finite, or not
+        known: of several scalers, or where this worker has run no micro-batch."""
+        if norm is None or not math.isfinite(norm) or not self.has_scaler:
+            return norm if norm is not None and math.isfinite(norm) else None
+        scales = {one.scaler.get_scale() for one in self._found}
+        return norm / scales.pop() if len(scales) == 1 else None
 
     def refuse_in_stepper(self) -> None:
         """Raise RuntimeError where a loss was multiplied: a stepper takes its steps without the scaler."""

@@ -366,6 +366,7 @@ class StepExecutor:
         gradients.land(scale=scale)
         self.hooks.apply(gradients, self.shards.gathered())
         finite = is_finite() if is_finite is not None else gradients.is_finite()
+        norm = scaled_losses.unscaled_norm(gradients.known_norm)
         mean_loss = None if mean_loss is None else mean_loss + self.penalty
         series = f"{batch.stream}.{batch.num_passes}"
         judged = self.losses.judge(series, mean_loss, finite=finite)
@@ -407,6 +408,7 @@ class StepExecutor:
             is_idle=is_idle,
             is_late=is_late,
             noise_scale=self.noise.samples,
+            grad_norm=None if is_idle or is_late else norm,
         )
 
     def _exchange_metadata(self, batch: StepBatch, gradients: GradientReducer) -> SummedMetadata:

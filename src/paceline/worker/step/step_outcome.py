@@ -25,6 +25,7 @@ class StepOutcome:
     is_idle: bool = False  # this replica, which takes steps by itself, had nothing to run
     is_late: bool = False  # others took the step without this replica's share of it
     noise_scale: float | None = None  # of gradients, in samples; None: not known yet
+    grad_norm: float | None = None  # global, before clipping, of unscaled losses; None: not known, or not finite
 
     @property
     def is_taken(self) -> bool:
