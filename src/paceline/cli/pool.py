@@ -20,7 +20,6 @@ from paceline.units import printable
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.plan.layout import Layout
 
 __all__ = ["add", "add_options", "queue"]
 
@@ -116,7 +115,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--deadline-s", metavar="SECONDS", help="with --pool: the run should be done after so long")
 
 
-def queue(arguments: argparse.Namespace, job: Job, *, layout: Layout | None, workers: int | None) -> int:
+def queue(arguments: argparse.Namespace, job: Job, *, least: int, most: int, workers_each: int) -> int:
     """Queue the run that `arguments` ask for, and follow it unless --detach; returns its exit status."""
     from paceline.pool.follow import follow
     from paceline.pool.pool_run import PoolRun
@@ -128,7 +127,6 @@ def queue(arguments: argparse.Namespace, job: Job, *, layout: Layout | None, wor
     pool = Path(arguments.pool)
     run_dir = Path(job.run_dir) if job.run_dir else new_run_dir(Path(job.program))
     make_run_directory(run_dir)  # now, so that the next one gets another name
-    least, most, each = _replicas(layout, workers)
     now = clock.now()
     deadline_s = _positive(arguments.deadline_s, "--deadline-s")
     run = PoolRun(
@@ -140,7 +138,7 @@ def queue(arguments: argparse.Namespace, job: Job, *, layout: Layout | None, wor
         script=job.program,
         least=least,
         most=most,
-        workers_each=each,
+        workers_each=workers_each,
         submitted=now,
         priority=_positive(arguments.priority, "--priority") or 1.0,
         deadline=None if deadline_s is None else now + deadline_s,
@@ -161,17 +159,6 @@ def _positive(text: str | None, option: str) -> float | None:
     if value is not None and not 0 < value < math.inf:
         raise PlanError(f"{option} is {value:g}; it must be above 0.")
     return value
-
-
-def _replicas(layout: Layout | None, workers: int | None) -> tuple[int, int, int]:
-    """The least and most replicas, and the workers of each."""
-    if layout is None:
-        return workers or 1, workers or 1, 1
-    each = layout.workers_each
-    if isinstance(layout.replicas, tuple):
-        return layout.replicas[0], layout.replicas[1], each
-    count = layout.replicas or max(1, (workers or each) // each)
-    return count, count, each
 
 
 def _command_words(words: Sequence[str]) -> tuple[str, ...]:
