@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.cli.arguments import Commands, add_command
+from paceline.elastic.membership_messages import PREEMPTED
 from paceline.errors import PlanError
 from paceline.units import printable, shell_text
 
@@ -33,7 +35,7 @@ def add(commands: Commands) -> None:
         "  paceline sweep study.toml --show\n"
         "  paceline sweep study.toml --cancel\n\n"
         "exit status: 0 all trials are over; 1 no trial finished, or the first ones have failed; 2 the study cannot "
-        "work; 130 interrupted",
+        "work; 75 ended by SIGTERM, run it again; 130 interrupted",
     )
     parser.add_argument("study", metavar="STUDY.toml", type=Path, help="the study file")
     what = parser.add_mutually_exclusive_group()
@@ -70,7 +72,7 @@ def _run(arguments: argparse.Namespace) -> int:
         console.close()
     if record.state != FINISHED:
         _say_where_it_stands(study, record)
-        return 130
+        return PREEMPTED if sweep.signal == signal.SIGTERM else 130
     return _tell_best(study, record)
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from paceline import config
 from paceline.errors import PlanError
 from paceline.sweep.space import Categorical, Float, Int, Range, Space, Value
+from paceline.sweep.study_file import JOURNAL
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
@@ -47,7 +48,6 @@ PRUNERS = {
 }
 PACKAGES = {"cmaes": "cmaes", "gp": "scipy"}  # that a sampler needs beside Optuna
 MOST_GRID = 100_000  # points
-JOURNAL = "journal:"  # begins a storage that is a file of lines
 
 
 def require_optuna() -> None:

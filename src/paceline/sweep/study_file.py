@@ -28,9 +28,10 @@ from paceline import config
 from paceline.errors import PlanError
 from paceline.sweep.space import Space
 
-__all__ = ["Objective", "StudyFile", "StudySettings", "read_study_file"]
+__all__ = ["JOURNAL", "Objective", "StudyFile", "StudySettings", "read_study_file"]
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")  # a part of the names of runs
+SQLITE, JOURNAL = "sqlite:///", "journal:"  # begin a storage that is a file
 TABLES = ("parameters", "sampler", "pruner", "environment", "job")
 
 
@@ -139,8 +140,14 @@ class StudyFile:
 
     @property
     def storage(self) -> str:
-        """The URL of Optuna's storage."""
-        return self.settings.storage or f"sqlite:///{self.folder / 'optuna.db'}"
+        """The URL of Optuna's storage. The path of a file starts at the study file's folder."""
+        said = self.settings.storage
+        if said is None:
+            return f"{SQLITE}{self.folder / 'optuna.db'}"
+        for beginning in (SQLITE, JOURNAL):
+            if said.startswith(beginning) and said != SQLITE:
+                return f"{beginning}{self.home / said.removeprefix(beginning)}"
+        return said
 
     def run_dir(self, number: int) -> Path:
         return self.folder / "trials" / f"trial-{number:04}"

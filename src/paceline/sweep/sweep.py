@@ -42,6 +42,7 @@ __all__ = ["FINISHED", "Sweep", "own_runs"]
 
 LOOK_S = 0.4
 FAILURES = 3  # trials of a start that fail, and none that does not: then it ends
+PARTING_S = 30.0  # in which runs that were taken out save and end, before the sweep does
 FINISHED, STOPPED = "finished", "stopped"
 
 
@@ -74,6 +75,9 @@ class Sweep:
         self._num_good = self._num_failed = 0  # trials that ended in this start
         self._is_ending = False
         self._told: set[str] = set()
+        self._steps: dict[int, int] = {}  # that trials have reached; runs of ended ones have left the pool
+        self._parting: list[PoolRun] = []  # taken out, and perhaps still saving
+        self.signal: int | None = None  # that ended it
         self._record = self._first_record()
         for note in self._store.notes:
             say(note)
@@ -83,16 +87,23 @@ class Sweep:
 
         Raises PlanError where runs do not report the objective, and PacelineError where all trials fail.
         """
+        from optuna.exceptions import StorageInternalError
+
         before = {number: signal.signal(number, self._asked_to_end) for number in (signal.SIGTERM, signal.SIGINT)}
         state = STOPPED
         try:
             if self._own_pool is not None:
                 self._own_pool.start()
             while not self._is_ending:
-                if self._look():
+                if self.look():
                     state = FINISHED
                     break
                 time.sleep(LOOK_S)
+        except StorageInternalError as error:
+            raise PacelineError(
+                f"Optuna's storage has failed, and the sweep ends; trials are kept, and the same command goes on with "
+                f"them. {error}"
+            ) from error
         finally:
             self._end(state)
             for number, handler in before.items():
@@ -100,23 +111,27 @@ class Sweep:
         return self._record
 
     def _asked_to_end(self, number: int, frame: FrameType | None) -> None:
-        self._is_ending = True
+        self.signal, self._is_ending = number, True
 
     def _end(self, state: str) -> None:
+        from optuna.exceptions import StorageInternalError
+
         try:
+            deadline = time.monotonic() + PARTING_S
+            while any(map(_is_there, self._parting)) and time.monotonic() < deadline:
+                time.sleep(LOOK_S)
             if self._own_pool is not None:
                 if state != FINISHED and self._in_pool:
                     self._say("running trials save and end; they go on when the sweep is started again")
                 self._own_pool.end()
-            self._note(state)
+            with contextlib.suppress(StorageInternalError):  # it is on its way, where it is why the sweep ends
+                self._note(state)
         finally:
             for metrics in self._followed.values():
                 metrics.close()
             run_lock.release(self._study.folder)
 
-    # One look.
-
-    def _look(self) -> bool:
+    def look(self) -> bool:
         """Do what is due; returns whether all trials are over."""
         self._read_pool()
         for trial in self._store.running():
@@ -149,12 +164,18 @@ class Sweep:
         if number in self._in_pool:
             self._fail(trial, "its run was taken out of the pool", ended_by=USER)
             return
-        with contextlib.suppress(ValueError):  # it has no record
-            if RunRecord.load(self._study.run_dir(number)).is_alive():
-                return  # it was taken out, and is about to end
+        run_dir = self._study.run_dir(number)
+        if (run_dir / "run.json").exists() and not self._store.is_queued(trial):
+            raise PlanError(
+                f"{run_dir} has a run, and trial {number} is new: it is another study's, whose storage is gone. Move "
+                f"{run_dir.parent} away, or give this study another folder."
+            )
+        if _is_alive(run_dir):
+            return  # it was taken out, and is about to end
         trial = self._store.complete(trial)
         try:
             run = pool_run(self._study, number, self._store.parameters(trial))
+            self._store.set_queued(trial, run.run_dir)
             run.add_to(self._study.pool)
         except PlanError as error:
             self._fail(trial, str(error))
@@ -186,24 +207,36 @@ class Sweep:
     def _follow(self, trial: FrozenTrial) -> None:
         """Take what its run has reported, prune it, or conclude it."""
         self._in_pool.add(trial.number)
+        entry = self._entry(trial)
+        is_over = entry.is_over  # before its files are read: they are whole then
         metrics = self._followed.get(trial.number)
         if metrics is None:
             metrics = RunMetrics(self._study.run_dir(trial.number), self._study.objective)
             self._followed[trial.number] = metrics
-        entry = self._entry(trial)
-        is_over = entry.is_over  # before its files are read: they are whole then
-        for one in metrics.poll():
+            if not is_over and self._prune(trial):  # an earlier start was killed before it asked
+                return
+        found = metrics.poll()
+        self._steps[trial.number] = max(self._steps.get(trial.number, 0), metrics.step)
+        for one in found:
             if one.step <= self._store.reported(trial)[1]:
                 continue  # by an earlier start
             self._store.report(trial, one.step, one.value)
-            if not is_over and self._store.should_prune(trial):
-                self._store.prune(trial)
-                self._over(trial, f"pruned at step {one.step} with {self._objective_text(one.value)}")
+            if not is_over and self._prune(trial):
                 return
         if metrics.is_missing(is_over=entry.phase == "finished"):
             self._refuse_metric(trial, metrics)
         elif is_over:
             self._conclude(trial, entry, metrics)
+
+    def _prune(self, trial: FrozenTrial) -> bool:
+        """Prune it, if the pruner says so of its last value; returns whether it did."""
+        if not self._store.should_prune(trial):
+            return False
+        self._store.prune(trial)
+        step, value = self._store.last_value(trial)
+        self._num_good += 1
+        self._over(trial, f"pruned at step {step} with {self._objective_text(value)}")
+        return True
 
     def _conclude(self, trial: FrozenTrial, entry: RunEntry, metrics: RunMetrics) -> None:
         if entry.phase == "failed":
@@ -251,8 +284,6 @@ class Sweep:
     def _over(self, trial: FrozenTrial, text: str) -> None:
         """It is told in the storage: its run leaves the pool."""
         self._say(f"trial {trial.number} {text}")
-        if text.startswith("pruned"):
-            self._num_good += 1
         metrics = self._followed.pop(trial.number, None)
         if metrics is not None:
             metrics.close()
@@ -272,6 +303,7 @@ class Sweep:
         run.remove_from(self._study.pool)
         ask_to_stop(run)
         self._queued.pop(run.name, None)
+        self._parting.append(run)
 
     # What it knows of the pool.
 
@@ -312,7 +344,8 @@ class Sweep:
     def _first_record(self) -> SweepRecord:
         study, now = self._study, clock.now()
         with contextlib.suppress(PlanError):
-            now = SweepRecord.load(study.folder).started
+            before = SweepRecord.load(study.folder)
+            now, self._steps = before.started, {row.number: row.step for row in before.trials}
         return SweepRecord(
             name=study.name,
             study=str(study.path),
@@ -332,13 +365,8 @@ class Sweep:
     def _rows(self) -> Iterator[TrialRow]:
         for trial in self._store.trials():
             name = run_name(self._study, trial.number)
-            step = self._record_step(trial.number)
+            step = self._steps.get(trial.number, 0)
             yield trial_row(trial, self._store.parameters(trial), self._pool_record.runs.get(name), step=step)
-
-    def _record_step(self, number: int) -> int:
-        """The step of a trial as it was last shown; its run may have left the pool."""
-        trials = self._record.trials
-        return trials[number].step if number < len(trials) else 0
 
     def _note(self, state: str) -> None:
         """Write `sweep.json` and show it, where something has changed; `trials.csv`, where a trial's state has."""
@@ -366,6 +394,17 @@ class Sweep:
 def own_runs(study: StudyFile, pool: Path) -> list[PoolRun]:
     """Return the runs of a study's trials that are in a pool's queue."""
     return [run for run in queued_runs(pool, known={}, problem=lambda text: None).values() if _is_own(study, run)]
+
+
+def _is_alive(run_dir: Path) -> bool:
+    try:
+        return RunRecord.load(run_dir).is_alive()
+    except ValueError:  # it has no record
+        return False
+
+
+def _is_there(run: PoolRun) -> bool:
+    return _is_alive(Path(run.run_dir))
 
 
 def _is_own(study: StudyFile, run: PoolRun) -> bool:

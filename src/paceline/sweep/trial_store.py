@@ -28,6 +28,7 @@ __all__ = ["ERROR", "REFUSED", "RETRY_OF", "USER", "TrialStore"]
 FOLDER, SAID = "paceline:folder", "paceline:study"  # of the study: which folder's it is; its file, as far as it counts
 POOL = "paceline:pool"  # of the study: the pool's folder
 REPORTED = "paceline:reported"  # of a trial: key and step of the last value
+RUN_DIR = "run_dir"  # of a trial; set before its run is queued
 ERROR, RETRY_OF, TRIES = "error", "retry_of", "tries"  # of a trial, for people, too
 ENDED_BY = "ended_by"  # of a failed trial that is not tried again: its user, or the sweep, before it counted
 USER, REFUSED = "user", "refused"
@@ -140,6 +141,13 @@ class TrialStore:
 
     # How a trial goes.
 
+    def is_queued(self, trial: FrozenTrial) -> bool:
+        """Whether its run was queued at some time, or was about to be."""
+        return RUN_DIR in trial.user_attrs
+
+    def set_queued(self, trial: FrozenTrial, run_dir: str) -> None:
+        self._storage.set_trial_user_attr(_id(trial), RUN_DIR, run_dir)
+
     def reported(self, trial: FrozenTrial) -> tuple[int, int]:
         """Return the key of the last value in the storage, and the step until which values are there; 0, 0: none."""
         said = trial.user_attrs.get(REPORTED)
@@ -160,9 +168,11 @@ class TrialStore:
         """Ask the pruner, about the last value of a running trial."""
         return bool(self._study.pruner.prune(self._study, self._now(trial)))
 
-    def last_value(self, trial: FrozenTrial) -> float | None:
-        values = trial.intermediate_values
-        return values[max(values)] if values else None
+    def last_value(self, trial: FrozenTrial) -> tuple[int, float]:
+        """The step and the value that were reported last; 0 and NaN where none were."""
+        now = self._now(trial)
+        key, step = self.reported(now)
+        return step, now.intermediate_values.get(key, math.nan)
 
     def best_value(self, trial: FrozenTrial, final: float) -> float:
         """The best of a trial's values, of which `final` is the last."""
