@@ -39,15 +39,15 @@ x = { kind = "float", low = 0.0, high = 1.0 }
 """
 
 
-def write_study(folder: Path, text: str = STUDY, **lines: object) -> Path:
+def write_study(place: Path, text: str = STUDY, **lines: object) -> Path:
     """Write a script and a study file; `lines` replace some of the first lines, or are new ones."""
-    (folder / "train.py").write_text('import paceline\npaceline.run(print, plan="replicas=1-2")\n')
+    (place / "train.py").write_text('import paceline\npaceline.run(print, plan="replicas=1-2")\n')
     for name, value in lines.items():
         line = f"{name} = {json.dumps(value)}"
-        text, found = re.subn(rf"(?m)^{name} = .*$", line, text, count=1)
+        text, found = re.subn(rf"(?m)^{name} = .*$", lambda _, line=line: line, text, count=1)
         text = text if found else f"{line}\n{text}"
-    (folder / "study.toml").write_text(text)
-    return folder / "study.toml"
+    (place / "study.toml").write_text(text)
+    return place / "study.toml"
 
 
 class SimulatedPool:

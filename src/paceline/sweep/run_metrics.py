@@ -109,14 +109,13 @@ class RunMetrics:
         self._close_window(step)
         self.step, self.epoch = step, row.get("epoch") or 0
         self.names.update(row.keys() - COLUMNS)
-        if metric not in row or metric in COLUMNS or row.get("skipped"):
-            return
-        value = row[metric]
-        if value is None or isinstance(value, int | float):
+        value = row.get(metric, "")
+        is_there = metric not in COLUMNS and not row.get("skipped")
+        if is_there and (value is None or isinstance(value, int | float)):
             number = math.nan if value is None else float(value)
             self._window.append(number)
             self._tail.append(Measured(step, number))
-            self._close_window(step + 1)
+        self._close_window(step + 1)
         every = self._objective.every
         if len(self._tail) > 2 * every:
             del self._tail[:-every]
