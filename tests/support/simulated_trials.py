@@ -39,7 +39,7 @@ x = { kind = "float", low = 0.0, high = 1.0 }
 """
 
 
-def write_study(place: Path, text: str = STUDY, **lines: object) -> Path:
+def write_study(place: Path, text: str = STUDY, **lines: Any) -> Path:
     """Write a script and a study file; `lines` replace some of the first lines, or are new ones."""
     (place / "train.py").write_text('import paceline\npaceline.run(print, plan="replicas=1-2")\n')
     for name, value in lines.items():

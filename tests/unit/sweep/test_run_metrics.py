@@ -105,10 +105,10 @@ def test_a_metric_that_only_some_steps_have_counts_where_it_comes(run: Path) -> 
     add_rows(run, 15, perplexity=9.0)
     add_rows(run, *range(16, 21))
     assert reader.poll() == [Measured(20, 9.0)]
-    add_rows(run, 21, 22)
-    add_rows(run, 23, perplexity=7.0)
+    add_rows(run, *range(21, 26))
+    add_rows(run, 26, perplexity=7.0)
     assert reader.poll() == []
-    assert reader.final() == Measured(23, 7.0)
+    assert reader.final() == Measured(26, 7.0)
     reader.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from paceline.sweep.trial_run import check_commands, command_anew, pool_run, scr
 from simulated_trials import STUDY, write_study
 
 
-def read(place: Path, text: str = STUDY, **lines: object) -> StudyFile:
+def read(place: Path, text: str = STUDY, **lines: Any) -> StudyFile:
     return read_study_file(write_study(place, text, **lines))
 
 
@@ -89,9 +90,7 @@ def test_a_parameter_that_cannot_be_is_refused_by_its_name(parameters: dict[str,
         ({"trials": "many"}, "trials is 'many'; it must be a whole number or none"),
     ],
 )
-def test_a_line_that_cannot_be_is_refused_with_the_files_name(
-    tmp_path: Path, lines: dict[str, object], says: str
-) -> None:
+def test_a_line_that_cannot_be_is_refused_with_the_files_name(tmp_path: Path, lines: dict[str, Any], says: str) -> None:
     with pytest.raises(PlanError, match=re.escape(says)) as refused:
         read(tmp_path, **lines)
     assert str(refused.value).startswith(f"{tmp_path}/study.toml: ")
@@ -166,7 +165,7 @@ def test_replicas_of_a_study_win_over_those_of_its_plan(tmp_path: Path) -> None:
     ],
 )
 def test_a_command_that_cannot_work_is_refused_before_the_first_trial(
-    tmp_path: Path, lines: dict[str, object], more: str, says: str
+    tmp_path: Path, lines: dict[str, Any], more: str, says: str
 ) -> None:
     study = read(tmp_path, STUDY + more, **lines)
     with pytest.raises(PlanError, match=re.escape(says)) as refused:

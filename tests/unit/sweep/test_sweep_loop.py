@@ -32,7 +32,7 @@ class Killed(BaseException):
 class SweepInTest:
     """A sweep whose looks the test makes; `start` is what a new process would do."""
 
-    def __init__(self, folder: Path, **lines: object) -> None:
+    def __init__(self, folder: Path, **lines: Any) -> None:
         self.file = write_study(folder, **lines)
         self.pool = SimulatedPool(folder / "pool")
         self.said: list[str] = []
