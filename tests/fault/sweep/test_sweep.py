@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from markdown_pages import blocks
 from paceline.monitor.records.run_record import RunRecord
 from paceline.pool.pool_state import PoolRecord
 from paceline.sweep.sweep_record import SweepRecord
@@ -242,3 +244,19 @@ def test_a_second_sweep_of_a_study_is_refused_while_the_first_one_runs(study: St
         )
         assert cancelled.returncode == 2
         assert "End it first, by Ctrl-C" in cancelled.stderr
+
+
+@pytest.mark.further
+@pytest.mark.timeout(300)
+def test_the_study_of_the_how_to_runs_to_its_end(tmp_path: Path) -> None:
+    page = Path(__file__).resolve().parents[3] / "docs/how-to/sweep-hyperparameters.md"
+    for block in blocks(page):
+        if block.file_name:
+            (tmp_path / block.file_name).write_text(block.text.replace("trials = 12", "trials = 3"))
+    done = subprocess.run([*PACELINE, "sweep", "study.toml"], cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"best: trial \d with eval/accuracy 0\.\d+", done.stdout)
+    assert Path(tmp_path, re.search(r"checkpoint: (\S+)", done.stdout)[1]).is_dir()  # type: ignore[index]
+    assert re.search(
+        r"run anew: +paceline run --plan 'replicas=1-2\+batch\(size=(32|64)\)' digits_sweep.py", done.stdout
+    )
