@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FINISHED", "Sweep", "own_runs"]
 
-LOOK_S = 0.4
+LOOK_S = 0.5
 FAILURES = 3  # trials of a start that fail, and none that does not: then it ends
 PARTING_S = 30.0  # in which runs that were taken out save and end, before the sweep does
 FINISHED, STOPPED = "finished", "stopped"
@@ -75,7 +75,8 @@ class Sweep:
         self._num_good = self._num_failed = 0  # trials that ended in this start
         self._is_ending = False
         self._told: set[str] = set()
-        self._steps: dict[int, int] = {}  # that trials have reached; runs of ended ones have left the pool
+        self._reached: dict[int, tuple[int, int | None]] = {}  # step and last step of trials; runs leave the pool
+        self._ended: dict[int, TrialRow] = {}
         self._parting: list[PoolRun] = []  # taken out, and perhaps still saving
         self.signal: int | None = None  # that ended it
         self._record = self._first_record()
@@ -134,6 +135,7 @@ class Sweep:
     def look(self) -> bool:
         """Do what is due; returns whether all trials are over."""
         self._read_pool()
+        self._store.refresh()
         for trial in self._store.running():
             if run_name(self._study, trial.number) in self._queued:
                 self._follow(trial)
@@ -216,7 +218,8 @@ class Sweep:
             if not is_over and self._prune(trial):  # an earlier start was killed before it asked
                 return
         found = metrics.poll()
-        self._steps[trial.number] = max(self._steps.get(trial.number, 0), metrics.step)
+        step, last_step = self._reached.get(trial.number, (0, None))
+        self._reached[trial.number] = max(step, metrics.step), last_step
         for one in found:
             if one.step <= self._store.reported(trial)[1]:
                 continue  # by an earlier start
@@ -293,11 +296,14 @@ class Sweep:
             self._take_out(run)
 
     def _take_out_ended(self) -> None:
-        """Take out runs whose trials are over: an earlier start was killed before it did."""
-        running = {self._study.run_dir(trial.number) for trial in self._store.running()}
+        """Take out runs whose trials are over: an earlier start was killed before it did, or others ended the trial."""
+        running = {trial.number for trial in self._store.running()}
+        run_dirs = set(map(self._study.run_dir, running))
         for run in self._own().values():
-            if Path(run.run_dir) not in running:
+            if Path(run.run_dir) not in run_dirs:
                 self._take_out(run)
+        for number in self._followed.keys() - running:
+            self._followed.pop(number).close()
 
     def _take_out(self, run: PoolRun) -> None:
         run.remove_from(self._study.pool)
@@ -329,6 +335,12 @@ class Sweep:
                 f"{self._study.path}: the pool {pool} does not run. Start it with `paceline pool {pool}`, or leave the "
                 "line out: then the sweep has a pool of its own."
             )
+        for run in queued_runs(pool, known={}, problem=lambda text: None).values():
+            if run.name.startswith(run_name(self._study, 0)[:-4]) and not _is_own(self._study, run):
+                raise PlanError(
+                    f"{self._study.path}: the pool {pool} has the run {run.name} of another study with this name, in "
+                    f"{Path(run.run_dir).parent.parent}. Give this one another name."
+                )
         self._store.set_pool(str(pool))
 
     def _say_once(self, text: str) -> None:
@@ -345,7 +357,7 @@ class Sweep:
         study, now = self._study, clock.now()
         with contextlib.suppress(PlanError):
             before = SweepRecord.load(study.folder)
-            now, self._steps = before.started, {row.number: row.step for row in before.trials}
+            now, self._reached = before.started, {row.number: (row.step, row.last_step) for row in before.trials}
         return SweepRecord(
             name=study.name,
             study=str(study.path),
@@ -364,9 +376,14 @@ class Sweep:
 
     def _rows(self) -> Iterator[TrialRow]:
         for trial in self._store.trials():
-            name = run_name(self._study, trial.number)
-            step = self._steps.get(trial.number, 0)
-            yield trial_row(trial, self._store.parameters(trial), self._pool_record.runs.get(name), step=step)
+            row = self._ended.get(trial.number)
+            if row is None:
+                entry = self._pool_record.runs.get(run_name(self._study, trial.number))
+                row = trial_row(trial, self._store.parameters(trial), entry, reached=self._reached.get(trial.number))
+                self._reached[trial.number] = row.step, row.last_step
+                if trial.state.is_finished():
+                    self._ended[trial.number] = row
+            yield row
 
     def _note(self, state: str) -> None:
         """Write `sweep.json` and show it, where something has changed; `trials.csv`, where a trial's state has."""

@@ -20,8 +20,17 @@ __all__ = ["trial_row"]
 STATES = {"WAITING": "waiting", "COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "failed"}
 
 
-def trial_row(trial: FrozenTrial, parameters: Mapping[str, Value], entry: RunEntry | None, *, step: int) -> TrialRow:
-    """`entry`: its run in the pool, if it is there; `step`: what was last known of it."""
+def trial_row(
+    trial: FrozenTrial,
+    parameters: Mapping[str, Value],
+    entry: RunEntry | None,
+    *,
+    reached: tuple[int, int | None] | None = None,
+) -> TrialRow:
+    """`entry`: its run in the pool, if it is there; `reached`: its step and last step, as they were last known."""
+    step, last_step = reached or (0, None)
+    if entry is not None:
+        step, last_step = max(step, entry.step), entry.last_step or last_step
     is_running = trial.state.name == "RUNNING"
     state = STATES.get(trial.state.name) or _running_state(entry)
     values = trial.intermediate_values
@@ -31,8 +40,8 @@ def trial_row(trial: FrozenTrial, parameters: Mapping[str, Value], entry: RunEnt
         state=state,
         parameters=dict(parameters),
         value=value if value is not None and math.isfinite(value) else None,
-        step=step if entry is None else max(step, entry.step),
-        last_step=None if entry is None else entry.last_step,
+        step=step,
+        last_step=last_step,
         replicas=entry.replicas if entry is not None and is_running else 0,
         run_dir=f"trials/trial-{trial.number:04}",
         why=_why(trial, entry if state in ("waiting", "paused") else None),

@@ -45,6 +45,7 @@ class TrialStore:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         logging.getLogger("alembic").setLevel(logging.ERROR)
         self._file, self._objective = study, study.objective
+        self._trials: list[FrozenTrial] | None = None  # as they were read; None: since then they have changed
         self.notes: list[str] = []  # sentences for the user
         self._storage = open_storage(study.storage)
         self._distributions = distributions_of(study.space)
@@ -68,8 +69,14 @@ class TrialStore:
     # What there is.
 
     def trials(self) -> list[FrozenTrial]:
-        """All trials, by number."""
-        return self._study.get_trials(deepcopy=False)
+        """All trials, by number, as they are after this process's last word; what others write is seen by `refresh`."""
+        if self._trials is None:
+            self._trials = self._study.get_trials(deepcopy=False)
+        return self._trials
+
+    def refresh(self) -> None:
+        """Have trials read anew, which costs some milliseconds."""
+        self._trials = None
 
     def running(self) -> list[FrozenTrial]:
         from optuna.trial import TrialState
@@ -115,6 +122,7 @@ class TrialStore:
     def ask(self) -> FrozenTrial:
         """Return a new trial, with all its parameters: one that waits in the storage, or what the sampler proposes."""
         number = sum(one.state.name != "WAITING" for one in self.trials())
+        self.refresh()
         self._study.sampler = make_sampler(self._file.sampler, self._file.space, number=number)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -128,6 +136,7 @@ class TrialStore:
         if trial.params.keys() >= self._distributions.keys():
             return trial
         self._study.sampler = make_sampler(self._file.sampler, self._file.space, number=trial.number)
+        self.refresh()
         opened = optuna.trial.Trial(self._study, trial._trial_id)  # pyright: ignore[reportPrivateUsage]
         for name, distribution in self._distributions.items():
             opened._suggest(name, distribution)  # pyright: ignore[reportPrivateUsage]  # as Study.ask does
@@ -146,6 +155,7 @@ class TrialStore:
         return RUN_DIR in trial.user_attrs
 
     def set_queued(self, trial: FrozenTrial, run_dir: str) -> None:
+        self.refresh()
         self._storage.set_trial_user_attr(_id(trial), RUN_DIR, run_dir)
 
     def reported(self, trial: FrozenTrial) -> tuple[int, int]:
@@ -161,6 +171,7 @@ class TrialStore:
         """Note a value of a running trial; its steps rise."""
         last_key, last_step = self.reported(self._now(trial))
         key = step if self._objective.unit == "steps" else last_key + 1
+        self.refresh()
         self._storage.set_trial_user_attr(_id(trial), REPORTED, [key, step, last_key, last_step])
         self._storage.set_trial_intermediate_value(_id(trial), key, value)
 
@@ -186,6 +197,7 @@ class TrialStore:
         """Tell that it is done; a value that is not finite makes it a failed one."""
         from optuna.trial import TrialState
 
+        self.refresh()
         if math.isfinite(value):
             self._study.tell(trial.number, value, TrialState.COMPLETE)
         else:
@@ -195,12 +207,14 @@ class TrialStore:
         """Tell that it was pruned, with its last value."""
         from optuna.trial import TrialState
 
+        self.refresh()
         self._study.tell(trial.number, state=TrialState.PRUNED)
 
     def fail(self, trial: FrozenTrial, error: str, *, ended_by: str | None = None) -> None:
         """Tell that it has failed, and why. `ended_by` USER or REFUSED: it is not tried again."""
         from optuna.trial import TrialState
 
+        self.refresh()
         if ended_by is not None:
             self._storage.set_trial_user_attr(_id(trial), ENDED_BY, ended_by)
         self._storage.set_trial_user_attr(_id(trial), ERROR, error)
@@ -218,6 +232,7 @@ class TrialStore:
             tries = one.user_attrs.get(TRIES, 0)
             if one.state.name != "FAIL" or one.number in retried or tries >= retries or ENDED_BY in one.user_attrs:
                 continue
+            self.refresh()
             self._study.enqueue_trial(dict(one.params), user_attrs={RETRY_OF: one.number, TRIES: tries + 1})
             found.append(one.number)
         return found

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from paceline import run_lock
+from paceline.cli.main import main
 from paceline.errors import PacelineError, PlanError
 from paceline.pool.pool_run import PoolRun, queued_runs
 from paceline.sweep.optuna_parts import open_storage
@@ -306,6 +307,81 @@ def test_two_sweeps_of_one_study_are_refused(own: SweepInTest, tmp_path: Path) -
     (elsewhere / "study.toml").write_text(own.file.read_text().replace('"pool"', f'"{own.pool.folder}"'))
     with pytest.raises(PlanError, match=r"has a study 'study' of .*runs/study, and this one's folder is .*elsewhere"):
         Sweep(read_study_file(elsewhere / "study.toml"), say=print)
+
+
+def test_two_studies_of_one_name_do_not_share_a_pool(own: SweepInTest, tmp_path: Path) -> None:
+    own.start().look()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    other = read_study_file(write_study(elsewhere, pool=str(own.pool.folder)))
+    with pytest.raises(
+        PlanError, match=r"has the run study-trial-0000 of another study with this name, in .*runs/stud"
+    ):
+        Sweep(other, say=print)
+
+
+def test_a_trial_that_is_ended_in_the_storage_by_others_leaves_the_pool(tmp_path: Path) -> None:
+    own = SweepInTest(tmp_path, trials=2)
+    sweep = own.start()
+    sweep.look()
+    own.pool.pass_time()
+    sweep.look()
+    own.study.tell(0, state=optuna.trial.TrialState.FAIL)
+    sweep.look()
+    assert list(queued_runs(own.pool.folder, known={})) == ["study-trial-0001"]
+    own.run()
+    assert own.states() == ["failed", "finished"]
+
+
+def test_after_its_timeout_no_new_trial_begins_and_those_that_run_end(tmp_path: Path) -> None:
+    own = SweepInTest(tmp_path, trials=50, timeout_s=1e-6)
+    assert own.start().look(), "nothing runs, and nothing may begin"
+    write_study(tmp_path, trials=50, timeout_s=1e6)
+    sweep = own.start()
+    sweep.look()
+    sweep._began -= 1e6
+    own.run()
+    assert own.states() == ["finished"] * 2
+    assert own.record.wanted == 50
+
+
+def test_a_storage_that_fails_ends_the_sweep_with_one_sentence(
+    own: SweepInTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = own.start()
+
+    def fail(*args: Any, **keywords: Any) -> Any:
+        raise optuna.exceptions.StorageInternalError("the disk is gone")
+
+    monkeypatch.setattr(optuna.storages.JournalStorage, "get_all_trials", fail)
+    with pytest.raises(PacelineError, match=r"storage has failed, and the sweep ends.* the disk is gone"):
+        sweep.run()
+    assert not run_lock.is_held(own.folder)
+
+
+def test_what_the_commands_show_of_a_sweep(own: SweepInTest, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", str(own.file), "--show"]) == 2
+    assert "the sweep has not been started yet" in capsys.readouterr().err
+    sweep = own.start()
+    sweep.look()
+    own.pool.pass_time()
+    own.pool.pass_time()
+    sweep.look()
+    assert main(["sweep", str(own.file), "--show"]) == 0
+    head, columns, first, second = capsys.readouterr().out.splitlines()
+    assert head.strip() == "study: running, 2 of 4 trials: 2 running"
+    assert columns.split() == ["trial", "state", "x", "eval/score", "step", "replicas"]
+    assert first.split()[:2] == ["0", "running"]
+    assert second.split()[-2:] == ["10", "1"]
+    assert main(["sweep", str(own.file), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["is_alive"], [row["step"] for row in shown["trials"]]) == (True, [10, 10])
+    own.release()
+    assert main(["sweep", str(own.file), "--cancel"]) == 0
+    assert "taken out of the pool: trial-0000, trial-0001." in capsys.readouterr().out
+    assert not queued_runs(own.pool.folder, known={})
+    assert main(["sweep", str(own.file), "--cancel"]) == 0
+    assert "taken out of the pool: none." in capsys.readouterr().out
 
 
 def test_without_its_pool_a_sweep_does_not_start_and_one_that_runs_waits_and_says_so(own: SweepInTest) -> None:

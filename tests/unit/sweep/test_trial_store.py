@@ -91,6 +91,7 @@ def test_values_are_counted_in_evaluations_or_in_steps(tmp_path: Path, unit: str
 def test_a_trial_that_was_half_proposed_gets_the_rest_of_its_parameters(tmp_path: Path) -> None:
     store = opened(tmp_path, MORE)
     trial = store._study.ask({"n": optuna.distributions.IntDistribution(1, 9)})
+    store.refresh()
     (half,) = store.running()
     whole = store.complete(half)
     assert whole.params.keys() == {"how", "n", "x"}
