@@ -7,6 +7,7 @@ are braces. Without arguments each parameter is an option of the script: `--lr 0
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import shlex
 from collections.abc import Mapping
@@ -52,6 +53,7 @@ def pool_run(study: StudyFile, number: int, parameters: Mapping[str, Value]) -> 
     least, most, each = replica_range(study.home / script, plan, workers=None, args=arguments, say=lambda text: None)
     now, deadline_s = clock.now(), study.settings.deadline_s
     own = {name: _filled(text, parameters) for name, text in study.environment.items()}
+    own[environment.PARAMETERS] = json.dumps(dict(parameters))
     return PoolRun(
         name=run_name(study, number),
         command=(*words, script, *(("--", *arguments) if arguments else ())),

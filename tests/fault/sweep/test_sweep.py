@@ -146,9 +146,10 @@ class StudyFolder:
             assert keys == list(range(1, steps // 5 + 1)), "each evaluation once"
             assert self.are_all_steps_there(trial.number, steps), "no step twice, none left out"
         assert not list((pool / "queue").iterdir())
-        for number in range(3):
-            record = RunRecord.load(self.runs / "trials" / f"trial-{number:04}")
+        for trial in study.trials:
+            record = RunRecord.load(self.runs / "trials" / f"trial-{trial.number:04}")
             assert not record.is_alive()
+            assert record.parameters == {**trial.params, "steps": steps}
 
 
 @pytest.fixture
