@@ -28,6 +28,7 @@ from paceline.private_files import make_run_directory
 from paceline.processes import process_started_s, this_host
 from paceline.sweep.own_pool import OwnPool
 from paceline.sweep.run_metrics import RunMetrics
+from paceline.sweep.space import value_text
 from paceline.sweep.study_file import StudyFile
 from paceline.sweep.sweep_record import SweepRecord, TrialRow, write_table
 from paceline.sweep.trial_end import error_of
@@ -177,6 +178,7 @@ class Sweep:
         trial = self._store.complete(trial)
         try:
             run = pool_run(self._study, number, self._store.parameters(trial))
+            self._check_size(run)
             self._store.set_queued(trial, run.run_dir)
             run.add_to(self._study.pool)
         except PlanError as error:
@@ -184,6 +186,17 @@ class Sweep:
             return
         self._queued[run.name] = run
         self._in_pool.add(number)
+        values = self._store.parameters(trial)
+        self._say(f"trial {number} is queued: {'  '.join(f'{name} {value_text(values[name])}' for name in values)}")
+
+    def _check_size(self, run: PoolRun) -> None:
+        """Raise PlanError where the pool is too small for a run, which would wait in it for ever."""
+        needed, slots = run.least * run.workers_each, self._pool_record.slots
+        if self._pool_record.is_alive() and needed > slots:
+            raise PlanError(
+                f"it needs {needed} devices at least, and the pool has {slots}. Give `replicas` a smaller least, or "
+                "the pool more slots."
+            )
 
     def _start_trials(self) -> None:
         while len(self._store.running()) < self._at_once() and self._may_start():

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,6 @@ lower = 0.5
 n_warmup_steps = 2
 
 [parameters]
-x = [0.1, 0.6, 0.8]
 """
 PACELINE = [sys.executable, "-m", "paceline"]
 
@@ -82,11 +81,12 @@ class StudyFolder:
     """A folder with a study, and what its user types there."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.points = folder, list[float]()
         (folder / "train.py").write_text(SCRIPT)
 
-    def write(self, *, steps: int, first: str) -> None:
-        (self.folder / "study.toml").write_text(f"{first}\n{STUDY}steps = {steps}\n")
+    def write(self, *, steps: int, first: str, points: Sequence[float] = (0.1, 0.6, 0.8)) -> None:
+        self.points = list(points)
+        (self.folder / "study.toml").write_text(f"{first}\n{STUDY}x = {self.points}\nsteps = {steps}\n")
 
     @contextlib.contextmanager
     def process(self, *words: str) -> Iterator[subprocess.Popen[str]]:
@@ -132,9 +132,9 @@ class StudyFolder:
         return [json.loads(line)["step"] for line in lines] == list(range(1, count + 1))
 
     def check_trials(self, *, steps: int, pool: Path) -> None:
-        """All three points of the grid, each once and whole, the bad one pruned; and nothing is left."""
+        """All points of the grid, each once and whole, the bad one pruned; and nothing is left."""
         study = optuna.load_study(study_name="study", storage=f"sqlite:///{self.runs / 'optuna.db'}")
-        assert sorted(trial.params["x"] for trial in study.trials) == [0.1, 0.6, 0.8]
+        assert sorted(trial.params["x"] for trial in study.trials) == self.points
         for trial in study.trials:
             x = trial.params["x"]
             keys = list(trial.intermediate_values)
@@ -160,7 +160,7 @@ def study(tmp_path: Path) -> StudyFolder:
 @pytest.mark.thorough
 @pytest.mark.timeout(200)
 def test_killed_in_the_middle_the_sweep_goes_on_with_the_runs_where_they_were(study: StudyFolder) -> None:
-    study.write(steps=20, first="slots = 2\nat_once = 2")
+    study.write(steps=20, first="slots = 2\nat_once = 2", points=(0.1, 0.8))
     with study.process("sweep", "study.toml") as sweep:
         study.until(lambda: study.has_values(1), what="under way")
         sweep.kill()

@@ -235,6 +235,15 @@ def test_where_the_first_trials_fail_the_sweep_ends_and_says_why(tmp_path: Path)
     assert len(own.study.trials) <= 4
 
 
+def test_trials_that_are_larger_than_the_pool_do_not_wait_in_it_for_ever(tmp_path: Path) -> None:
+    own = SweepInTest(tmp_path, replicas="3-4")
+    with pytest.raises(
+        PacelineError, match=r"it needs 3 devices at least, and the pool has 2. Give `replicas` a smaller"
+    ):
+        own.run()
+    assert not own.pool.starts
+
+
 def test_a_metric_that_never_comes_ends_the_sweep_at_the_first_evaluation_and_a_later_start_begins_anew(
     own: SweepInTest,
 ) -> None:
@@ -444,6 +453,49 @@ def test_a_grid_has_each_point_once_also_after_a_kill(tmp_path: Path) -> None:
     own.run()
     assert sorted(trial.params["x"] for trial in own.study.trials) == [0.0, 0.25, 0.5, 0.75, 1.0]
     assert own.record.wanted == 5
+
+
+@pytest.mark.parametrize(
+    ("sampler", "pruner", "is_pruning"),
+    [
+        ('kind = "tpe"\nn_startup_trials = 2', 'kind = "median"\nn_startup_trials = 1', True),
+        ('kind = "cmaes"', 'kind = "asha"\nreduction_factor = 2\nmin_resource = 1', True),
+        ('kind = "qmc"', 'kind = "hyperband"\nmin_resource = 1\nmax_resource = 4\nreduction_factor = 2', True),
+        (
+            'kind = "random"',
+            'kind = "patient"\npatience = 1\nwrapped = { kind = "median", n_startup_trials = 1 }',
+            False,
+        ),
+        pytest.param(
+            'kind = "gp"\nn_startup_trials = 2',
+            'kind = "percentile"\npercentile = 50.0\nn_startup_trials = 1',
+            True,
+            marks=pytest.mark.further,
+        ),
+    ],
+)
+@pytest.mark.thorough
+def test_samplers_and_pruners_work_through_restarts(
+    tmp_path: Path, sampler: str, pruner: str, is_pruning: bool
+) -> None:
+    own = SweepInTest(tmp_path, trials=8)
+    text = own.file.read_text().replace('kind = "random"', sampler)
+    own.file.write_text(
+        f'{text}y = {{ kind = "int", low = 1, high = 64, log = true }}\n[pruner]\n{pruner}\n'.replace(
+            "--x {x}", "--x {x} --y {y}"
+        )
+    )
+    own.pool = SimulatedPool(tmp_path / "pool", evaluations=4)
+    for _ in range(3):
+        own.start().look()
+        own.pool.pass_time()
+    own.start()
+    own.run()
+    states = own.states()
+    assert len(states) == 8
+    assert set(states) <= {"finished", "pruned"}
+    assert ("pruned" in states) == is_pruning, "runs get better with x at every evaluation, and never worse with time"
+    assert len({tuple(trial.params.values()) for trial in own.study.trials}) > 4, "no value is proposed again and again"
 
 
 def test_the_reader_of_a_run_is_closed_with_its_trial(own: SweepInTest, monkeypatch: pytest.MonkeyPatch) -> None:
