@@ -10,8 +10,10 @@ import os
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, PlanError
+from paceline.plain_data import read_object
 from paceline.plan.job import Assignment, Job, assignment_from_json, assignment_to_json
 from paceline.world_detection import NAMES, World, find_world
 from paceline.world_detection import notice_signals as find_notice_signals
@@ -52,6 +54,7 @@ __all__ = [
     "set_gloo_interface",
     "ssh_address",
     "token",
+    "trial_parameters",
     "world_variables",
 ]
 
@@ -61,6 +64,7 @@ ENGINE = "PACELINE_ENGINE"  # that starts the hosts of this job: one console is 
 MARK = "PACELINE_MARK"  # begins the lines by which a host gives rows of its metrics to its driver
 FAULTS = "PACELINE_FAULTS"  # the programme of a run that is drilled (paceline.testing): a file
 MICRO_TRIAL = "PACELINE_MICRO_TRIAL"  # sizes of micro-batches to be measured, with steps: "8:12,16:6"
+PARAMETERS = "PACELINE_PARAMETERS"  # of the trial that this run is, by name: a JSON object
 LISTENER = "PACELINE_LISTENER"  # process and file descriptor of the coordinator's socket
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 FAMILY = "PACELINE_FAMILY"  # marks a warm parent and all its descendants
@@ -72,6 +76,7 @@ MORE_NAMES = (
     OWN_PID,
     TOKEN,
     RUN_DIR,
+    PARAMETERS,
     ENGINE,
     FAULTS,
     "OMP_NUM_THREADS",
@@ -222,6 +227,17 @@ def engine_restart() -> str:
 def run_dir() -> str | None:
     """Return the directory of the run that this process's script is to go on with; None: as the script says."""
     return os.environ.get(RUN_DIR) or None
+
+
+def trial_parameters() -> dict[str, Any]:
+    """Return the parameters of the sweep's trial that this run is; none elsewhere. Raises PlanError for no JSON."""
+    text = os.environ.get(PARAMETERS)
+    try:
+        return read_object(text) if text else {}
+    except ValueError as error:
+        raise PlanError(
+            f"{PARAMETERS} is {text!r}, and {error}. A sweep sets it, as a JSON object; unset it elsewhere."
+        ) from error
 
 
 def fault_programme() -> Path | None:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.plan.batch import Batch
-    from paceline.plan.layout import Layout
     from paceline.pool.batch_growth import BatchGrowth
 
 __all__ = ["add", "add_options", "queue"]
@@ -90,15 +89,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _cancel(pool: Path, name: str) -> int:
     from paceline.pool.pool_run import queued_runs
-    from paceline.pool.pool_state import PoolRecord
-    from paceline.pool.run_control import ask_to_stop
+    from paceline.pool.withdrawal import take_out
 
     runs = queued_runs(pool, known={})
     if name not in runs:
         raise PlanError(f"{pool} has no run named {name!r}. It has: {', '.join(runs) or 'none'}.")
-    runs[name].remove_from(pool)
-    if not PoolRecord.load(pool).is_alive():  # else the pool does it
-        ask_to_stop(runs[name])
+    take_out(runs[name], pool=pool)
     print(f"{name} is taken out; its files stay in {runs[name].run_dir}")
     return 0
 
@@ -127,7 +123,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def queue(
-    arguments: argparse.Namespace, job: Job, *, batch: Batch | None, layout: Layout | None, workers: int | None
+    arguments: argparse.Namespace, job: Job, *, batch: Batch | None, least: int, most: int, workers_each: int
 ) -> int:
     """Queue the run that `arguments` ask for, and follow it unless --detach; returns its exit status."""
     from paceline.pool.follow import follow
@@ -138,7 +134,6 @@ def queue(
     if job.hosts > 1 or job.launcher != "local":
         raise PlanError("A pool runs on one machine, with local workers: leave --hosts and --launcher out.")
     pool = Path(arguments.pool)
-    least, most, each = _replicas(layout, workers)
     deadline_s = _positive(arguments.deadline_s, "--deadline-s")
     growth = _growth(arguments, job, batch=batch, is_elastic=least < most)
     run_dir = Path(job.run_dir) if job.run_dir else new_run_dir(Path(job.program))
@@ -153,7 +148,7 @@ def queue(
         script=job.program,
         least=least,
         most=most,
-        workers_each=each,
+        workers_each=workers_each,
         submitted=now,
         priority=_positive(arguments.priority, "--priority") or 1.0,
         deadline=None if deadline_s is None else now + deadline_s,
@@ -191,17 +186,6 @@ def _positive(text: str | None, option: str) -> float | None:
     if value is not None and not 0 < value < math.inf:
         raise PlanError(f"{option} is {value:g}; it must be above 0.")
     return value
-
-
-def _replicas(layout: Layout | None, workers: int | None) -> tuple[int, int, int]:
-    """The least and most replicas, and the workers of each."""
-    if layout is None:
-        return workers or 1, workers or 1, 1
-    each = layout.workers_each
-    if isinstance(layout.replicas, tuple):
-        return layout.replicas[0], layout.replicas[1], each
-    count = layout.replicas or max(1, (workers or each) // each)
-    return count, count, each
 
 
 def _command_words(words: Sequence[str]) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from paceline.plan import CommandPlan, Job, Plan, read_job_file
 from paceline.plan.command_plan import auto_base
 from paceline.plan.job import AUTO, flag_of, read_engine_table
 from paceline.plan.own_programs import program_here
-from paceline.plan.script_scan import auto_plan_of_script, computed_plan, layout_of_script, workers_of_script
+from paceline.plan.script_scan import auto_plan_of_script, workers_of_script
 
 if TYPE_CHECKING:
     from paceline.launch.engines.engine import Engine
@@ -225,19 +225,11 @@ def _queue(arguments: argparse.Namespace) -> int:
     job, plan, _ = job_of(arguments)
     if arguments.dry_run:
         return show_dry_run(job, plan=plan)
-    script = Path(job.program)
-    layout = plan.whole.layout if plan.whole is not None else layout_of_script(script, plan.settings)
-    if layout is None and (source := computed_plan(script)) is not None:
-        raise PlanError(
-            f"{script} computes its plan ({source}), so the pool cannot know how many replicas it takes. Give the plan "
-            'to the command: --plan "replicas=1-4+batch(size=64)", for example.'
-        )
-    workers = job.workers or (layout.workers if plan.whole is not None and layout is not None else None)
-    workers = workers or workers_of_script(script, plan.settings, args=job.args, say=_say)
-    if layout is not None and workers is not None and not isinstance(layout.replicas, tuple):
-        Plan(layout=layout).require(workers=workers)
+    from paceline.pool.replica_range import replica_range
+
+    least, most, each = replica_range(Path(job.program), plan, workers=job.workers, args=job.args, say=_say)
     batch = plan.whole.batch if plan.whole is not None else None
-    return pool.queue(arguments, job, batch=batch, layout=layout, workers=workers)
+    return pool.queue(arguments, job, batch=batch, least=least, most=most, workers_each=each)
 
 
 def _settle_auto(arguments: argparse.Namespace) -> bool:

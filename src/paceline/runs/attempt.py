@@ -435,7 +435,12 @@ def begin_record(run_dir: Path, job: Job, *, workers: int, plan: Plan | None, fi
     """Record in the run directory that this process starts its next attempt; PlanError if the directory is in use."""
     try:
         return RunRecord.begin_attempt(
-            run_dir, job=dataclasses.asdict(job), workers=workers, plan=None if plan is None else str(plan), first=first
+            run_dir,
+            job=dataclasses.asdict(job),
+            workers=workers,
+            plan=None if plan is None else str(plan),
+            first=first,
+            parameters=environment.trial_parameters(),
         )
     except ValueError as error:
         raise PlanError(str(error)) from error

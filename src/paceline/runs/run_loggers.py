@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from paceline import environment
 from paceline.errors import PlanError
 from paceline.events import Record, RunStarted, WorkerStarted
 from paceline.monitor.export.logger_feed import LoggerFeed
@@ -38,8 +39,11 @@ class RunLoggers:
     """All trackers of one run. Without any, nothing is done."""
 
     def __init__(self, job: Job, own: Sequence[RunLogger] = (), *, arguments: Sequence[str] = ()) -> None:
-        """`own`: objects of the user's beside those that `job.log` names. `arguments` of the script, as words."""
-        self._job, self._arguments = job, arguments_by_name(arguments)
+        """`own`: objects of the user's beside those that `job.log` names. `arguments` of the script, as words; the
+        parameters of a sweep's trial are logged among them, however the script gets them.
+        """
+        parameters = {name: str(value) for name, value in environment.trial_parameters().items()}
+        self._job, self._arguments = job, {**arguments_by_name(arguments), **parameters}
         self._feeds = [LoggerFeed(name, ProcessLogger(name)) for name in dict.fromkeys(job.log)]
         self._feeds += [LoggerFeed(type(logger).__name__, logger) for logger in own]
         self._num_attempts = 0

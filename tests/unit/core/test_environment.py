@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline import environment
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, PlanError
 from paceline.plan import Assignment, CommandPlan, Job
 
 SECRET = "0123456789abcdef0123456789abcdef"
@@ -195,3 +195,13 @@ def test_an_assignment_keeps_every_field_on_its_way_through_the_environment() ->
     full = dataclasses.replace(ASSIGNMENT, plan=plan, given=("workers",))
     environment.enter(full)
     assert environment.assignment() == full
+
+
+def test_a_trial_has_the_parameters_that_its_sweep_has_set(clean: pytest.MonkeyPatch) -> None:
+    assert environment.trial_parameters() == {}
+    clean.setenv(environment.PARAMETERS, '{"lr": 0.1, "how": "adamw"}')
+    assert environment.trial_parameters() == {"lr": 0.1, "how": "adamw"}
+    assert environment.child_environment()[environment.PARAMETERS] == '{"lr": 0.1, "how": "adamw"}'
+    clean.setenv(environment.PARAMETERS, "lr=0.1")
+    with pytest.raises(PlanError, match=r"PACELINE_PARAMETERS is 'lr=0.1', and is not JSON"):
+        environment.trial_parameters()

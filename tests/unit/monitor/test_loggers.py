@@ -110,6 +110,18 @@ def test_a_tracker_gets_the_run_and_all_its_numbers_and_steps_that_come_again_on
     assert (own.states, warned) == (["finished"], [])
 
 
+def test_a_tracker_gets_the_parameters_of_a_sweeps_trial_however_the_script_gets_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_PARAMETERS", '{"lr": 0.1, "width": 16}')
+    own = Kept()
+    loggers = RunLoggers(Job(workers=2), [own], arguments=["--lr", "0.1", "--fast"])
+    attempt(loggers, tmp_path, 1, [step(1)])
+    loggers.end("finished", print)
+    (run,) = own.runs
+    assert run.arguments == {"lr": "0.1", "fast": "true", "width": "16"}
+
+
 def test_steps_of_replicas_in_any_order_all_come(tmp_path: Path) -> None:
     own = Kept()
     loggers = RunLoggers(Job(workers=2), [own])

@@ -47,6 +47,7 @@ class RunRecord:
     run_dir: Path = dataclasses.field(compare=False)  # where the record was found; not written
     state: str = RUNNING  # running | finished | failed | stopped
     job: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])  # of a sweep's trial, by name
     plan: str | None = None
     workers: int = 0
     attempts: tuple[AttemptRecord, ...] = ()
@@ -89,7 +90,14 @@ class RunRecord:
 
     @classmethod
     def begin_attempt(
-        cls, run_dir: Path | str, *, job: Mapping[str, Any], workers: int, plan: str | None = None, first: int = 1
+        cls,
+        run_dir: Path | str,
+        *,
+        job: Mapping[str, Any],
+        workers: int,
+        plan: str | None = None,
+        first: int = 1,
+        parameters: Mapping[str, Any] | None = None,
     ) -> RunRecord:
         """Note that the calling process starts the next attempt in `run_dir` (made if needed), and return the record.
 
@@ -115,6 +123,7 @@ class RunRecord:
         return cls(
             run_dir=run_dir,
             job=dict(job),
+            parameters=dict(parameters or {}),
             plan=plan,
             workers=workers,
             attempts=(*attempts, AttemptRecord(attempt=number, started=started)),
