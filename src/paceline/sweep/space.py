@@ -88,6 +88,11 @@ class Space:
     ranges: Mapping[str, Range]
     fixed: Mapping[str, Value]
 
+    @property
+    def log(self) -> list[str]:
+        """The parameters of which small and large values are tried alike."""
+        return [name for name, one in self.ranges.items() if not isinstance(one, Categorical) and one.log]
+
     @classmethod
     def read(cls, table: Mapping[str, Any]) -> Space:
         """Read the table `[parameters]`; raises PlanError for what is no range and no value."""

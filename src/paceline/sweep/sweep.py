@@ -384,6 +384,7 @@ class Sweep:
             pool=str(study.pool),
             wanted=None,
             best=None,
+            log=study.space.log,
         )
 
     def _rows(self) -> Iterator[TrialRow]:

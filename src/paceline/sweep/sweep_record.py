@@ -44,7 +44,8 @@ class TrialRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SweepRecord:
-    """A sweep and its trials. `state`: running, finished or stopped; `wanted` trials, None: no limit."""
+    """A sweep and its trials. `state`: running, finished or stopped; `wanted` trials, None: no limit. `log`:
+    parameters of which small and large values are tried alike."""
 
     name: str
     study: str
@@ -59,6 +60,7 @@ class SweepRecord:
     pool: str
     wanted: int | None
     best: int | None
+    log: Sequence[str] = ()
     trials: Sequence[TrialRow] = ()
 
     @classmethod
