@@ -48,6 +48,9 @@ def add(commands: Commands) -> None:
         "--slots", metavar="N", help="devices to share: workers that run at the same time (default: one for each core)"
     )
     what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--node", action="store_true", help="give this host's devices to the pool, which another host serves"
+    )
     what.add_argument("--show", action="store_true", help="print the pool's runs and what was decided last, and exit")
     what.add_argument("--json", action="store_true", help="the same as JSON for programs")
     what.add_argument("--cancel", metavar="NAME", help="stop this run, take it out of the pool, and exit")
@@ -72,17 +75,28 @@ def _run(arguments: argparse.Namespace) -> int:
         else:
             print(printable("\n".join(pool_lines(pool, record, queued_runs(pool, known={})))))
         return 0
-    from paceline.pool.devices import own_slots
-    from paceline.pool.service import Pool
+    return _serve(pool, arguments)
 
-    slots = own_slots()
-    if arguments.slots is not None:
-        slots = config.parse_value(arguments.slots, int, path="--slots")
-    if slots < 1:
-        raise PlanError(f"--slots is {slots}; it must be at least 1.")
-    serving = Pool(pool, slots=slots, say=_say)
-    _say(f"serves {slots} {'device' if slots == 1 else 'devices'}: paceline run --pool {pool} SCRIPT")
-    serving.run()
+
+def _serve(pool: Path, arguments: argparse.Namespace) -> int:
+    """Be the pool, or a node of it."""
+    from paceline.pool.devices import own_offer
+    from paceline.pool.serve import serve, serve_node
+
+    world = environment.detect()
+    if world is not None and world.local_workers > 1:
+        raise PlanError(
+            f"{world.source} started this command {world.local_workers} times on this host. Have it start one for each "
+            "host (srun --ntasks-per-node=1, mpirun --map-by ppr:1:node, torchrun --nproc-per-node 1)."
+        )
+    offer = own_offer(None if arguments.slots is None else config.parse_value(arguments.slots, int, path="--slots"))
+    devices = f"{offer.slots} {'GPU' if offer.gpus else 'device'}{'' if offer.slots == 1 else 's'}"
+    in_engine = world is not None and world.workers > 1
+    if arguments.node or in_engine:
+        serve_node(pool, offer, may_lead=in_engine and not arguments.node, say=_say)
+    else:
+        _say(f"serves {devices}: paceline run --pool {pool} SCRIPT")
+        serve(pool, offer, say=_say)
     return 0
 
 

@@ -12,7 +12,8 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ __all__ = ["Observed", "ask_to_stop", "console_of", "measured_step_s", "observe"
 
 CONSOLES = "consoles"
 ROWS, LEAST_ROWS = 40, 3  # newest steps of which the median is taken
-SETTLING_S = 0.5  # after a change of replicas: steps that are not like the others
+SETTLING_STEPS = 2  # after a change of replicas: steps that are not like the others
 PRESENT = ("starting", "running", "halted")
 
 
@@ -43,6 +44,7 @@ class Observed:
     state: str = ""
     exit_code: int | None = None
     replicas: int = 0
+    workers_on: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])  # present, by host
     step: int = 0
     last_step: int | None = None
     has_stepped: bool = False  # since it was started: before, it cannot be resized
@@ -59,12 +61,13 @@ def observe(run: PoolRun) -> Observed:
         now = status(run.run_dir)
     except ValueError:
         return Observed()
-    present = sum(worker.state in PRESENT for worker in now.workers) if now.state == RUNNING else 0
+    workers = [worker for worker in now.workers if worker.state in PRESENT] if now.state == RUNNING else []
     noise = next((row.get("noise_scale") for row in _last_rows(run, 1)), None)
     return Observed(
         state=now.state,
         exit_code=now.exit_code,
-        replicas=-(-present // run.workers_each),
+        replicas=-(-len(workers) // run.workers_each),
+        workers_on=Counter(worker.host for worker in workers if worker.host),
         step=now.progress.step,
         last_step=now.progress.last_step,
         has_stepped=now.progress.since_step_s is not None,
@@ -72,14 +75,14 @@ def observe(run: PoolRun) -> Observed:
     )
 
 
-def measured_step_s(run: PoolRun, *, since: float) -> float | None:
-    """The median seconds of the newest steps that began after `since` (seconds since 1970), when the run's replicas
-    last changed; None where there are too few of them.
+def measured_step_s(run: PoolRun, *, after_step: int) -> float | None:
+    """The median seconds of the newest steps after `after_step`, from which on the run's replicas were those that it
+    has; None where there are too few of them.
     """
     found: list[float] = []
     for row in _last_rows(run, ROWS):
         seconds = row.get("seconds", {}).get("total")
-        if seconds is None or row.get("time", 0.0) - seconds < since + SETTLING_S:
+        if seconds is None or row.get("step", 0) <= after_step + SETTLING_STEPS:
             break
         found.append(seconds)
     return statistics.median(found) if len(found) >= LEAST_ROWS else None
@@ -99,13 +102,22 @@ def console_of(pool: Path, run: PoolRun) -> Path:
     return pool / CONSOLES / f"{run.name}.log"
 
 
-def start(pool: Path, run: PoolRun, *, replicas: int, threads: int) -> subprocess.Popen[bytes]:
+def start(
+    pool: Path,
+    run: PoolRun,
+    *,
+    replicas: int,
+    threads: int,
+    more: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
     """Start a run, or go on with it from its newest checkpoint; raises OSError where its folder is gone. It is no child
-    of the terminal: only `ask_to_stop` and its own end end it.
+    of the terminal: only `ask_to_stop` and its own end end it. It gets `more` options, and `variables` in its
+    environment.
     """
     console = console_of(pool, run)
     make_run_directory(console.parent)
-    words = ["run", *_sizes(run, replicas, threads), *run.command]
+    words = ["run", *_sizes(run, replicas, threads), *more, *run.command]
     if (Path(run.run_dir) / "run.json").exists():
         words = words_to_go_on(words, Path(run.run_dir), script=Path(run.folder, run.script), names_dir=False)
     else:
@@ -114,7 +126,7 @@ def start(pool: Path, run: PoolRun, *, replicas: int, threads: int) -> subproces
         return subprocess.Popen(
             [sys.executable, "-m", "paceline", *words],
             cwd=run.folder,
-            env={**run.environment, "PYTHONUNBUFFERED": "1"},
+            env={**run.environment, "PYTHONUNBUFFERED": "1", **(variables or {})},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,

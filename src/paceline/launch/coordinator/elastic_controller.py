@@ -202,6 +202,20 @@ class ElasticController:
             return {"error": str(error)}
         return {"says": f"it will have {request['replicas']} replicas"}
 
+    def answer_shares(self, replicas: int, excess: Sequence[int], *, room: int) -> dict[str, Any]:
+        """Go on with this many replicas, without the `excess` workers; `room` is for how many more there are slots."""
+        limits = self._membership.limits
+        if not limits.least <= replicas <= limits.most:
+            return {
+                "error": f"the plan allows {limits.least} to {limits.most} replicas, and the hosts that are here would "
+                f"have {replicas}"
+            }
+        if excess:
+            self.leave(excess, f"resized to {replicas} replica{'s' * (replicas != 1)}", room=room)
+        if replicas == self._membership.target:
+            return {"says": f"it has {replicas} replicas"}
+        return self.answer_command({"replicas": replicas})
+
     def grow(self, slots: int) -> int:
         """A host joined with room for `slots` workers; return by how many replicas the run grows."""
         before = self._membership.target

@@ -166,6 +166,19 @@ class RemoteHosts:
         """
         return self._slots.room(workers_each, without=without)
 
+    def share_out(self, shares: Mapping[str, int], *, workers_each: int) -> tuple[int, frozenset[int]]:
+        """Give each host, by its name, slots for so many replicas, and none to the others; return the replicas that
+        hosts which are here have slots for, and the workers that are too many on theirs.
+        """
+        hosts = {self._name if index == COORDINATOR_INDEX else self._remote_hosts[index].host: index
+                 for index in self._slots.open_hosts}  # fmt: skip  # of one name the last: before it one that leaves
+        granted = {index: shares.get(name, 0) for name, index in hosts.items()}
+        excess = frozenset[int]()
+        for index in self._slots.open_hosts:
+            slots = granted.get(index, 0) * workers_each
+            excess |= self._slots.limit(index, slots, workers_each=workers_each)
+        return sum(granted.values()), excess
+
     def send(self, worker: int, message: Mapping[str, Any]) -> None:
         """Send a message to a worker."""
         remote_host = self._remote_host_of(worker)
