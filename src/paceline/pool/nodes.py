@@ -15,7 +15,7 @@ from paceline.errors import PlanError
 from paceline.pool.node_files import NodeRecord, PartRecord, WantedPart, WantedParts, node_dir, node_names
 from paceline.pool.pool_state import NodeEntry
 
-__all__ = ["NodeView", "Nodes"]
+__all__ = ["HERE", "LEFT", "SILENT", "NodeView", "Nodes"]
 
 SILENCE_S = 30.0  # a node that has not been heard of for so long offers nothing
 MOST_PASSED_S = 5.0  # that count between two looks

@@ -10,14 +10,16 @@ count as there while the run says so.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from paceline import clock, run_lock
+from paceline.elastic.membership_messages import PREEMPTED, TOO_FEW
 from paceline.pool.node_files import WantedPart
-from paceline.pool.nodes import Nodes
+from paceline.pool.nodes import LEFT, Nodes
 from paceline.pool.part_process import uses_gpus
 from paceline.pool.pool_run import PoolRun
 from paceline.pool.pool_state import PartEntry, RunEntry
@@ -28,7 +30,10 @@ __all__ = ["PartControl", "Presence"]
 
 LEAVE_S = 90.0  # in which a part saves and ends; then it is asked once more, which ends its workers at once
 RUN_ENDS_S = 20.0  # in which a coordinator has told the other parts that the run ends; then each is asked
-GONE_S = 15.0  # on a node that does not answer a part whose run shows no life for so long is gone
+ENDS_S = 5.0  # in which all parts of a run end, once one of them has
+# A part on a node that does not answer is gone when for so long its run, which goes on, has had no workers there; or,
+LOST_S = 3.0
+GONE_S = 15.0  # of a run that goes on nowhere else, when no process has had the run's lock
 STUCK_S = 30.0  # a run that can neither give nor take for so long is paused, and goes on as it should be
 
 
@@ -36,12 +41,16 @@ STUCK_S = 30.0  # a run that can neither give nor take for so long is paused, an
 class Presence:
     """Whether any part of a run is there. If not: the exit status of the last one (None: not known), whether that was
     on a node that was lost (`lost_node`), and why it could not be started.
+
+    Where a part ends by itself, the others may be about to. So until `changes_after` (`time.monotonic`), and for ever
+    where the run is over, it gets no new parts.
     """
 
     is_there: bool = True
     exit_code: int | None = None
     lost_node: str = ""
     problem: str = ""
+    changes_after: float = 0.0
 
 
 class PartControl:
@@ -78,6 +87,9 @@ class PartControl:
                 presence.lost_node = ""
                 if said.exit_code is not None and (not part.leaves or entry.ends_run):
                     presence.exit_code = said.exit_code
+                if not part.leaves:
+                    goes_on = said.exit_code is None or said.exit_code < 0 or said.exit_code in (PREEMPTED, TOO_FEW)
+                    presence.changes_after = time.monotonic() + ENDS_S if goes_on else math.inf
                 presence.problem = said.problem or presence.problem
             elif (view is not None and view.is_here) or not self._is_gone(name, run, entry, node):
                 continue
@@ -122,16 +134,18 @@ class PartControl:
         """Whether a part on a node that does not answer is gone with it, as far as the run shows. Its agent alone may
         have been killed: then the part goes on.
         """
-        seen = self._seen.get(name)
+        view, seen = self._nodes.get(node), self._seen.get(name)
+        if view is not None and view.state == LEFT:  # in good order, with all its parts
+            return True
         others = [one for one in entry.parts if one != node and self._nodes.is_here(one)]
         if others and seen is not None and seen.is_running:
-            shows_life = seen.workers_on.get(self._host(node), 0) > 0
+            shows_life, limit_s = seen.workers_on.get(self._host(node), 0) > 0, LOST_S
         else:
-            shows_life = run_lock.is_held(Path(run.run_dir))
+            shows_life, limit_s = run_lock.is_held(Path(run.run_dir)), GONE_S
         if shows_life:
             self._quiet_since.pop((name, node), None)
             return False
-        return time.monotonic() - self._quiet_since.setdefault((name, node), time.monotonic()) > GONE_S
+        return time.monotonic() - self._quiet_since.setdefault((name, node), time.monotonic()) > limit_s
 
     # How it comes about.
 
@@ -182,7 +196,7 @@ class PartControl:
         if not target:
             self._stuck_since.pop(name, None)
             self._pause(name, entry)
-        elif now == target or not seen.has_stepped or not all(map(self._nodes.is_here, entry.parts)):
+        elif now == target or not self._may_resize(name, entry, seen):
             self._stuck_since.pop(name, None)
         elif not self.is_live(entry, run) or (not entry.is_open and set(target) != set(now)):
             self._pause(name, entry)
@@ -196,6 +210,11 @@ class PartControl:
                 self._set_shares(name, run, entry, then)
             elif time.monotonic() - self._stuck_since.setdefault(name, time.monotonic()) > STUCK_S:
                 self._pause(name, entry)
+
+    def _may_resize(self, name: str, entry: RunEntry, seen: Observed) -> bool:
+        """Whether a run has taken its first step, is not about to end, and is on nodes that answer."""
+        is_ending = time.monotonic() < self._presence.get(name, Presence()).changes_after
+        return seen.has_stepped and not is_ending and all(map(self._nodes.is_here, entry.parts))
 
     def _without_parting(self, entry: RunEntry, free: Mapping[str, int]) -> dict[str, int]:
         """A node that a part leaves takes another one of the same run when that has ended."""

@@ -80,7 +80,7 @@ def ask_part(part: PartRecord, run: PoolRun | None = None) -> None:
 
 def share_out(run: PoolRun, shares: Mapping[str, int], *, is_open: bool) -> str | None:
     """Have the run's coordinator give each host so many replicas. Returns "" when it agrees, else why not; None where
-    it is on another host.
+    it is on another host, or on its way there.
     """
     record = _running(run)
     if record is None or not record.is_here():
@@ -89,8 +89,8 @@ def share_out(run: PoolRun, shares: Mapping[str, int], *, is_open: bool) -> str 
         return resize(run, sum(shares.values()))
     try:
         answer = send_command(record.pid, {"op": "resize", "replicas": sum(shares.values()), "hosts": dict(shares)})
-    except ConnectionError as error:
-        return str(error)
+    except ConnectionError:
+        return None
     return str(answer.get("error", ""))
 
 

@@ -25,7 +25,7 @@ from paceline.pool.policy import decide
 from paceline.pool.pool_run import PoolRun, queued_runs
 from paceline.pool.pool_state import PoolRecord, RunEntry
 from paceline.pool.run_control import Observed, console_of, measured_step_s, observe
-from paceline.pool.shares import shares_of
+from paceline.pool.shares import shares_of, shares_text
 from paceline.pool.throughput import Throughput
 from paceline.private_files import make_run_directory
 from paceline.processes import process_started_s, this_host
@@ -198,7 +198,7 @@ class Pool:
             entry = self._entry(name)
             shares = self._placed(name, decision.allocations.get(name, ()))
             if shares != self._target.get(name, entry.shares):
-                entry.why = reasons.get(name, entry.why)
+                entry.why = reasons.get(name) or f"{name} goes on with what it has: {shares_text(shares) or 'nothing'}."
                 self._note(name, entry.shares, shares, entry.why)
             self._target[name] = shares
             if name in decision.waiting:

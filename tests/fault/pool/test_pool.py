@@ -2,118 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from paceline.monitor.records.run_record import RunRecord
-
-SCRIPT = """
-import argparse, os, time
-import torch, paceline
-from torch import nn
-from torch.nn import functional as F
-from torch.utils.data import TensorDataset
-
-parser = argparse.ArgumentParser()
-parser.add_argument("--steps", type=int, default=60)
-parser.add_argument("--fails-at", type=int, default=-1)
-options = parser.parse_args()
-
-
-def train(worker):
-    torch.manual_seed(0)
-    model = worker.prepare(nn.Linear(8, 3))
-    optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
-    step = worker.stepper(model, optim, F.cross_entropy)
-    data = TensorDataset(torch.randn(16 * options.steps, 8), torch.arange(16 * options.steps) % 3)
-    for batch in worker.batches(data):
-        time.sleep(0.1 / worker.workers)
-        if worker.step == options.fails_at:
-            raise RuntimeError("its data is broken")
-        step(batch)
-
-
-if __name__ == "__main__":
-    paceline.run(train, plan="replicas=1-2+batch(size=16)")
-"""
-PACELINE = [sys.executable, "-m", "paceline"]
-
-
-class PoolFolder:
-    """A folder with the script and a pool, and what its user types there."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        (folder / "train.py").write_text(SCRIPT)
-
-    @contextlib.contextmanager
-    def served(self, *words: str) -> Iterator[subprocess.Popen[str]]:
-        """Serve it meanwhile; whatever happens, its process and its runs are gone afterwards."""
-        serving = subprocess.Popen(
-            [*PACELINE, "pool", "pool", "--slots", "2", *words],
-            cwd=self.folder,
-            stdout=(self.folder / "pool.out").open("a"),
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        try:
-            yield serving
-        finally:
-            serving.terminate()
-            serving.wait(90)
-
-    def queue(self, name: str, *words: str, options: tuple[str, ...] = ()) -> None:
-        done = subprocess.run(
-            [*PACELINE, "run", "--pool", "pool", "--detach", "--run-dir", f"runs/{name}", *options, "train.py", *words],
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 0, done.stderr
-        assert f"queued in pool as {name}" in done.stdout
-
-    def facts(self) -> dict[str, Any]:
-        try:
-            return json.loads((self.folder / "pool" / "pool.json").read_text())
-        except FileNotFoundError:
-            return {"runs": {}}
-
-    def entry(self, name: str) -> dict[str, Any]:
-        return self.facts()["runs"].get(name, {"phase": "", "replicas": 0, "step": 0})
-
-    def until(self, is_so: Any, *, what: str, limit_s: float = 60.0) -> None:
-        deadline = time.monotonic() + limit_s
-        while not is_so():
-            assert time.monotonic() < deadline, f"not {what}: {self.facts()}\n{self.said}"
-            time.sleep(0.1)
-
-    @property
-    def said(self) -> str:
-        return (self.folder / "pool.out").read_text()
-
-    def losses(self, name: str) -> list[float]:
-        rows = (self.folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(row)["loss"] for row in rows]
+from pool_folders import PACELINE, PoolFolder, is_over
 
 
 @pytest.fixture
 def pool(tmp_path: Path) -> PoolFolder:
     return PoolFolder(tmp_path)
-
-
-def is_over(pool: PoolFolder, *names: str) -> bool:
-    return all(pool.entry(name)["phase"] in ("finished", "failed", "stopped") for name in names)
 
 
 @pytest.mark.timeout(180)
@@ -146,7 +50,7 @@ def test_after_kill_9_of_the_pool_runs_go_on_and_the_next_one_finds_them(pool: P
         pool.until(lambda: pool.entry("first")["step"] > 3, what="under way")
         serving.kill()
         serving.wait()
-        before = pool.entry("first")["pid"]
+        before = RunRecord.load(pool.folder / "runs" / "first").pid
         time.sleep(1.0)
         assert RunRecord.load(pool.folder / "runs" / "first").is_alive(), "a run is no part of its pool's process"
     with pool.served():
@@ -154,7 +58,8 @@ def test_after_kill_9_of_the_pool_runs_go_on_and_the_next_one_finds_them(pool: P
     for name, steps in (("first", 100), ("second", 100), ("third", 10)):
         assert pool.entry(name)["phase"] == "finished"
         assert len(pool.losses(name)) == steps
-    assert pool.entry("first")["pid"] == before, "it was not started a second time"
+    record = RunRecord.load(pool.folder / "runs" / "first")
+    assert (record.pid, record.attempt) == (before, 1), "it was not started a second time"
 
 
 @pytest.mark.further
