@@ -27,7 +27,6 @@ from torch.utils.data import TensorDataset
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--fails-at", type=int, default=-1)
-parser.add_argument("--replicas", default="1-2")
 parser.add_argument("--seconds", type=float, default=0.1)  # of a step on one worker
 options = parser.parse_args()
 
@@ -46,7 +45,7 @@ def train(worker):
 
 
 if __name__ == "__main__":
-    paceline.run(train, plan=f"replicas={options.replicas}+batch(size=16)")
+    paceline.run(train, plan="replicas=1-2+batch(size=16)")
 """
 PACELINE = [sys.executable, "-m", "paceline"]
 
@@ -75,7 +74,9 @@ class PoolFolder:
             serving.terminate()
             serving.wait(90)
 
-    def queue(self, name: str, *words: str, options: tuple[str, ...] = ()) -> None:
+    def queue(self, name: str, *words: str, replicas: str | None = None, options: tuple[str, ...] = ()) -> None:
+        if replicas is not None:
+            options = ("--plan", f"replicas={replicas}+batch(size=16)", *options)
         done = subprocess.run(
             [*PACELINE, "run", "--pool", "pool", "--detach", "--run-dir", f"runs/{name}", *options, "train.py", *words],
             cwd=self.folder,

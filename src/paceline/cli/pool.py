@@ -71,7 +71,7 @@ def _run(arguments: argparse.Namespace) -> int:
             raise PlanError(f"There is no pool {pool}: `paceline pool {pool}` makes one.")
         record = PoolRecord.load(pool)
         if arguments.json:
-            print(json.dumps({**dataclasses.asdict(record), "is_alive": record.is_alive()}, indent=1))
+            print(json.dumps({**dataclasses.asdict(record), "is_alive": record.is_alive(pool)}, indent=1))
         else:
             print(printable("\n".join(pool_lines(pool, record, queued_runs(pool, known={})))))
         return 0
@@ -102,13 +102,15 @@ def _serve(pool: Path, arguments: argparse.Namespace) -> int:
 
 def _cancel(pool: Path, name: str) -> int:
     from paceline.pool.pool_run import queued_runs
+    from paceline.pool.pool_state import PoolRecord
     from paceline.pool.run_control import ask_to_stop
 
     runs = queued_runs(pool, known={})
     if name not in runs:
         raise PlanError(f"{pool} has no run named {name!r}. It has: {', '.join(runs) or 'none'}.")
     runs[name].remove_from(pool)
-    ask_to_stop(runs[name])
+    if not PoolRecord.load(pool).is_alive(pool):  # else it ends the run, on all nodes
+        ask_to_stop(runs[name])
     print(f"{name} is taken out; its files stay in {runs[name].run_dir}")
     return 0
 
@@ -137,8 +139,8 @@ def queue(arguments: argparse.Namespace, job: Job, *, layout: Layout | None, wor
     from paceline.private_files import make_run_directory
     from paceline.runs.run_directory import new_run_dir
 
-    if job.hosts > 1 or job.launcher != "local":
-        raise PlanError("A pool runs on one machine, with local workers: leave --hosts and --launcher out.")
+    if job.hosts > 1 or job.launcher != "local" or job.head is not None or job.slots is not None:
+        raise PlanError("A pool chooses the hosts of its runs: leave --hosts, --head, --slots and --launcher out.")
     pool = Path(arguments.pool)
     run_dir = Path(job.run_dir) if job.run_dir else new_run_dir(Path(job.program))
     make_run_directory(run_dir)  # now, so that the next one gets another name

@@ -185,10 +185,6 @@ class PartControl:
         entry.replicas = 0
         self._changed()
 
-    def is_live(self, entry: RunEntry, run: PoolRun) -> bool:
-        """Whether a run changes its replicas while it goes on."""
-        return run.is_elastic and entry.fixed is None
-
     def _resize(self, name: str, run: PoolRun, target: Mapping[str, int], free: Mapping[str, int]) -> None:
         """Bring a run closer to its target, with what is free."""
         entry = self._entries[name]
@@ -198,7 +194,7 @@ class PartControl:
             self._pause(name, entry)
         elif now == target or not self._may_resize(name, entry, seen):
             self._stuck_since.pop(name, None)
-        elif not self.is_live(entry, run) or (not entry.is_open and set(target) != set(now)):
+        elif not entry.is_live or (not entry.is_open and set(target) != set(now)):
             self._pause(name, entry)
         else:
             present = {node: seen.workers_on.get(self._host(node), 0) // run.workers_each for node in now}
@@ -250,12 +246,12 @@ class PartControl:
             return
         has_gpus = uses_gpus(run) and any(self._nodes.here[node].gpus for node in shares)
         entry.fixed = sum(shares.values()) if run.is_elastic and has_gpus else None
-        is_live = self.is_live(entry, run)
-        first = first_nodes(shares, run.least) if is_live else shares
+        entry.is_live = run.is_elastic and entry.fixed is None
+        first = first_nodes(shares, run.least) if entry.is_live else shares
         self._presence[name] = Presence()
         entry.workers_each = run.workers_each
         entry.hosts, entry.workers = len(first), sum(first.values()) * run.workers_each
-        entry.is_open = is_live and len(self._nodes.here) > 1
+        entry.is_open = entry.is_live and len(self._nodes.here) > 1
         entry.ends_run = False
         entry.parts = {node: self._new_part(entry, node, replicas, run) for node, replicas in first.items()}
         entry.phase, entry.let_in = "running", clock.now()
@@ -302,8 +298,7 @@ class PartControl:
                 self._asked_at[name, node] = time.monotonic()
 
     def _wanted(self, entry: RunEntry, part: PartEntry) -> WantedPart:
-        is_live = entry.is_open or (entry.fixed is None and len(entry.parts) == 1)
-        shares = {self._host(node): replicas for node, replicas in entry.shares.items()} if is_live else {}
+        shares = {self._host(node): replicas for node, replicas in entry.shares.items()} if entry.is_live else {}
         return WantedPart(
             start=part.start,
             replicas=part.replicas,

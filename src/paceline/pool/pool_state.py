@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+from paceline import run_lock
 from paceline.errors import PlanError
 from paceline.monitor.records.run_files import replace_text
 from paceline.plain_data import fitted, read_object
@@ -51,10 +52,10 @@ class RunEntry:
     its supervisor was lost since its last step.
 
     `parts`: its replicas by node, of `workers_each` workers; `starts` counts the parts that it ever had. It began on
-    `hosts` hosts with `workers` workers.
-    `is_open`: parts may join it and leave it while it goes on. `fixed`: replicas of an elastic plan that this start
-    keeps. `ends_run`: its parts were asked to end all together. `settled`: the step from which on it had the replicas
-    that it has now, or -1 where it has not got them yet.
+    `hosts` hosts with `workers` workers. `is_live`: it changes its replicas while it goes on; `is_open`: parts may join
+    it and leave it then. `fixed`: replicas of an elastic plan that this start keeps. `ends_run`: its parts were asked
+    to end all together. `settled`: the step from which on it had the replicas that it has now, or -1 where it has not
+    got them yet.
     """
 
     phase: str = "waiting"
@@ -76,6 +77,7 @@ class RunEntry:
     workers_each: int = 1
     hosts: int = 1
     workers: int = 1
+    is_live: bool = False
     is_open: bool = False
     fixed: int | None = None
     ends_run: bool = False
@@ -123,6 +125,8 @@ class PoolRecord:
     def save(self, pool: Path) -> None:
         replace_text(pool / FILE, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
-    def is_alive(self) -> bool:
-        """Whether the pool's process is at work on this host."""
-        return self.host == this_host() and is_same_process(self.pid, self.pid_started_s)
+    def is_alive(self, pool: Path) -> bool:
+        """Whether the pool's process is at work, by itself on this host, and on another one by the folder's lock."""
+        if self.host == this_host():
+            return is_same_process(self.pid, self.pid_started_s)
+        return bool(self.host) and not self.has_ended and run_lock.is_held(pool)

@@ -72,4 +72,4 @@ def test_what_the_pool_knows_outlives_it(tmp_path: Path) -> None:
     again = PoolRecord.load(tmp_path)
     assert again == record
     assert again.runs["first"].measured == {2: 0.5}
-    assert not again.is_alive(), "on another host"
+    assert not again.is_alive(tmp_path), "on another host"

@@ -411,7 +411,11 @@ class Coordinator:
         each = controller.workers_each
         if not isinstance(shares, dict) or not all(isinstance(count, int) and count >= 0 for count in shares.values()):
             return {"error": f"hosts must say how many replicas each host has, by its name, and not {shares!r}"}
-        replicas, excess = self.remote_hosts.share_out(shares, workers_each=each)
+        granted = self.remote_hosts.granted(shares)
+        replicas = sum(granted.values())
+        if refusal := controller.refusal(replicas):
+            return {"error": refusal}
+        excess = self.remote_hosts.limit(granted, workers_each=each)
         return controller.answer_shares(replicas, sorted(excess), room=self.remote_hosts.room(each))
 
     def tick(self, now: float) -> None:

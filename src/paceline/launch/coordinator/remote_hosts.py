@@ -166,18 +166,23 @@ class RemoteHosts:
         """
         return self._slots.room(workers_each, without=without)
 
-    def share_out(self, shares: Mapping[str, int], *, workers_each: int) -> tuple[int, frozenset[int]]:
-        """Give each host, by its name, slots for so many replicas, and none to the others; return the replicas that
-        hosts which are here have slots for, and the workers that are too many on theirs.
+    def granted(self, shares: Mapping[str, int]) -> dict[int, int]:
+        """Return the share of each host that can start workers, by index. `shares` has them by name; a host that is not
+        in it has none, and one that is not here is passed over.
         """
-        hosts = {self._name if index == COORDINATOR_INDEX else self._remote_hosts[index].host: index
-                 for index in self._slots.open_hosts}  # fmt: skip  # of one name the last: before it one that leaves
-        granted = {index: shares.get(name, 0) for name, index in hosts.items()}
+        names = {
+            index: self._name if index == COORDINATOR_INDEX else self._remote_hosts[index].host
+            for index in self._slots.open_hosts
+        }
+        newest = {name: index for index, name in names.items()}  # of one name: the others are about to leave
+        return {index: shares.get(name, 0) if newest[name] == index else 0 for index, name in names.items()}
+
+    def limit(self, granted: Mapping[int, int], *, workers_each: int) -> frozenset[int]:
+        """Give hosts slots for so many replicas; return the workers that are too many on theirs."""
         excess = frozenset[int]()
-        for index in self._slots.open_hosts:
-            slots = granted.get(index, 0) * workers_each
-            excess |= self._slots.limit(index, slots, workers_each=workers_each)
-        return sum(granted.values()), excess
+        for index, replicas in granted.items():
+            excess |= self._slots.limit(index, replicas * workers_each, workers_each=workers_each)
+        return excess
 
     def send(self, worker: int, message: Mapping[str, Any]) -> None:
         """Send a message to a worker."""
