@@ -45,11 +45,16 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("pool", metavar="POOL", type=Path, help="the pool's folder; made if needed")
     parser.add_argument(
-        "--slots", metavar="N", help="devices to share: workers that run at the same time (default: one for each core)"
+        "--slots",
+        metavar="N",
+        help="devices of this host to share: workers that run at the same time (default: one for each GPU, or else for "
+        "each core)",
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
-        "--node", action="store_true", help="give this host's devices to the pool, which another host serves"
+        "--node",
+        action="store_true",
+        help="give this host's devices to a pool of several hosts; the first of them is the pool",
     )
     what.add_argument("--show", action="store_true", help="print the pool's runs and what was decided last, and exit")
     what.add_argument("--json", action="store_true", help="the same as JSON for programs")
@@ -91,11 +96,10 @@ def _serve(pool: Path, arguments: argparse.Namespace) -> int:
         )
     offer = own_offer(None if arguments.slots is None else config.parse_value(arguments.slots, int, path="--slots"))
     devices = f"{offer.slots} {'GPU' if offer.gpus else 'device'}{'' if offer.slots == 1 else 's'}"
-    in_engine = world is not None and world.workers > 1
-    if arguments.node or in_engine:
-        serve_node(pool, offer, may_lead=in_engine and not arguments.node, say=_say)
+    _say(f"offers {devices}: paceline run --pool {pool} SCRIPT")
+    if arguments.node or (world is not None and world.workers > 1):
+        serve_node(pool, offer, say=_say)
     else:
-        _say(f"serves {devices}: paceline run --pool {pool} SCRIPT")
         serve(pool, offer, say=_say)
     return 0
 

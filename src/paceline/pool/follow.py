@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paceline.monitor.records.run_files import GrowingFile
-from paceline.pool.pool_run import PoolRun
 from paceline.pool.nodes import SILENT
+from paceline.pool.pool_run import PoolRun
 from paceline.pool.pool_state import NodeEntry, PoolRecord, RunEntry
 from paceline.pool.run_control import console_of
 from paceline.pool.shares import shares_text

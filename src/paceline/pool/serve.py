@@ -1,7 +1,7 @@
 """What `paceline pool` does on one host: be the pool, or one of its nodes.
 
-The process that has the lock of the pool's folder is the pool, and a node beside it. Where an engine has started one
-process on each host of its allocation, the others are nodes, and one of them becomes the pool where that is killed.
+The process that has the lock of the pool's folder is the pool, and a node beside it. Where one process is started on
+each of several hosts, the others are nodes, and one of them becomes the pool where that is killed.
 """
 
 from __future__ import annotations
@@ -47,13 +47,11 @@ def serve(pool: Path, offer: NodeOffer, *, say: Callable[[str], None]) -> None:
         _be_pool(pool, agent, asked, say)
 
 
-def serve_node(pool: Path, offer: NodeOffer, *, may_lead: bool, say: Callable[[str], None]) -> None:
-    """Be a node until SIGTERM or Ctrl-C, or until the pool ends in good order. `may_lead`: also be the pool, where none
-    is there.
-    """
+def serve_node(pool: Path, offer: NodeOffer, *, say: Callable[[str], None]) -> None:
+    """Be a node until SIGTERM or Ctrl-C, or until the pool ends in good order; and the pool, where none is there."""
     with Asked() as asked:
         agent = NodeAgent(pool, offer, say=say)
-        look_at, has_served, told = 0.0, False, ""
+        look_at, has_served, is_told = 0.0, False, False
         while not asked:
             agent.look()
             if time.monotonic() >= look_at:
@@ -63,14 +61,13 @@ def serve_node(pool: Path, offer: NodeOffer, *, may_lead: bool, say: Callable[[s
                     say("the pool has ended")
                     break
                 has_served = has_served or not has_ended
-                if may_lead and run_lock.hold(pool):
-                    say("this process is the pool")
+                if run_lock.hold(pool):
+                    say(f"{agent.name} is the pool, and its first node")
                     _be_pool(pool, agent, asked, say)
                     return
-                state = "is a node of the pool" if run_lock.is_held(pool) else "waits for the pool to be started"
-                if state != told:
-                    say(f"{agent.name} {state}, with {agent.record.slots} devices")
-                    told = state
+                if not is_told:
+                    say(f"{agent.name} is a node of the pool")
+                    is_told = True
             time.sleep(LOOK_S)
         agent.leave(asked.more_than_once)
 

@@ -68,17 +68,17 @@ def test_runs_outlive_the_pool_and_agents_and_are_found_again_from_any_node(
             pool.until(lambda: pool.nodes()["west"] == "here", what="back")
             pool.until(lambda: "found the part of run again" in pool.said, what="found")
             end_host(east)  # the pool, and the host that leads the run
-            with pool.served(host=west):
-                pool.until(lambda: pool.shares("run") == {"west": 2}, what="found by a pool on the other node")
-                pool.until_later("run", 5)
-                with pool.served("--node", host=east):
-                    pool.until(lambda: pool.workers_on("run") == {"east": 2, "west": 2}, what="on both again")
-                    pool.queue("short", "--steps", "5", replicas="2")
-                    pool.until(lambda: is_over(pool, "short"), what="a run with a node of its own")
-                    assert pool.entry("short")["phase"] == "finished"
-                    pool.until(lambda: pool.workers_on("run") == {"east": 2, "west": 2}, what="on both again")
-    assert RunRecord.load(pool.folder / "runs" / "run").attempt == 1, "it never stopped"
-    assert pool.entry("run")["phase"] == "waiting", "the pools have ended, and everything is saved"
+            pool.until(lambda: pool.facts()["host"] == "west", what="the other node is the pool")
+            pool.until(lambda: pool.shares("run") == {"west": 2}, what="found by it")
+            pool.until_later("run", 5)
+            with pool.served("--node", host=east):
+                pool.until(lambda: pool.workers_on("run") == {"east": 2, "west": 2}, what="on both again")
+                pool.queue("short", "--steps", "5", replicas="2")
+                pool.until(lambda: is_over(pool, "short"), what="a run with a node of its own")
+                assert pool.entry("short")["phase"] == "finished"
+                pool.until(lambda: pool.workers_on("run") == {"east": 2, "west": 2}, what="on both again")
+                assert RunRecord.load(pool.folder / "runs" / "run").attempt == 1, "it never stopped"
+    assert pool.entry("run")["phase"] == "waiting", "all have ended, and everything is saved"
     assert len(pool.losses("run")) == pool.entry("run")["step"], "no step twice, none left out"
 
 
