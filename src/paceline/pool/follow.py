@@ -94,5 +94,5 @@ def _node_text(node: NodeEntry) -> str:
     """Say what a node offers: "2 of 4 GPUs in use"."""
     what = "GPUs" if node.gpus else "devices"
     if node.state == SILENT:
-        return f"does not answer; {node.used} {what} in use there, as far as runs say"
+        return f"does not answer; {node.used} of its {what} in use, as far as runs say"
     return f"{node.used} of {node.slots} {what} in use"

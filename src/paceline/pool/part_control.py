@@ -10,7 +10,6 @@ count as there while the run says so.
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -30,7 +29,8 @@ __all__ = ["PartControl", "Presence"]
 
 LEAVE_S = 90.0  # in which a part saves and ends; then it is asked once more, which ends its workers at once
 RUN_ENDS_S = 20.0  # in which a coordinator has told the other parts that the run ends; then each is asked
-ENDS_S = 5.0  # in which all parts of a run end, once one of them has
+ENDS_S = 5.0  # in which all parts of a run have ended that ends, once one of them has
+OVER_S = 60.0  # and where that one has finished or failed: perhaps only it could not join
 # A part on a node that does not answer is gone when for so long its run, which goes on, has had no workers there; or,
 LOST_S = 3.0
 GONE_S = 15.0  # of a run that goes on nowhere else, when no process has had the run's lock
@@ -42,8 +42,8 @@ class Presence:
     """Whether any part of a run is there. If not: the exit status of the last one (None: not known), whether that was
     on a node that was lost (`lost_node`), and why it could not be started.
 
-    Where a part ends by itself, the others may be about to. So until `changes_after` (`time.monotonic`), and for ever
-    where the run is over, it gets no new parts.
+    Where a part ends by itself, the others may be about to. So it gets no new parts until `changes_after`
+    (`time.monotonic`).
     """
 
     is_there: bool = True
@@ -89,7 +89,7 @@ class PartControl:
                     presence.exit_code = said.exit_code
                 if not part.leaves:
                     goes_on = said.exit_code is None or said.exit_code < 0 or said.exit_code in (PREEMPTED, TOO_FEW)
-                    presence.changes_after = time.monotonic() + ENDS_S if goes_on else math.inf
+                    presence.changes_after = time.monotonic() + (ENDS_S if goes_on else OVER_S)
                 presence.problem = said.problem or presence.problem
             elif (view is not None and view.is_here) or not self._is_gone(name, run, entry, node):
                 continue
@@ -210,7 +210,7 @@ class PartControl:
     def _may_resize(self, name: str, entry: RunEntry, seen: Observed) -> bool:
         """Whether a run has taken its first step, is not about to end, and is on nodes that answer."""
         is_ending = time.monotonic() < self._presence.get(name, Presence()).changes_after
-        return seen.has_stepped and not is_ending and all(map(self._nodes.is_here, entry.parts))
+        return seen.is_running and seen.has_stepped and not is_ending and all(map(self._nodes.is_here, entry.parts))
 
     def _without_parting(self, entry: RunEntry, free: Mapping[str, int]) -> dict[str, int]:
         """A node that a part leaves takes another one of the same run when that has ended."""

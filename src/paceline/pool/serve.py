@@ -6,6 +6,7 @@ each of several hosts, the others are nodes, and one of them becomes the pool wh
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Callable
@@ -56,12 +57,15 @@ def serve_node(pool: Path, offer: NodeOffer, *, say: Callable[[str], None]) -> N
             agent.look()
             if time.monotonic() >= look_at:
                 look_at = time.monotonic() + POOL_LOOK_S
-                has_ended = PoolRecord.load(pool).has_ended
+                has_ended, may_lead = False, False
+                with contextlib.suppress(OSError):  # the disk is away: all goes on as it is
+                    has_ended = PoolRecord.load(pool).has_ended
+                    may_lead = not (has_served and has_ended) and run_lock.hold(pool)
                 if has_served and has_ended:
                     say("the pool has ended")
                     break
                 has_served = has_served or not has_ended
-                if run_lock.hold(pool):
+                if may_lead:
                     say(f"{agent.name} is the pool, and its first node")
                     _be_pool(pool, agent, asked, say)
                     return
@@ -76,9 +80,9 @@ def _be_pool(pool: Path, agent: NodeAgent | None, asked: Asked, say: Callable[[s
     serving = Pool(pool, agent=agent, say=say)
     try:
         serving.run(asked.once)
-    finally:
-        if agent is not None:
+        if agent is not None:  # after an error runs go on, as after kill -9
             agent.leave(asked.more_than_once)
+    finally:
         serving.close()
 
 

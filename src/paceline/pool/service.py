@@ -7,6 +7,7 @@ save and end, and are gone on with later.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -73,11 +74,22 @@ class Pool:
         self._save()
 
     def run(self, is_asked: Callable[[], bool]) -> None:
-        """Serve until `is_asked()`; then have all runs save and end, for at most a minute."""
+        """Serve until `is_asked()`; then have all runs save and end, for at most a minute.
+
+        Raises PlanError where another process has become the pool: the file server gave it the lock, as this host was
+        cut off.
+        """
         while not is_asked():
+            self._check_lock()
             self.look()
             time.sleep(LOOK_S)
         self._end()
+
+    def _check_lock(self) -> None:
+        with contextlib.suppress(OSError):
+            now = PoolRecord.load(self._folder)
+            if now.pid and (now.host, now.pid) != (self._record.host, self._record.pid):
+                raise PlanError(f"{self._folder} has another pool now: process {now.pid} on {now.host}. This one ends.")
 
     def close(self) -> None:
         """Give the folder back."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,14 +27,23 @@ def pool(tmp_path: Path) -> PoolFolder:
     return PoolFolder(tmp_path)
 
 
+@contextlib.contextmanager
+def both_nodes(pool: PoolFolder, first: NamespaceHost, second: NamespaceHost) -> Iterator[subprocess.Popen[str]]:
+    """The first one is the pool; gives the process of the second one."""
+    with pool.served(host=first):
+        pool.until(lambda: pool.nodes() == {first.name: "here"}, what="the pool serves")
+        with pool.served("--node", host=second) as agent:
+            pool.until(lambda: len(pool.nodes()) == 2, what="both nodes here")
+            yield agent
+
+
 @needs_network
 @pytest.mark.timeout(180)
 def test_a_run_spans_two_nodes_and_the_kill_of_one_costs_its_replicas_only(
     pool: PoolFolder, hosts: list[NamespaceHost]
 ) -> None:
     east, west = hosts
-    with pool.served(host=east), pool.served("--node", host=west):
-        pool.until(lambda: pool.nodes() == {"east": "here", "west": "here"}, what="both nodes here")
+    with both_nodes(pool, east, west):
         pool.queue("run", "--steps", "3000", replicas="1-4")
         pool.until(lambda: pool.workers_on("run") == {"east": 2, "west": 2}, what="on both nodes")
         end_host(west)
@@ -55,8 +66,7 @@ def test_runs_outlive_the_pool_and_agents_and_are_found_again_from_any_node(
     pool: PoolFolder, hosts: list[NamespaceHost]
 ) -> None:
     east, west = hosts
-    with pool.served("--node", host=west) as agent, pool.served(host=east):
-        pool.until(lambda: len(pool.nodes()) == 2, what="both nodes here")
+    with both_nodes(pool, east, west) as agent:
         pool.queue("run", "--steps", "900", "--seconds", "0.4", replicas="1-4")
         pool.until(lambda: pool.workers_on("run") == {"east": 2, "west": 2}, what="on both nodes")
         pool.until_later("run", 5)
@@ -89,8 +99,7 @@ def test_a_fixed_run_whose_node_is_killed_goes_on_from_its_checkpoint_on_another
     pool: PoolFolder, hosts: list[NamespaceHost]
 ) -> None:
     east, west = hosts
-    with pool.served(host=east), pool.served("--node", host=west):
-        pool.until(lambda: len(pool.nodes()) == 2, what="both nodes here")
+    with both_nodes(pool, east, west):
         pool.queue("fixed", "--steps", "150", replicas="2", options=("--save-every", "5"))
         pool.queue("other", "--steps", "60", replicas="2")
         pool.until(lambda: pool.entry("fixed")["step"] > 7 and pool.entry("other")["step"] > 7, what="both under way")
@@ -108,8 +117,7 @@ def test_a_fixed_run_whose_node_is_killed_goes_on_from_its_checkpoint_on_another
 @pytest.mark.timeout(240)
 def test_a_fixed_run_that_needs_two_nodes_gets_both(pool: PoolFolder, hosts: list[NamespaceHost]) -> None:
     east, west = hosts
-    with pool.served(host=east), pool.served("--node", host=west):
-        pool.until(lambda: len(pool.nodes()) == 2, what="both nodes here")
+    with both_nodes(pool, east, west):
         pool.queue("wide", "--steps", "30", replicas="3")
         pool.until(lambda: sum(pool.workers_on("wide").values()) == 3, what="on both nodes")
         assert sorted(pool.workers_on("wide").values()) == [1, 2]

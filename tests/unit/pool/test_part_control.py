@@ -14,7 +14,7 @@ from paceline import run_lock
 from paceline.pool import part_control
 from paceline.pool.node_files import NodeRecord, PartRecord, WantedPart
 from paceline.pool.nodes import NodeView
-from paceline.pool.part_control import GONE_S, LEAVE_S, LOST_S, STUCK_S, PartControl
+from paceline.pool.part_control import GONE_S, LEAVE_S, LOST_S, OVER_S, STUCK_S, PartControl
 from paceline.pool.pool_run import PoolRun
 from paceline.pool.pool_state import RunEntry
 from paceline.pool.run_control import Observed
@@ -169,9 +169,16 @@ def test_a_run_whose_part_has_finished_gets_no_other(monkeypatch: pytest.MonkeyP
     scene.at_work("run", a=2, b=2)
     scene.nodes.ends("a", "run", 0)
     assert scene.look().is_there
-    scene.now += 1000.0
+    scene.now += OVER_S - 1
     scene.to(run=both)
     assert scene.shares() == {"b": 2}, "the others are about to end as well"
+    scene.now += 2
+    scene.seen["run"] = dataclasses.replace(scene.seen["run"], state="finished")
+    scene.to(run=both)
+    assert scene.shares() == {"b": 2}
+    scene.at_work("run", b=2)
+    scene.to(run=both)
+    assert scene.shares() == both, "it goes on after all"
 
 
 def test_a_part_on_a_silent_node_counts_while_its_run_shows_life(monkeypatch: pytest.MonkeyPatch) -> None:
