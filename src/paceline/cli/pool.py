@@ -144,7 +144,9 @@ def queue(arguments: argparse.Namespace, job: Job, *, layout: Layout | None, wor
     from paceline.runs.run_directory import new_run_dir
 
     if job.hosts > 1 or job.launcher != "local" or job.head is not None or job.slots is not None:
-        raise PlanError("A pool chooses the hosts of its runs: leave --hosts, --head, --slots and --launcher out.")
+        raise PlanError(
+            "A pool runs local workers on hosts that it chooses: leave --hosts, --head, --slots and --launcher out."
+        )
     pool = Path(arguments.pool)
     run_dir = Path(job.run_dir) if job.run_dir else new_run_dir(Path(job.program))
     make_run_directory(run_dir)  # now, so that the next one gets another name

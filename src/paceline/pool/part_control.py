@@ -197,7 +197,7 @@ class PartControl:
         elif not entry.is_live or (not entry.is_open and set(target) != set(now)):
             self._pause(name, entry)
         else:
-            present = {node: seen.workers_on.get(self._host(node), 0) // run.workers_each for node in now}
+            present = {node: seen.at_work_on.get(self._host(node), 0) // run.workers_each for node in now}
             then = next_shares(
                 now, target, present, self._without_parting(entry, free), least=run.least, workers_each=run.workers_each
             )

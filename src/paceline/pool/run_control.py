@@ -45,6 +45,7 @@ class Observed:
     exit_code: int | None = None
     replicas: int = 0
     workers_on: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])  # present, by host
+    at_work_on: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])  # that have taken a step
     step: int = 0
     last_step: int | None = None
     has_stepped: bool = False  # since it was started: before, it cannot be resized
@@ -68,6 +69,7 @@ def observe(run: PoolRun) -> Observed:
         exit_code=now.exit_code,
         replicas=-(-len(workers) // run.workers_each),
         workers_on=Counter(worker.host for worker in workers if worker.host),
+        at_work_on=Counter(worker.host for worker in workers if worker.idle is not None),
         step=now.progress.step,
         last_step=now.progress.last_step,
         has_stepped=now.progress.since_step_s is not None,

@@ -100,8 +100,8 @@ def test_a_fixed_run_whose_node_is_killed_goes_on_from_its_checkpoint_on_another
 ) -> None:
     east, west = hosts
     with both_nodes(pool, east, west):
-        pool.queue("fixed", "--steps", "150", replicas="2", options=("--save-every", "5"))
-        pool.queue("other", "--steps", "60", replicas="2")
+        pool.queue("fixed", "--steps", "300", replicas="2", options=("--save-every", "5"))
+        pool.queue("other", "--steps", "300", replicas="2", options=("--save-every", "5"))
         pool.until(lambda: pool.entry("fixed")["step"] > 7 and pool.entry("other")["step"] > 7, what="both under way")
         on_west = next(name for name in ("fixed", "other") if pool.shares(name) == {"west": 2})
         end_host(west)
@@ -109,7 +109,7 @@ def test_a_fixed_run_whose_node_is_killed_goes_on_from_its_checkpoint_on_another
     assert [pool.entry(name)["phase"] for name in ("fixed", "other")] == ["finished", "finished"]
     assert f"{on_west} was lost at step" in pool.said and "with node west" in pool.said
     assert RunRecord.load(pool.folder / "runs" / on_west).attempt == 2
-    assert (len(pool.losses("fixed")), len(pool.losses("other"))) == (150, 60)
+    assert (len(pool.losses("fixed")), len(pool.losses("other"))) == (300, 300)
 
 
 @pytest.mark.further

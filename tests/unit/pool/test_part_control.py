@@ -89,7 +89,11 @@ class Scene:
 
     def at_work(self, run: str, **workers: int) -> None:
         self.seen[run] = Observed(
-            state="running", has_stepped=True, replicas=sum(workers.values()), workers_on=dict(workers)
+            state="running",
+            has_stepped=True,
+            replicas=sum(workers.values()),
+            workers_on=dict(workers),
+            at_work_on=dict(workers),
         )
 
     def look(self, run: str = "run") -> Any:
