@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ options = parser.parse_args()
 
 
 def train(worker):
+    print("sees GPUs", os.environ.get("CUDA_VISIBLE_DEVICES"))
     torch.manual_seed(0)
     model = worker.prepare(nn.Linear(8, 3))
     optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -58,11 +59,13 @@ class PoolFolder:
         (folder / "train.py").write_text(SCRIPT)
 
     @contextlib.contextmanager
-    def served(self, *words: str, host: NamespaceHost | None = None) -> Iterator[subprocess.Popen[str]]:
+    def served(
+        self, *words: str, host: NamespaceHost | None = None, command: Sequence[str] = PACELINE
+    ) -> Iterator[subprocess.Popen[str]]:
         """Serve it meanwhile; whatever happens, its process and its runs are gone afterwards."""
         prefix = [] if host is None else host.prefix
         serving = subprocess.Popen(
-            [*prefix, *PACELINE, "pool", "pool", "--slots", "2", *words],
+            [*prefix, *command, "pool", "pool", "--slots", "2", *words],
             cwd=self.folder,
             stdout=(self.folder / "pool.out").open("a"),
             stderr=subprocess.STDOUT,

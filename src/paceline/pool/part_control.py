@@ -82,7 +82,7 @@ class PartControl:
             view = self._nodes.get(node)
             said = None if view is None else view.part(name, part.start)
             if said is not None and said.problem and not said.has_ended:
-                self._say_once(f"{name} keeps its replicas on {node}: {said.problem}")
+                self._refused(name, run, entry, node, said.problem)
             if said is not None and said.has_ended:
                 presence.lost_node = ""
                 if said.exit_code is not None and (not part.leaves or entry.ends_run):
@@ -90,7 +90,7 @@ class PartControl:
                 if not part.leaves:
                     goes_on = said.exit_code is None or said.exit_code < 0 or said.exit_code in (PREEMPTED, TOO_FEW)
                     presence.changes_after = time.monotonic() + (ENDS_S if goes_on else OVER_S)
-                presence.problem = said.problem or presence.problem
+                presence.problem = said.problem if said.pid == 0 else presence.problem
             elif (view is not None and view.is_here) or not self._is_gone(name, run, entry, node):
                 continue
             else:
@@ -104,6 +104,17 @@ class PartControl:
             self._changed()
         presence.is_there = bool(entry.parts)
         return presence
+
+    def _refused(self, name: str, run: PoolRun, entry: RunEntry, node: str, problem: str) -> None:
+        """A run does not take the replicas that it was given. On one node it is taken to have those that it shows; on
+        several it may only lack a part that is still to join.
+        """
+        self._say_once(f"{name} keeps its replicas on {node}: {problem}")
+        has = self._seen.get(name, Observed()).workers_on.get(self._host(node), 0) // run.workers_each
+        if not entry.is_open and has and has != entry.parts[node].replicas:
+            entry.parts[node].replicas = has
+            self._count(run, entry)
+            self._changed()
 
     def held(self) -> dict[str, int]:
         """Return the devices of each node that runs have, or have not freed yet."""

@@ -181,10 +181,10 @@ class Pool:
             entry.losses += 1
             phase = "waiting" if entry.losses < LOSSES else "failed"
             word = f"was lost at step {seen.step}" + ("; it is started again" if phase == "waiting" else "")
-        elif seen.state == "stopped":
-            phase, word = "stopped", f"was stopped at step {seen.step}"
         elif presence.problem:
             phase, word = "failed", f"has failed: {presence.problem}"
+        elif seen.state == "stopped":
+            phase, word = "stopped", f"was stopped at step {seen.step}"
         else:
             phase, word = "failed", f"failed with exit status {code}: see {local_path(console_of(self._folder, run))}"
         entry.phase, entry.exit_code, entry.since = phase, code, clock.now()

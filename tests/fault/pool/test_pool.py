@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -94,6 +95,34 @@ def test_a_lost_run_is_started_again_and_a_failed_one_is_not(pool: PoolFolder) -
     assert (pool.entry("broken")["phase"], pool.entry("broken")["exit_code"]) == ("failed", 1)
     assert "its data is broken" in (pool.folder / "pool" / "consoles" / "broken.log").read_text()
     assert "lost was lost at step" in pool.said
+
+
+@pytest.mark.further
+@pytest.mark.timeout(240)
+def test_on_gpus_runs_see_their_own_and_change_their_number_by_saving_and_going_on(pool: PoolFolder) -> None:
+    """The pool is told that there are GPUs; its runs find none and compute on the CPU."""
+    pretended = "import sys, torch; torch.cuda.is_available = lambda: True; torch.cuda.device_count = lambda: 2; "
+    pretended += "from paceline.cli.main import main; sys.exit(main())"
+    with pool.served(command=[sys.executable, "-c", pretended]):
+        pool.queue("elastic", "--steps", "300")
+        pool.until(lambda: pool.entry("elastic")["step"] > 5, what="under way")
+        assert pool.entry("elastic")["parts"][os.uname().nodename]["gpus"] == ["0", "1"]
+        pool.queue("small", "--steps", "40", replicas="1")
+        pool.until(lambda: pool.entry("small")["step"] > 0, what="the small run at work", limit_s=90)
+        pool.until(lambda: is_over(pool, "elastic", "small"), what="both done", limit_s=120)
+    assert [pool.entry(name)["phase"] for name in ("elastic", "small")] == ["finished", "finished"]
+    assert (len(pool.losses("elastic")), len(pool.losses("small"))) == (300, 40)
+    (one,) = seen_gpus(pool, "small")
+    both, *others = seen_gpus(pool, "elastic")
+    assert both == "0,1" and one in ("0", "1")
+    assert ({"0", "1"} - {one}) & set(others), "beside the small run it has the other one"
+    assert RunRecord.load(pool.folder / "runs" / "elastic").attempt == 1 + len(others)
+
+
+def seen_gpus(pool: PoolFolder, run: str) -> list[str]:
+    """What the first worker of each start of a run sees."""
+    console = (pool.folder / "pool" / "consoles" / f"{run}.log").read_text()
+    return [line.partition("sees GPUs ")[2] for line in console.splitlines() if "sees GPUs" in line]
 
 
 @pytest.mark.further

@@ -250,3 +250,27 @@ def test_a_run_that_was_taken_out_holds_its_devices_until_it_has_ended(monkeypat
     scene.parts.look_at_parting()
     scene.to(next={"a": 2})
     assert scene.entries["next"].phase == "running" and "run" not in scene.nodes.wanted["a"]
+
+
+def test_a_run_that_refuses_its_replicas_has_those_that_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, FakeNodes(a=None), run=RUN)
+    scene.to(run={"a": 1})
+    scene.at_work("run", a=1)
+    scene.to(run={"a": 2})
+    part = scene.nodes.views["a"].record.parts["run"]
+    part.problem = "the run is about to end"
+    scene.look()
+    assert scene.shares() == {"a": 1} and scene.entries["run"].replicas == 1
+    assert scene.said == ["run keeps its replicas on a: the run is about to end"]
+    scene.nodes.ends("a", "run", 0)
+    presence = scene.look()
+    assert (presence.exit_code, presence.problem) == (0, ""), "it was started, and has ended by itself"
+
+
+def test_a_run_that_cannot_be_started_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, FakeNodes(a=None), run=RUN)
+    scene.to(run={"a": 1})
+    part = scene.nodes.views["a"].record.parts["run"]
+    part.pid, part.problem = 0, "it cannot be started: no such folder"
+    scene.nodes.ends("a", "run", 2)
+    assert scene.look().problem == "it cannot be started: no such folder"

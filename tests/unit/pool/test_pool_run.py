@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from paceline.errors import PlanError
+from paceline.pool.devices import NodeOffer
 from paceline.pool.follow import pool_lines
 from paceline.pool.pool_run import PoolRun, queued_runs
 from paceline.pool.pool_state import NodeEntry, PartEntry, PoolRecord, RunEntry
+from paceline.pool.serve import serve
 from paceline.pool.service import Pool
 
 ONE = PoolRun(
@@ -116,3 +120,15 @@ def test_the_nodes_of_a_pool_are_shown_and_where_runs_are(tmp_path: Path) -> Non
     assert "  node b: does not answer; 1 of its devices in use, as far as runs say" in lines
     assert lines[-1].endswith("[a (2), b (1)] as decided")
     assert not any("  node" in line for line in pool_lines(tmp_path, PoolRecord(nodes={"a": nodes["a"]}), {}))
+
+
+def test_a_second_pool_of_a_folder_is_refused_and_told_how_to_be_a_node(tmp_path: Path) -> None:
+    PoolRecord(host="first", pid=7).save(tmp_path)
+    holds = "from pathlib import Path; from paceline import run_lock; print(run_lock.hold(Path('.'))); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", holds], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline() == "True\n"
+        with pytest.raises(PlanError, match=r"in use: process 7 on first is its pool\. .*paceline pool .* --node"):
+            serve(tmp_path, NodeOffer(slots=1, cores=1), say=lambda text: None)
+        other.communicate("\n", timeout=10)
