@@ -55,6 +55,7 @@ __all__ = [
     "ssh_address",
     "token",
     "trial_parameters",
+    "visible_gpus",
     "world_variables",
 ]
 
@@ -267,6 +268,12 @@ def notice_signals() -> tuple[int, ...]:
 def own_names() -> tuple[str, ...]:
     """Return the names by which an engine's other hosts know this one, where the engine tells them."""
     return tuple(os.environ[name] for name in ("SLURMD_NODENAME",) if os.environ.get(name))
+
+
+def visible_gpus() -> tuple[str, ...] | None:
+    """Return the GPUs to which CUDA_VISIBLE_DEVICES limits this process, by number or UUID; None: it is not set."""
+    said = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if said is None else tuple(name.strip() for name in said.split(",") if name.strip())
 
 
 def child_environment(**extra: str) -> dict[str, str]:

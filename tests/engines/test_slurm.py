@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ from bridged_hosts import bridged_hosts, end_host
 from engine_runs import losses, one_machine, submitted, until, write_program
 from examined_clusters import doctor_command, require_cluster
 from network_hosts import NamespaceHost
+from paceline.monitor.records.run_record import RunRecord
+from pool_folders import PACELINE, PoolFolder
 from slurm_cluster import Cluster, needs_slurm, slurm_cluster
 
 PREEMPTING = """\
@@ -202,6 +205,40 @@ def test_a_preempted_host_comes_back_and_the_others_go_on(tmp_path: Path) -> Non
         until(lambda: _at_work(run.command("status").stdout) == 3, "the preempted host is back", limit_s=200)
         assert run.command("stop").returncode == 0
     assert [attempt["attempt"] for attempt in run.record["attempts"]] == [1], "the others did not start again"
+
+
+@needs_slurm
+@pytest.mark.timeout(400)
+def test_an_allocation_is_a_pool_and_the_loss_of_its_first_node_costs_that_node_only(tmp_path: Path) -> None:
+    pool = PoolFolder(tmp_path)
+    with made(tmp_path, subnet="10.99.0") as site:
+        words = ["--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=2", "--no-kill", "--kill-on-bad-exit=0"]
+        command = [*site.cluster.srun(*words), *PACELINE, "pool", str(tmp_path / "pool")]
+        with (tmp_path / "pool.out").open("a") as out:
+            srun = subprocess.Popen(
+                command, cwd=tmp_path, env=os.environ | site.env, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+            )
+        try:
+            pool.until(lambda: [*pool.nodes().values()] == ["here", "here"], what="both nodes here")
+            pool.queue("run", "--steps", "5000", "--seconds", "0.4", replicas="1-4")
+            pool.until(lambda: sorted(pool.workers_on("run").values()) == [2, 2], what="on both nodes")
+            pool.until_later("run", 5)
+            first = pool.facts()["host"]
+            (other,) = pool.nodes().keys() - {first}
+            end_host(site.nodes[first])  # the pool's process, and the host that leads the run
+            pool.until(lambda: pool.facts()["host"] == other, what="the other node is the pool")
+            pool.until(lambda: pool.shares("run") == {other: 2}, what="the run goes on there")
+            pool.until_later("run", 5)
+            number = site.cluster.ask("squeue", "--noheader", "--format=%i").split()[0]
+            site.cluster.ask("scancel", "--signal=TERM", number)
+            pool.until(lambda: pool.entry("run")["phase"] == "waiting", what="saved")
+            srun.wait(60)
+        finally:
+            srun.kill()
+            srun.wait()
+    record = RunRecord.load(tmp_path / "runs" / "run")
+    assert (record.attempt, record.exit_code) == (1, 75), "it did not start again"
+    assert len(pool.losses("run")) == pool.entry("run")["step"], "no step twice, none left out"
 
 
 def _at_work(status: str) -> int:

@@ -158,6 +158,22 @@ class Spread:
             raise AssertionError(done.stdout + done.stderr)
         return done.stdout
 
+    def share_out(self, **shares: int) -> None:
+        """Have the run go on with so many replicas on each host, as a pool does it."""
+        pid = json.loads((self.run_dir / "run.json").read_text())["pid"]
+        request = {"op": "resize", "replicas": sum(shares.values()), "hosts": shares}
+        program = "from paceline.launch.coordinator.control_socket import send_command; "
+        program += f"print(send_command({pid}, {request!r}))"
+        done = subprocess.run(
+            [*self._head.prefix, sys.executable, "-c", program],
+            env=child_environment(),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+        if "'says'" not in done.stdout:
+            raise AssertionError(done.stdout + done.stderr)
+
     def open_gate(self) -> None:
         """Have the workers go on that wait after step GATE."""
         (self.folder / "open").touch()

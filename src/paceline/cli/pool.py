@@ -46,9 +46,17 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("pool", metavar="POOL", type=Path, help="the pool's folder; made if needed")
     parser.add_argument(
-        "--slots", metavar="N", help="devices to share: workers that run at the same time (default: one for each core)"
+        "--slots",
+        metavar="N",
+        help="devices of this host to share: workers that run at the same time (default: one for each GPU, or else for "
+        "each core)",
     )
     what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--node",
+        action="store_true",
+        help="give this host's devices to a pool of several hosts; the first of them is the pool",
+    )
     what.add_argument("--show", action="store_true", help="print the pool's runs and what was decided last, and exit")
     what.add_argument("--json", action="store_true", help="the same as JSON for programs")
     what.add_argument("--cancel", metavar="NAME", help="stop this run, take it out of the pool, and exit")
@@ -69,21 +77,31 @@ def _run(arguments: argparse.Namespace) -> int:
             raise PlanError(f"There is no pool {pool}: `paceline pool {pool}` makes one.")
         record = PoolRecord.load(pool)
         if arguments.json:
-            print(json.dumps({**dataclasses.asdict(record), "is_alive": record.is_alive()}, indent=1))
+            print(json.dumps({**dataclasses.asdict(record), "is_alive": record.is_alive(pool)}, indent=1))
         else:
             print(printable("\n".join(pool_lines(pool, record, queued_runs(pool, known={})))))
         return 0
-    from paceline.pool.devices import own_slots
-    from paceline.pool.service import Pool
+    return _serve(pool, arguments)
 
-    slots = own_slots()
-    if arguments.slots is not None:
-        slots = config.parse_value(arguments.slots, int, path="--slots")
-    if slots < 1:
-        raise PlanError(f"--slots is {slots}; it must be at least 1.")
-    serving = Pool(pool, slots=slots, say=_say)
-    _say(f"serves {slots} {'device' if slots == 1 else 'devices'}: paceline run --pool {pool} SCRIPT")
-    serving.run()
+
+def _serve(pool: Path, arguments: argparse.Namespace) -> int:
+    """Be the pool, or a node of it."""
+    from paceline.pool.devices import own_offer
+    from paceline.pool.serve import serve, serve_node
+
+    world = environment.detect()
+    if world is not None and world.local_workers > 1:
+        raise PlanError(
+            f"{world.source} started this command {world.local_workers} times on this host. Have it start one for each "
+            "host (srun --ntasks-per-node=1, mpirun --map-by ppr:1:node, torchrun --nproc-per-node 1)."
+        )
+    offer = own_offer(None if arguments.slots is None else config.parse_value(arguments.slots, int, path="--slots"))
+    devices = f"{offer.slots} {'GPU' if offer.gpus else 'device'}{'' if offer.slots == 1 else 's'}"
+    _say(f"offers {devices}: paceline run --pool {pool} SCRIPT")
+    if arguments.node or (world is not None and world.workers > 1):
+        serve_node(pool, offer, say=_say)
+    else:
+        serve(pool, offer, say=_say)
     return 0
 
 
@@ -131,8 +149,10 @@ def queue(
     from paceline.private_files import make_run_directory
     from paceline.runs.run_directory import new_run_dir
 
-    if job.hosts > 1 or job.launcher != "local":
-        raise PlanError("A pool runs on one machine, with local workers: leave --hosts and --launcher out.")
+    if job.hosts > 1 or job.launcher != "local" or job.head is not None or job.slots is not None:
+        raise PlanError(
+            "A pool runs local workers on hosts that it chooses: leave --hosts, --head, --slots and --launcher out."
+        )
     pool = Path(arguments.pool)
     deadline_s = _positive(arguments.deadline_s, "--deadline-s")
     growth = _growth(arguments, job, batch=batch, is_elastic=least < most)

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paceline.monitor.records.run_files import GrowingFile
+from paceline.pool.nodes import SILENT
 from paceline.pool.pool_run import PoolRun
-from paceline.pool.pool_state import PoolRecord, RunEntry
+from paceline.pool.pool_state import NodeEntry, PoolRecord, RunEntry
 from paceline.pool.run_control import console_of
+from paceline.pool.shares import shares_text
 
 __all__ = ["follow", "pool_lines"]
 
@@ -50,7 +52,7 @@ def follow(pool: Path, run: PoolRun, *, say: Callable[[str], None], show: Callab
 def _state_text(pool: Path, record: PoolRecord, entry: RunEntry | None) -> str:
     if entry is not None and entry.is_over:
         return f"{entry.phase} at step {entry.step}"
-    if not record.is_alive():
+    if not record.is_alive(pool):
         return f"the pool does not run: start it with `paceline pool {pool}`"
     if entry is None or entry.phase == "waiting":
         return "waits for devices" if entry is None or not entry.step else f"waits for devices, at step {entry.step}"
@@ -74,8 +76,10 @@ def pool_lines(pool: Path, record: PoolRecord, queued: dict[str, PoolRun]) -> li
     """The pool as a table: its devices, and each run with state, replicas, progress and the last decision."""
     entries = {name: record.runs.get(name, RunEntry()) for name in queued}
     held = sum(entry.replicas * queued[name].workers_each for name, entry in entries.items())
-    state = f"process {record.pid} on {record.host}" if record.is_alive() else "does not run"
+    state = f"process {record.pid} on {record.host}" if record.is_alive(pool) else "does not run"
     lines = [f"pool     {pool}: {state}, {held} of {record.slots} devices in use"]
+    if len(record.nodes) > 1:
+        lines += [f"  node {name}: {_node_text(node)}" for name, node in sorted(record.nodes.items())]
     if not queued:
         return [*lines, f"no runs: queue one with `paceline run --pool {pool} SCRIPT`"]
     width = max(len(name) for name in queued)
@@ -84,5 +88,14 @@ def pool_lines(pool: Path, record: PoolRecord, queued: dict[str, PoolRun]) -> li
         run = queued[name]
         replicas = f"{entry.replicas} of {run.most}"
         step = f"{entry.step:,}" + (f" of {entry.last_step:,}" if entry.last_step else "")
-        lines.append(f"{name:{width}}  {entry.phase:8}  {replicas:>8}  {step:>15}  {entry.why}".rstrip())
+        on = f"[{shares_text(entry.shares)}] " if len(record.nodes) > 1 and entry.shares else ""
+        lines.append(f"{name:{width}}  {entry.phase:8}  {replicas:>8}  {step:>15}  {on}{entry.why}".rstrip())
     return lines
+
+
+def _node_text(node: NodeEntry) -> str:
+    """Say what a node offers: "2 of 4 GPUs in use"."""
+    what = "GPUs" if node.gpus else "devices"
+    if node.state == SILENT:
+        return f"does not answer; {node.used} of its {what} in use, as far as runs say"
+    return f"{node.used} of {node.slots} {what} in use"

@@ -4,19 +4,42 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
+from paceline import run_lock
 from paceline.errors import PlanError
 from paceline.monitor.records.run_files import replace_text
 from paceline.plain_data import fitted, read_object
 from paceline.processes import is_same_process, this_host
 from paceline.regular_files import read_regular
 
-__all__ = ["ENDED", "PoolRecord", "RunEntry"]
+__all__ = ["ENDED", "NodeEntry", "PartEntry", "PoolRecord", "RunEntry"]
 
 FILE = "pool.json"
 ENDED = ("finished", "failed", "stopped")
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class PartEntry:
+    """What a run has on one node: `replicas`, and where there are GPUs which ones. `leaves`: it was asked to, and has
+    its devices until it has ended. `asked`: how often. `start`: its number among all parts that the run ever had.
+    """
+
+    replicas: int
+    start: int
+    gpus: tuple[str, ...] | None = None
+    leaves: bool = False
+    asked: int = 0
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class NodeEntry:
+    """A node as the pool sees it. `state`: here, silent (its agent does not answer), or left."""
+
+    state: str
+    slots: int
+    gpus: int = 0
+    used: int = 0
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -26,11 +49,17 @@ class RunEntry:
     `replicas` and their `devices`: that it has been given. `attained`: device-seconds so far. `changes`: of its
     replicas, with starts. `step_s`: measured seconds of a step, by replicas. `since`: the last change, and `let_in`:
     when it got devices after it had none, in seconds since 1970. `why`: the last decision in words. `losses`: how often
-    its supervisor was lost since its last step. `pid`: of its command.
+    its supervisor was lost since its last step.
+
+    `parts`: its replicas by node, of `workers_each` workers; `starts` counts the parts that it ever had. It began on
+    `hosts` hosts with `workers` workers. `is_live`: it changes its replicas while it goes on; `is_open`: parts may join
+    it and leave it then. `fixed`: replicas of an elastic plan that this start keeps. `ends_run`: its parts were asked
+    to end all together. `settled`: the step from which on it had the replicas that it has now, or -1 where it has not
+    got them yet.
 
     Where the batch may grow, `step_s` is of the least one. `batch`: the present one, in samples. `samples_s`: measured
     worker-seconds of a step that grow with the batch, for the least one. `noise_scale`: what it measured last. `moves`:
-    replicas with which it starts again at once, with another batch; it keeps its devices meanwhile.
+    the shares with which it starts again at once, with another batch; it keeps its devices meanwhile.
     """
 
     phase: str = "waiting"
@@ -42,7 +71,7 @@ class RunEntry:
     batch: int = 0
     samples_s: float = 0.0
     noise_scale: float | None = None
-    moves: int = 0
+    moves: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
     since: float = 0.0
     let_in: float = 0.0
     why: str = ""
@@ -51,8 +80,21 @@ class RunEntry:
     step: int = 0
     last_step: int | None = None
     losses: int = 0
-    pid: int = 0
-    pid_started_s: float = 0.0
+    parts: dict[str, PartEntry] = dataclasses.field(default_factory=dict[str, PartEntry])
+    starts: int = 0
+    workers_each: int = 1
+    hosts: int = 1
+    workers: int = 1
+    is_live: bool = False
+    is_open: bool = False
+    fixed: int | None = None
+    ends_run: bool = False
+    settled: int = -1
+
+    @property
+    def shares(self) -> dict[str, int]:
+        """The replicas that it has on each node, without those that leave."""
+        return {node: part.replicas for node, part in self.parts.items() if not part.leaves}
 
     @property
     def is_over(self) -> bool:
@@ -65,26 +107,24 @@ class RunEntry:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class PoolRecord:
-    """The pool's process, its devices, and its runs by name."""
+    """The pool's process, its devices, its nodes and its runs by name. `has_ended`: in good order, by its user."""
 
     host: str = ""
     pid: int = 0
     pid_started_s: float = 0.0
     slots: int = 0
+    has_ended: bool = False
+    nodes: dict[str, NodeEntry] = dataclasses.field(default_factory=dict[str, NodeEntry])
     runs: dict[str, RunEntry] = dataclasses.field(default_factory=dict[str, RunEntry])
 
     @classmethod
     def load(cls, pool: Path) -> PoolRecord:
         """Read it; an empty one where the pool has not been started. Raises PlanError for a damaged file."""
         try:
-            fields = read_object(read_regular(pool / FILE))
-            runs: Mapping[str, object] = fields.pop("runs", {})
-            found = fitted(cls, {**fields, "runs": {}})
-            found.runs = {name: fitted(RunEntry, one) for name, one in runs.items()}  # pyright: ignore[reportArgumentType]
-            return found
+            return fitted(cls, read_object(read_regular(pool / FILE)))
         except FileNotFoundError:
             return cls()
-        except (ValueError, TypeError, AttributeError) as error:
+        except ValueError as error:
             raise PlanError(
                 f"{pool / FILE} cannot be read ({error}): it is damaged or of another version. Move it away; the queue "
                 "and the runs stay."
@@ -93,6 +133,8 @@ class PoolRecord:
     def save(self, pool: Path) -> None:
         replace_text(pool / FILE, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
-    def is_alive(self) -> bool:
-        """Whether the pool's process is at work on this host."""
-        return self.host == this_host() and is_same_process(self.pid, self.pid_started_s)
+    def is_alive(self, pool: Path) -> bool:
+        """Whether the pool's process is at work, by itself on this host, and on another one by the folder's lock."""
+        if self.host == this_host():
+            return is_same_process(self.pid, self.pid_started_s)
+        return bool(self.host) and not self.has_ended and run_lock.is_held(pool)

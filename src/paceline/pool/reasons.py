@@ -10,6 +10,8 @@ from paceline.units import duration_text
 
 __all__ = ["change_text", "ranks", "waiting_text"]
 
+MOST_NAMES = 3  # of nodes, in a sentence
+
 
 def change_text(name: str, job: PoolJob, after: Sequence[str], *, rank: int, runs: int) -> str:
     """Say what changes for a run and why. `rank` counts the runs whose seconds count more, of all `runs`."""
@@ -61,7 +63,10 @@ def _replicas(places: Sequence[str]) -> str:
 
 
 def _nodes(places: Sequence[str]) -> str:
-    return _count(len(set(places)), "node")
+    names = sorted(set(places))
+    if len(names) > MOST_NAMES:
+        return _count(len(names), "node")
+    return f"node {names[0]}" if len(names) == 1 else f"nodes {', '.join(names)}"
 
 
 def _count(number: int, word: str) -> str:

@@ -12,7 +12,8 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,13 @@ __all__ = ["NewestSteps", "Observed", "ask_to_stop", "console_of", "measured_ste
 
 CONSOLES = "consoles"
 ROWS, LEAST_ROWS = 40, 3  # newest steps of which the median is taken
-SETTLING_S = 0.5  # after a change of replicas: steps that are not like the others
+SETTLING_STEPS = 2  # after a change of replicas: steps that are not like the others
 PRESENT = ("starting", "running", "halted")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NewestSteps:
-    """Median seconds of the newest steps: in total, and `samples_s` of its micro-batches, which grow with the batch."""
+    """Median seconds of the newest steps; `samples_s` of them for their micro-batches, which grow with the batch."""
 
     total_s: float
     samples_s: float
@@ -58,6 +59,8 @@ class Observed:
     state: str = ""
     exit_code: int | None = None
     replicas: int = 0
+    workers_on: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])  # present, by host
+    at_work_on: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])  # that have taken a step
     step: int = 0
     last_step: int | None = None
     has_stepped: bool = False  # since it was started: before, it cannot be resized
@@ -74,12 +77,14 @@ def observe(run: PoolRun) -> Observed:
         now = status(run.run_dir)
     except ValueError:
         return Observed()
-    present = sum(worker.state in PRESENT for worker in now.workers) if now.state == RUNNING else 0
+    workers = [worker for worker in now.workers if worker.state in PRESENT] if now.state == RUNNING else []
     noise = next((row.get("noise_scale") for row in _last_rows(run, 1)), None)
     return Observed(
         state=now.state,
         exit_code=now.exit_code,
-        replicas=-(-present // run.workers_each),
+        replicas=-(-len(workers) // run.workers_each),
+        workers_on=Counter(worker.host for worker in workers if worker.host),
+        at_work_on=Counter(worker.host for worker in workers if worker.idle is not None),
         step=now.progress.step,
         last_step=now.progress.last_step,
         has_stepped=now.progress.since_step_s is not None,
@@ -87,15 +92,15 @@ def observe(run: PoolRun) -> Observed:
     )
 
 
-def measured_step(run: PoolRun, *, since: float) -> NewestSteps | None:
-    """The medians of the newest steps that began after `since` (seconds since 1970), when the run's replicas last
-    changed; None where there are too few of them.
+def measured_step(run: PoolRun, *, after_step: int) -> NewestSteps | None:
+    """The medians of the newest steps after `after_step`, from which on the run's replicas were those that it has; None
+    where there are too few of them.
     """
     totals, samples = list[float](), list[float]()
     for row in _last_rows(run, ROWS):
         seconds = row.get("seconds", {})
         total = seconds.get("total")
-        if total is None or row.get("time", 0.0) - total < since + SETTLING_S:
+        if total is None or row.get("step", 0) <= after_step + SETTLING_STEPS:
             break
         totals.append(total)
         samples.append(seconds.get("data", 0.0) + seconds.get("compute", 0.0))
@@ -118,13 +123,22 @@ def console_of(pool: Path, run: PoolRun) -> Path:
     return pool / CONSOLES / f"{run.name}.log"
 
 
-def start(pool: Path, run: PoolRun, *, replicas: int, threads: int, batch: int = 0) -> subprocess.Popen[bytes]:
+def start(
+    pool: Path,
+    run: PoolRun,
+    *,
+    replicas: int,
+    threads: int,
+    more: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
     """Start a run, or go on with it from its newest checkpoint; raises OSError where its folder is gone. It is no child
-    of the terminal: only `ask_to_stop` and its own end end it. `batch`: samples of its steps, where these may grow.
+    of the terminal: only `ask_to_stop` and its own end end it. It gets `more` options, and `variables` in its
+    environment.
     """
     console = console_of(pool, run)
     make_run_directory(console.parent)
-    words = ["run", *_sizes(run, replicas, threads), *_batch(run, batch), *run.command]
+    words = ["run", *_sizes(run, replicas, threads), *more, *run.command]
     if (Path(run.run_dir) / "run.json").exists():
         words = words_to_go_on(words, Path(run.run_dir), script=Path(run.folder, run.script), names_dir=False)
     else:
@@ -133,7 +147,7 @@ def start(pool: Path, run: PoolRun, *, replicas: int, threads: int, batch: int =
         return subprocess.Popen(
             [sys.executable, "-m", "paceline", *words],
             cwd=run.folder,
-            env={**run.environment, "PYTHONUNBUFFERED": "1"},
+            env={**run.environment, "PYTHONUNBUFFERED": "1", **(variables or {})},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -146,13 +160,6 @@ def _sizes(run: PoolRun, replicas: int, threads: int) -> list[str]:
     return ["--workers", str(replicas * run.workers_each), *([] if own else ["--threads", str(threads)])]
 
 
-def _batch(run: PoolRun, batch: int) -> list[str]:
-    """The micro-batch stays, so that a larger batch takes more of them, and no more memory."""
-    if run.growth is None:
-        return []
-    return ["--set", f"plan.batch.size={batch or run.growth.least}", "--set", f"plan.batch.micro={run.growth.micro}"]
-
-
 def resize(run: PoolRun, replicas: int) -> str:
     """Ask a run for another number of replicas; returns "" when it agrees, else why not."""
     try:
@@ -162,16 +169,12 @@ def resize(run: PoolRun, replicas: int) -> str:
     return str(answer.get("error", ""))
 
 
-def ask_to_stop(run: PoolRun) -> bool:
-    """Have a run finish the step in hand, save and end; does not wait for it. Returns whether it was there to be asked:
-    one that has just been started has not yet said which process it is.
-    """
+def ask_to_stop(run: PoolRun) -> None:
+    """Have a run finish the step in hand, save and end; does not wait for it."""
     try:
         record = RunRecord.load(run.run_dir)
     except ValueError:
-        return False
-    if not record.is_here() or not is_same_process(record.pid, record.pid_started_s):
-        return False
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(record.pid, signal.SIGTERM)
-    return True
+        return
+    if record.is_here() and is_same_process(record.pid, record.pid_started_s):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(record.pid, signal.SIGTERM)

@@ -14,5 +14,5 @@ __all__ = ["take_out"]
 def take_out(run: PoolRun, *, pool: Path) -> None:
     """Take a run out of the queue. The pool that is at work asks it to end; where none is, it is asked from here."""
     run.remove_from(pool)
-    if not PoolRecord.load(pool).is_alive():
+    if not PoolRecord.load(pool).is_alive(pool):
         ask_to_stop(run)

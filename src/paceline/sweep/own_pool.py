@@ -90,7 +90,7 @@ class OwnPool:
 
     def _await_former(self) -> None:
         deadline, is_told = time.monotonic() + FORMER_S, False
-        while (record := PoolRecord.load(self._folder)).is_alive():
+        while (record := PoolRecord.load(self._folder)).is_alive(self._folder):
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"The pool of an earlier start (process {record.pid}) has not ended in {FORMER_S:.0f} s. End it, "

@@ -154,7 +154,7 @@ class Sweep:
             self._own_pool.keep()
         self._queued = queued_runs(self._study.pool, known=self._queued, problem=self._say_once)
         self._pool_record = PoolRecord.load(self._study.pool)
-        if not self._pool_record.is_alive():
+        if not self._pool_record.is_alive(self._study.pool):
             self._say_once(
                 f"the pool does not run, and trials wait for it: start it with `paceline pool {self._study.pool}`"
             )
@@ -192,7 +192,7 @@ class Sweep:
     def _check_size(self, run: PoolRun) -> None:
         """Raise PlanError where the pool is too small for a run, which would wait in it for ever."""
         needed, slots = run.least * run.workers_each, self._pool_record.slots
-        if self._pool_record.is_alive() and needed > slots:
+        if self._pool_record.is_alive(self._study.pool) and needed > slots:
             raise PlanError(
                 f"it needs {needed} devices at least, and the pool has {slots}. Give `replicas` a smaller least, or "
                 "the pool more slots."
@@ -212,7 +212,7 @@ class Sweep:
         """How many trials are in the pool at the same time: by default as many as have room in it with their least."""
         if self._study.settings.at_once is not None:
             return self._study.settings.at_once
-        if not self._pool_record.is_alive():
+        if not self._pool_record.is_alive(self._study.pool):
             return 1
         least = min((run.least * run.workers_each for run in self._own().values()), default=1)
         return max(1, self._pool_record.slots // least)
@@ -342,7 +342,7 @@ class Sweep:
                 f"{self._study.path}: trials are in the pool {before}, and pool is {pool} now. Name the old one, or "
                 f"take them out: paceline sweep {self._study.path} --cancel, with the old line."
             )
-        if not self._study.has_own_pool and not PoolRecord.load(pool).is_alive():
+        if not self._study.has_own_pool and not PoolRecord.load(pool).is_alive(pool):
             raise PlanError(
                 f"{self._study.path}: the pool {pool} does not run. Start it with `paceline pool {pool}`, or leave the "
                 "line out: then the sweep has a pool of its own."

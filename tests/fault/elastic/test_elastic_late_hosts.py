@@ -146,6 +146,26 @@ def test_a_resize_grows_onto_the_spare_slots_of_a_host_that_came_later(
 
 @pytest.mark.further
 @needs_network
+def test_replicas_are_shared_out_among_hosts_and_none_is_lost(hosts: list[NamespaceHost], tmp_path: Path) -> None:
+    """A pool gives a device of each host to other runs."""
+    east, west = hosts
+    with spread(tmp_path, east, plan=f"replicas=1-4+{SIZES}", gate=GATE, job={"hosts": 1, "workers": 2}) as job:
+        job.start(east)
+        job.reached(GATE - 1)
+        late = job.start(west)
+        late.started(2, 3)
+        job.share_out(east=1, west=1)
+        job.open_gate()
+        run = job.end()
+        assert late.end() == 0, late.output
+    assert_unharmed(run, like())
+    assert [event["rank"] for event in run.events("WorkerLeft")] == [1]
+    assert [event["rank"] for event in run.events("WorkerJoined")] == [2]
+    assert not run.events("WorkerLost", "Regrouped")
+
+
+@pytest.mark.further
+@needs_network
 def test_a_host_that_came_later_leaves_alone_as_the_others_do(hosts: list[NamespaceHost], tmp_path: Path) -> None:
     east, west = hosts
     fields = {"hosts": 1, "workers": 2, "max_steps": LONG}

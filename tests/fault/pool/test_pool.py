@@ -2,119 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from paceline.monitor.records.run_record import RunRecord
-
-SCRIPT = """
-import argparse, os, time
-import torch, paceline
-from torch import nn
-from torch.nn import functional as F
-from torch.utils.data import TensorDataset
-
-parser = argparse.ArgumentParser()
-parser.add_argument("--steps", type=int, default=60)
-parser.add_argument("--fails-at", type=int, default=-1)
-parser.add_argument("--step-s", type=float, default=0.0)
-options = parser.parse_args()
-
-
-def train(worker):
-    torch.manual_seed(0)
-    model = worker.prepare(nn.Linear(8, 3))
-    optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
-    step = worker.stepper(model, optim, F.cross_entropy)
-    data = TensorDataset(torch.randn(16 * options.steps, 8), torch.arange(16 * options.steps) % 3)
-    for batch in worker.batches(data):
-        time.sleep(options.step_s or 0.1 / worker.workers)
-        if worker.step == options.fails_at:
-            raise RuntimeError("its data is broken")
-        step(batch)
-
-
-if __name__ == "__main__":
-    paceline.run(train, plan="replicas=1-2+batch(size=16)")
-"""
-PACELINE = [sys.executable, "-m", "paceline"]
-
-
-class PoolFolder:
-    """A folder with the script and a pool, and what its user types there."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        (folder / "train.py").write_text(SCRIPT)
-
-    @contextlib.contextmanager
-    def served(self, *words: str) -> Iterator[subprocess.Popen[str]]:
-        """Serve it meanwhile; whatever happens, its process and its runs are gone afterwards."""
-        serving = subprocess.Popen(
-            [*PACELINE, "pool", "pool", "--slots", "2", *words],
-            cwd=self.folder,
-            stdout=(self.folder / "pool.out").open("a"),
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        try:
-            yield serving
-        finally:
-            serving.terminate()
-            serving.wait(90)
-
-    def queue(self, name: str, *words: str, options: tuple[str, ...] = ()) -> None:
-        done = subprocess.run(
-            [*PACELINE, "run", "--pool", "pool", "--detach", "--run-dir", f"runs/{name}", *options, "train.py", *words],
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 0, done.stderr
-        assert f"queued in pool as {name}" in done.stdout
-
-    def facts(self) -> dict[str, Any]:
-        try:
-            return json.loads((self.folder / "pool" / "pool.json").read_text())
-        except FileNotFoundError:
-            return {"runs": {}}
-
-    def entry(self, name: str) -> dict[str, Any]:
-        return self.facts()["runs"].get(name, {"phase": "", "replicas": 0, "step": 0, "batch": 0})
-
-    def until(self, is_so: Any, *, what: str, limit_s: float = 60.0) -> None:
-        deadline = time.monotonic() + limit_s
-        while not is_so():
-            assert time.monotonic() < deadline, f"not {what}: {self.facts()}\n{self.said}"
-            time.sleep(0.1)
-
-    @property
-    def said(self) -> str:
-        return (self.folder / "pool.out").read_text()
-
-    def losses(self, name: str) -> list[float]:
-        rows = (self.folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(row)["loss"] for row in rows]
+from pool_folders import PACELINE, PoolFolder, is_over
 
 
 @pytest.fixture
 def pool(tmp_path: Path) -> PoolFolder:
     return PoolFolder(tmp_path)
-
-
-def is_over(pool: PoolFolder, *names: str) -> bool:
-    return all(pool.entry(name)["phase"] in ("finished", "failed", "stopped") for name in names)
 
 
 @pytest.mark.timeout(180)
@@ -147,7 +51,7 @@ def test_after_kill_9_of_the_pool_runs_go_on_and_the_next_one_finds_them(pool: P
         pool.until(lambda: pool.entry("first")["step"] > 3, what="under way")
         serving.kill()
         serving.wait()
-        before = pool.entry("first")["pid"]
+        before = RunRecord.load(pool.folder / "runs" / "first").pid
         time.sleep(1.0)
         assert RunRecord.load(pool.folder / "runs" / "first").is_alive(), "a run is no part of its pool's process"
     with pool.served():
@@ -155,7 +59,8 @@ def test_after_kill_9_of_the_pool_runs_go_on_and_the_next_one_finds_them(pool: P
     for name, steps in (("first", 100), ("second", 100), ("third", 10)):
         assert pool.entry(name)["phase"] == "finished"
         assert len(pool.losses(name)) == steps
-    assert pool.entry("first")["pid"] == before, "it was not started a second time"
+    record = RunRecord.load(pool.folder / "runs" / "first")
+    assert (record.pid, record.attempt) == (before, 1), "it was not started a second time"
 
 
 @pytest.mark.further
@@ -190,6 +95,34 @@ def test_a_lost_run_is_started_again_and_a_failed_one_is_not(pool: PoolFolder) -
     assert (pool.entry("broken")["phase"], pool.entry("broken")["exit_code"]) == ("failed", 1)
     assert "its data is broken" in (pool.folder / "pool" / "consoles" / "broken.log").read_text()
     assert "lost was lost at step" in pool.said
+
+
+@pytest.mark.further
+@pytest.mark.timeout(240)
+def test_on_gpus_runs_see_their_own_and_change_their_number_by_saving_and_going_on(pool: PoolFolder) -> None:
+    """The pool is told that there are GPUs; its runs find none and compute on the CPU."""
+    pretended = "import sys, torch; torch.cuda.is_available = lambda: True; torch.cuda.device_count = lambda: 2; "
+    pretended += "from paceline.cli.main import main; sys.exit(main())"
+    with pool.served(command=[sys.executable, "-c", pretended]):
+        pool.queue("elastic", "--steps", "300")
+        pool.until(lambda: pool.entry("elastic")["step"] > 5, what="under way")
+        assert pool.entry("elastic")["parts"][os.uname().nodename]["gpus"] == ["0", "1"]
+        pool.queue("small", "--steps", "40", replicas="1")
+        pool.until(lambda: pool.entry("small")["step"] > 0, what="the small run at work", limit_s=90)
+        pool.until(lambda: is_over(pool, "elastic", "small"), what="both done", limit_s=120)
+    assert [pool.entry(name)["phase"] for name in ("elastic", "small")] == ["finished", "finished"]
+    assert (len(pool.losses("elastic")), len(pool.losses("small"))) == (300, 40)
+    (one,) = seen_gpus(pool, "small")
+    both, *others = seen_gpus(pool, "elastic")
+    assert both == "0,1" and one in ("0", "1")
+    assert ({"0", "1"} - {one}) & set(others), "beside the small run it has the other one"
+    assert RunRecord.load(pool.folder / "runs" / "elastic").attempt == 1 + len(others)
+
+
+def seen_gpus(pool: PoolFolder, run: str) -> list[str]:
+    """What the first worker of each start of a run sees."""
+    console = (pool.folder / "pool" / "consoles" / f"{run}.log").read_text()
+    return [line.partition("sees GPUs ")[2] for line in console.splitlines() if "sees GPUs" in line]
 
 
 @pytest.mark.further

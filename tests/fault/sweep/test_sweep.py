@@ -166,7 +166,7 @@ def test_killed_in_the_middle_the_sweep_goes_on_with_the_runs_where_they_were(st
         sweep.kill()
         sweep.wait()
     pool = study.runs / "pool"
-    study.until(lambda: not PoolRecord.load(pool).is_alive(), what="the pool of the killed sweep gone")
+    study.until(lambda: not PoolRecord.load(pool).is_alive(pool), what="the pool of the killed sweep gone")
     shown = subprocess.run(
         [*PACELINE, "sweep", "study.toml", "--show"], cwd=study.folder, capture_output=True, text=True
     )
@@ -176,7 +176,7 @@ def test_killed_in_the_middle_the_sweep_goes_on_with_the_runs_where_they_were(st
     study.check_trials(steps=20, pool=pool)
     assert "best: trial" in study.said
     assert "eval/score 0.8" in study.said
-    assert not PoolRecord.load(pool).is_alive(), "a pool of its own ends with it"
+    assert not PoolRecord.load(pool).is_alive(pool), "a pool of its own ends with it"
 
 
 @pytest.mark.further
@@ -187,7 +187,7 @@ def test_ctrl_c_leaves_the_runs_in_their_pool_which_may_be_killed_and_the_next_s
     study.write(steps=60, first='pool = "shared"')
     pool = study.folder / "shared"
     with study.process("pool", "shared", "--slots", "2") as serving:
-        study.until(lambda: PoolRecord.load(pool).is_alive(), what="served")
+        study.until(lambda: PoolRecord.load(pool).is_alive(pool), what="served")
         with study.process("sweep", "study.toml") as sweep:
             study.until(lambda: study.has_values(2), what="under way")
             sweep.send_signal(signal.SIGINT)

@@ -91,6 +91,8 @@ def test_a_plan_that_the_script_computes_is_refused_before_it_runs_on_a_wrong_si
         (["--priority", "2", "train.py"], "--priority is about a run in a pool: add --pool POOL"),
         (["--pool", "pool", "--on", "ssh", "--hosts", "a", "train.py"], "--pool and --on exclude each other"),
         (["--pool", "pool", "--launcher", "inline", "train.py"], "local workers"),
+        (["--pool", "pool", "--head", "n1:29500", "train.py"], "hosts that it chooses"),
+        (["--pool", "pool", "--slots", "2", "train.py"], "leave --hosts, --head, --slots"),
         (["--pool", "pool", "--plan", "auto", "train.py"], "choose first"),
         (["--pool", "pool", "--plan", "replicas=3", "--workers", "2", "train.py"], "3 replicas"),
         (["--pool", "pool", "gone.py"], "no file gone.py"),

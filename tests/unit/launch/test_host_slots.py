@@ -118,3 +118,17 @@ def test_room_counts_what_those_leave_who_end_with_the_lost_ones() -> None:
     assert slots.room(2) == 0
     assert slots.room(2, without={2, 3}) == 1
     assert slots.room(1, without={2, 3}) == 3
+
+
+def test_a_host_with_fewer_slots_has_the_last_replicas_too_many_as_wholes() -> None:
+    slots = made((4, [0, 1, 2, 3]), (2, [4, 5]))
+    assert slots.limit(0, 2, workers_each=1) == {2, 3}
+    assert slots.limit(0, 3, workers_each=2) == {2, 3}
+    assert slots.limit(1, 2, workers_each=2) == frozenset()
+    for worker in (2, 3):
+        slots.leave(worker)
+    assert slots.limit(0, 3, workers_each=1) == frozenset()
+    assert placed(slots, 2) == [0]
+    slots.shut(1)
+    assert slots.limit(1, 0, workers_each=1) == {4, 5}
+    assert slots.open_hosts == (0,)

@@ -394,3 +394,49 @@ def test_a_host_whose_clock_is_wrong_does_not_make_a_recovery_take_as_long(both:
         both.notice(worker, "formed", generation=1, noticed=time.time() + jump_s, since_s=0.25)
     (regrouped,) = [event for event in both.events if isinstance(event, Regrouped)]
     assert 0.0 <= regrouped.detected_s < 600 and 0.0 <= regrouped.regrouped_s < 600
+
+
+def share(both: HeadAndMember, **hosts: int) -> Mapping[str, Any]:
+    return both.head.answer_command({"op": "resize", "replicas": sum(hosts.values()), "hosts": hosts})
+
+
+def test_the_replicas_of_a_run_are_shared_out_among_its_hosts_by_name(both: HeadAndMember) -> None:
+    both.begin(least=1, most=4)
+    assert share(both, a=1, b=2) == {"says": "it has 3 replicas"}
+    assert [message["worker"] for message in heard(both.member) if message["op"] == "start"] == [3]
+    both.local_workers.told.clear()
+    assert share(both, a=1, b=2) == {"says": "it has 3 replicas"}
+    assert both.local_workers.told == [] and both.ops() == [], "the same once more changes nothing"
+    assert [event for event in both.events if isinstance(event, WorkerLost)] == []
+
+
+def test_a_host_that_gets_no_share_gives_its_workers_to_none(both: HeadAndMember) -> None:
+    both.begin(least=1, most=4)
+    assert share(both, a=2) == {"says": "it has 2 replicas"}
+    (form,) = [message["message"] for message in heard(both.member) if message["op"] == "tell"]
+    assert (form["op"], form["members"], form["planned"]) == ("form", [0, 1], True)
+    assert not any(said[0] == "add" for said in both.local_workers.told)
+    both.say(op="exited", exit=dataclasses.asdict(ended(2, host="b")))
+    assert share(both, a=3) == {"says": "it will have 3 replicas"}
+    assert [said for said in both.local_workers.told if said[0] == "add"] == [("add", 2, 3)]
+
+
+def test_a_host_that_is_still_to_join_has_no_share_yet(both: HeadAndMember) -> None:
+    both.begin(least=1, most=4)
+    assert share(both, a=2, b=1, c=1) == {"says": "it has 3 replicas"}
+    c, to_c = both.come("c", index=2)
+    both.head.join(c)
+    assert [message["worker"] for message in heard(to_c)] == [3]
+    assert share(both, a=2, b=1, c=1) == {"says": "it has 4 replicas"}
+
+
+def test_shares_that_cannot_be_are_refused_and_change_nothing(both: HeadAndMember) -> None:
+    assert share(both, a=1) == {"says": "it has not begun"}
+    both.begin(least=2, most=3)
+    heard(both.member)
+    assert "allows 2 to 3 replicas; the hosts that are here would have 1" in share(both, a=1, c=1)["error"]
+    assert "and not ['a']" in both.head.answer_command({"op": "resize", "replicas": 1, "hosts": ["a"]})["error"]
+    assert both.ops() == []
+    assert both.head.answer_command({"op": "resize", "replicas": 2}) == {"says": "it will have 2 replicas"}
+    both.say(op="exited", exit=dataclasses.asdict(ended(2, host="b")))
+    assert both.head.remote_hosts.room(1) == 1, "the slots are as they were"

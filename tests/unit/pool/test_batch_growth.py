@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import PlanError
-from paceline.pool.batch_growth import BatchGrowth, RunPace, parsed_growth
+from paceline.pool.batch_growth import BatchGrowth, parsed_growth
 from paceline.pool.run_control import NewestSteps
+from paceline.pool.run_pace import RunPace
 from paceline.pool.throughput import Throughput
 
 GROWTH = BatchGrowth(least=64, most=512, micro=8)

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from paceline.errors import PlanError
+from paceline.pool.devices import NodeOffer
+from paceline.pool.follow import pool_lines
 from paceline.pool.pool_run import PoolRun, queued_runs
-from paceline.pool.pool_state import PoolRecord, RunEntry
+from paceline.pool.pool_state import NodeEntry, PartEntry, PoolRecord, RunEntry
+from paceline.pool.serve import serve
+from paceline.pool.service import Pool
 
 ONE = PoolRun(
     name="first",
@@ -72,4 +79,56 @@ def test_what_the_pool_knows_outlives_it(tmp_path: Path) -> None:
     again = PoolRecord.load(tmp_path)
     assert again == record
     assert again.runs["first"].measured == {2: 0.5}
-    assert not again.is_alive(), "on another host"
+    assert not again.is_alive(tmp_path), "on another host"
+
+
+def test_a_pool_that_has_lost_its_folder_to_another_one_ends_and_writes_nothing(tmp_path: Path) -> None:
+    said: list[str] = []
+    pool = Pool(tmp_path, agent=None, say=said.append)
+    try:
+        pool.look()
+        other = PoolRecord(host="elsewhere", pid=7)
+        other.save(tmp_path)
+        with pytest.raises(PlanError, match="has another pool now: process 7 on elsewhere"):
+            pool.run(lambda: False)
+        assert PoolRecord.load(tmp_path) == other
+    finally:
+        pool.close()
+
+
+def test_a_pool_is_alive_by_its_process_here_and_by_its_lock_elsewhere(tmp_path: Path) -> None:
+    pool = Pool(tmp_path, agent=None, say=lambda text: None)
+    try:
+        record = PoolRecord.load(tmp_path)
+        assert record.is_alive(tmp_path) and record.pid == os.getpid()
+        assert dataclasses.replace(record, host="elsewhere").is_alive(tmp_path)
+        assert not dataclasses.replace(record, pid=0).is_alive(tmp_path)
+    finally:
+        pool.close()
+    assert not dataclasses.replace(record, host="elsewhere").is_alive(tmp_path)
+
+
+def test_the_nodes_of_a_pool_are_shown_and_where_runs_are(tmp_path: Path) -> None:
+    nodes = {"a": NodeEntry(state="here", slots=4, gpus=4, used=2), "b": NodeEntry(state="silent", slots=2, used=1)}
+    parts = {"a": PartEntry(replicas=2, start=1), "b": PartEntry(replicas=1, start=2)}
+    entry = RunEntry(phase="running", replicas=3, parts=parts, why="as decided")
+    record = PoolRecord(slots=6, nodes=nodes, runs={"first": entry})
+    record.save(tmp_path)
+    assert PoolRecord.load(tmp_path) == record
+    lines = pool_lines(tmp_path, record, {"first": ONE})
+    assert "  node a: 2 of 4 GPUs in use" in lines
+    assert "  node b: does not answer; 1 of its devices in use, as far as runs say" in lines
+    assert lines[-1].endswith("[a (2), b (1)] as decided")
+    assert not any("  node" in line for line in pool_lines(tmp_path, PoolRecord(nodes={"a": nodes["a"]}), {}))
+
+
+def test_a_second_pool_of_a_folder_is_refused_and_told_how_to_be_a_node(tmp_path: Path) -> None:
+    PoolRecord(host="first", pid=7).save(tmp_path)
+    holds = "from pathlib import Path; from paceline import run_lock; print(run_lock.hold(Path('.'))); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", holds], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline() == "True\n"
+        with pytest.raises(PlanError, match=r"in use: process 7 on first is its pool\. .*paceline pool .* --node"):
+            serve(tmp_path, NodeOffer(slots=1, cores=1), say=lambda text: None)
+        other.communicate("\n", timeout=10)

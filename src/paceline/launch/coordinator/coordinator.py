@@ -393,6 +393,8 @@ class Coordinator:
             return {"says": "it ends"}
         if request.get("op") != "resize" or not isinstance(request.get("replicas"), int):
             return {"error": f"this run does not understand {dict(request)}"}
+        if self._controller is None and "hosts" in request and not self._has_begun:
+            return {"says": "it has not begun"}
         if self._controller is None:
             return {
                 "error": "the run has a fixed number of replicas (or has not begun): only "
@@ -400,7 +402,21 @@ class Coordinator:
             }
         if self._end.is_under_way:
             return {"error": "the run is ending"}
+        if "hosts" in request:
+            return self._share_out(self._controller, request["hosts"])
         return self._controller.answer_command(request)
+
+    def _share_out(self, controller: ElasticController, shares: Any) -> dict[str, Any]:
+        """Have so many replicas on each of these hosts, and none on others. One that is still to join counts then."""
+        each = controller.workers_each
+        if not isinstance(shares, dict) or not all(isinstance(count, int) and count >= 0 for count in shares.values()):
+            return {"error": f"hosts must say how many replicas each host has, by its name, and not {shares!r}"}
+        granted = self.remote_hosts.granted(shares)
+        replicas = sum(granted.values())
+        if refusal := controller.refusal(replicas):
+            return {"error": refusal}
+        excess = self.remote_hosts.limit(granted, workers_each=each)
+        return controller.answer_shares(replicas, sorted(excess), room=self.remote_hosts.room(each))
 
     def tick(self, now: float) -> None:
         """Make the decisions that are due; signals of the same loop turn have been handled before."""

@@ -202,6 +202,23 @@ class ElasticController:
             return {"error": str(error)}
         return {"says": f"it will have {request['replicas']} replicas"}
 
+    def refusal(self, replicas: int) -> str:
+        """Say why the hosts that are here cannot have this many replicas; "" where they can."""
+        limits = self._membership.limits
+        if limits.least <= replicas <= limits.most:
+            return ""
+        return (
+            f"the plan allows {limits.least} to {limits.most} replicas; the hosts that are here would have {replicas}"
+        )
+
+    def answer_shares(self, replicas: int, excess: Sequence[int], *, room: int) -> dict[str, Any]:
+        """Go on with this many replicas, without the `excess` workers; `room` is for how many more there are slots."""
+        if excess:
+            self.leave(excess, f"resized to {replicas} replica{'s' * (replicas != 1)}", room=room)
+        if replicas == self._membership.target:
+            return {"says": f"it has {replicas} replicas"}
+        return self.answer_command({"replicas": replicas})
+
     def grow(self, slots: int) -> int:
         """A host joined with room for `slots` workers; return by how many replicas the run grows."""
         before = self._membership.target

@@ -166,6 +166,24 @@ class RemoteHosts:
         """
         return self._slots.room(workers_each, without=without)
 
+    def granted(self, shares: Mapping[str, int]) -> dict[int, int]:
+        """Return the share of each host that can start workers, by index. `shares` has them by name; a host that is not
+        in it has none, and one that is not here is passed over.
+        """
+        names = {
+            index: self._name if index == COORDINATOR_INDEX else self._remote_hosts[index].host
+            for index in self._slots.open_hosts
+        }
+        newest = {name: index for index, name in names.items()}  # of one name: the others are about to leave
+        return {index: shares.get(name, 0) if newest[name] == index else 0 for index, name in names.items()}
+
+    def limit(self, granted: Mapping[int, int], *, workers_each: int) -> frozenset[int]:
+        """Give hosts slots for so many replicas; return the workers that are too many on theirs."""
+        excess = frozenset[int]()
+        for index, replicas in granted.items():
+            excess |= self._slots.limit(index, replicas * workers_each, workers_each=workers_each)
+        return excess
+
     def send(self, worker: int, message: Mapping[str, Any]) -> None:
         """Send a message to a worker."""
         remote_host = self._remote_host_of(worker)

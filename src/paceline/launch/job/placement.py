@@ -130,6 +130,25 @@ class HostSlots:
             if worker not in self._running:
                 del self._host_of[worker]
 
+    def limit(self, host_index: int, slots: int, *, workers_each: int) -> frozenset[int]:
+        """Give a host that can start workers another number of slots; return the workers of the replicas that are then
+        too many on it, those with the highest numbers.
+        """
+        if host_index in self._slots:
+            self._slots[host_index] = slots
+        staying, excess = set(self.workers_on(host_index)), set[int]()
+        while len(staying) > slots:
+            last = max(staying) // workers_each
+            replica = {worker for worker in staying if worker // workers_each == last}
+            staying -= replica
+            excess |= replica
+        return frozenset(excess)
+
+    @property
+    def open_hosts(self) -> tuple[int, ...]:
+        """The hosts that can start workers, by index."""
+        return tuple(sorted(self._slots))
+
     def place(self, workers: Sequence[int], *, quiet: Collection[int] = ()) -> None:
         """Place the workers of a replica: together on one host if one has room for all, else each by itself.
 

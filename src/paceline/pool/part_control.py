@@ -1,0 +1,345 @@
+"""Brings the runs of a pool to the replicas that they should have on each node, and sees which of their parts are
+there.
+
+An elastic run on several nodes is resized while it goes on: parts join it and leave it, and its coordinator shares its
+replicas out. All others change their replicas by saving, ending, and going on. What a run gives up is taken from it
+first, and what it gets it is given when the devices are free. A node that does not answer is told nothing; its parts
+count as there while the run says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from paceline import clock, run_lock
+from paceline.elastic.membership_messages import PREEMPTED, TOO_FEW
+from paceline.pool.node_files import WantedPart
+from paceline.pool.nodes import LEFT, Nodes
+from paceline.pool.part_process import uses_gpus
+from paceline.pool.pool_run import PoolRun
+from paceline.pool.pool_state import PartEntry, RunEntry
+from paceline.pool.run_control import Observed
+from paceline.pool.run_pace import RunPace
+from paceline.pool.shares import first_nodes, free_gpus, next_shares, startable
+
+__all__ = ["PartControl", "Presence"]
+
+LEAVE_S = 90.0  # in which a part saves and ends; then it is asked once more, which ends its workers at once
+RUN_ENDS_S = 20.0  # in which a coordinator has told the other parts that the run ends; then each is asked
+ENDS_S = 5.0  # in which all parts of a run have ended that ends, once one of them has
+OVER_S = 60.0  # and where that one has finished or failed: perhaps only it could not join
+# A part on a node that does not answer is gone when for so long its run, which goes on, has had no workers there; or,
+LOST_S = 3.0
+GONE_S = 15.0  # of a run that goes on nowhere else, when no process has had the run's lock
+STUCK_S = 30.0  # a run that can neither give nor take for so long is paused, and goes on as it should be
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Presence:
+    """Whether any part of a run is there. If not: the exit status of the last one (None: not known), whether that was
+    on a node that was lost (`lost_node`), and why it could not be started.
+
+    Where a part ends by itself, the others may be about to. So it gets no new parts until `changes_after`
+    (`time.monotonic`).
+    """
+
+    is_there: bool = True
+    exit_code: int | None = None
+    lost_node: str = ""
+    problem: str = ""
+    changes_after: float = 0.0
+
+
+class PartControl:
+    """The parts of all runs. `entries` and `seen` are the pool's, by run; `changed` is called when an entry changes."""
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        *,
+        entries: Mapping[str, RunEntry],
+        seen: Mapping[str, Observed],
+        say_once: Callable[[str], None],
+        changed: Callable[[], None],
+    ) -> None:
+        self._nodes, self._entries, self._seen = nodes, entries, seen
+        self._say_once, self._changed = say_once, changed
+        self._parting: dict[str, tuple[PoolRun, RunEntry]] = {}  # taken out, and perhaps still there
+        self._asked_at: dict[tuple[str, str], float] = {}  # by run and node
+        self._quiet_since: dict[tuple[str, str], float] = {}  # of parts on nodes that do not answer
+        self._stuck_since: dict[str, float] = {}
+        self._presence: dict[str, Presence] = {}  # of runs since their start
+
+    # What is there.
+
+    def look_at(self, name: str, run: PoolRun, entry: RunEntry) -> Presence:
+        """See which parts of a run are there, and forget those that have ended."""
+        presence = self._presence.setdefault(name, Presence())
+        for node, part in list(entry.parts.items()):
+            view = self._nodes.get(node)
+            said = None if view is None else view.part(name, part.start)
+            if said is not None and said.problem and not said.has_ended:
+                self._refused(name, run, entry, node, said.problem)
+            if said is not None and said.has_ended:
+                presence.lost_node = ""
+                if said.exit_code is not None and (not part.leaves or entry.ends_run):
+                    presence.exit_code = said.exit_code
+                if not part.leaves:
+                    goes_on = said.exit_code is None or said.exit_code < 0 or said.exit_code in (PREEMPTED, TOO_FEW)
+                    presence.changes_after = time.monotonic() + (ENDS_S if goes_on else OVER_S)
+                presence.problem = said.problem if said.pid == 0 else presence.problem
+            elif (view is not None and view.is_here) or not self._is_gone(name, run, entry, node):
+                continue
+            else:
+                presence.lost_node = node
+                self._say_once(f"{name} has lost its part on node {node}, its number {part.start}")
+            del entry.parts[node]
+            self._asked_at.pop((name, node), None)
+            self._quiet_since.pop((name, node), None)
+            entry.settled = -1
+            self._count(run, entry)
+            self._changed()
+        presence.is_there = bool(entry.parts)
+        return presence
+
+    def _refused(self, name: str, run: PoolRun, entry: RunEntry, node: str, problem: str) -> None:
+        """A run does not take the replicas that it was given. On one node it is taken to have those that it shows; on
+        several it may only lack a part that is still to join.
+        """
+        self._say_once(f"{name} keeps its replicas on {node}: {problem}")
+        has = self._seen.get(name, Observed()).workers_on.get(self._host(node), 0) // run.workers_each
+        if not entry.is_open and has and has != entry.parts[node].replicas:
+            entry.parts[node].replicas = has
+            self._count(run, entry)
+            self._changed()
+
+    def held(self) -> dict[str, int]:
+        """Return the devices of each node that runs have, or have not freed yet."""
+        found = Counter[str]()
+        for name, entry in self._entries.items():
+            self._count_held(found, entry, self._seen.get(name))
+        for _, entry in self._parting.values():
+            self._count_held(found, entry, None)
+        return dict(found)
+
+    def _count_held(self, found: Counter[str], entry: RunEntry, seen: Observed | None) -> None:
+        for node, part in entry.parts.items():
+            workers = 0 if seen is None else seen.workers_on.get(self._host(node), 0)
+            found[node] += max(part.replicas * entry.workers_each, workers)
+
+    def part_with(self, name: str, run: PoolRun, entry: RunEntry) -> None:
+        """A run was taken out of the queue: its parts are to end."""
+        self.leave(name, entry)
+        self._parting[name] = run, entry
+
+    def look_at_parting(self) -> None:
+        """Forget runs that were taken out and have ended."""
+        for name, (run, entry) in list(self._parting.items()):
+            if not self.look_at(name, run, entry).is_there:
+                del self._parting[name]
+
+    def _is_gone(self, name: str, run: PoolRun, entry: RunEntry, node: str) -> bool:
+        """Whether a part on a node that does not answer is gone with it, as far as the run shows. Its agent alone may
+        have been killed: then the part goes on.
+        """
+        view, seen = self._nodes.get(node), self._seen.get(name)
+        if view is not None and view.state == LEFT:  # in good order, with all its parts
+            return True
+        others = [one for one in entry.parts if one != node and self._nodes.is_here(one)]
+        if others and seen is not None and seen.is_running:
+            shows_life, limit_s = seen.workers_on.get(self._host(node), 0) > 0, LOST_S
+        else:
+            shows_life, limit_s = run_lock.is_held(Path(run.run_dir)), GONE_S
+        if shows_life:
+            self._quiet_since.pop((name, node), None)
+            return False
+        return time.monotonic() - self._quiet_since.setdefault((name, node), time.monotonic()) > limit_s
+
+    # How it comes about.
+
+    def bring_about(self, runs: Mapping[str, PoolRun], target: Mapping[str, Mapping[str, int]]) -> None:
+        """Take first, then give what is free, and tell the nodes."""
+        running = [name for name in runs if self._entries[name].phase == "running" and name in target]
+        for name in running:
+            self._resize(name, runs[name], target[name], {})
+        free = self._free()
+        for name in running:
+            self._give(free, name, lambda name=name: self._resize(name, runs[name], target[name], free))
+        for name, run in runs.items():
+            if self._entries[name].phase == "waiting" and target.get(name):
+                self._give(free, name, lambda name=name, run=run: self._start(name, run, target[name], free))
+        for name in [*runs, *self._parting]:
+            self._ask_again(name, self._entries[name] if name in runs else self._parting[name][1])
+        self.tell(runs)
+
+    def tell(self, runs: Mapping[str, PoolRun]) -> None:
+        """Write what each node should have."""
+        wanted: dict[str, dict[str, WantedPart]] = {}
+        entries = {name: self._entries[name] for name in runs if self._entries[name].parts}
+        for name, entry in [*entries.items(), *((name, one) for name, (_, one) in self._parting.items())]:
+            for node, part in entry.parts.items():
+                wanted.setdefault(node, {})[name] = self._wanted(entry, part)
+        try:
+            self._nodes.want(wanted)
+        except OSError as error:
+            self._say_once(f"the nodes cannot be told what they should have: {error}")
+
+    def leave(self, name: str, entry: RunEntry) -> None:
+        """Have a run save and end, on all nodes."""
+        entry.ends_run = True
+        for node, part in entry.parts.items():
+            part.leaves, part.asked = True, max(1, part.asked)
+            self._asked_at[name, node] = time.monotonic()
+        entry.replicas = 0
+        self._changed()
+
+    def _resize(self, name: str, run: PoolRun, target: Mapping[str, int], free: Mapping[str, int]) -> None:
+        """Bring a run closer to its target, with what is free."""
+        entry = self._entries[name]
+        now, seen = entry.shares, self._seen.get(name, Observed())
+        if not target:
+            self._stuck_since.pop(name, None)
+            self.pause(name, entry)
+        elif now == target or not self.may_resize(name, entry):
+            self._stuck_since.pop(name, None)
+        elif not entry.is_live or (not entry.is_open and set(target) != set(now)):
+            self.pause(name, entry)
+        else:
+            present = {node: seen.at_work_on.get(self._host(node), 0) // run.workers_each for node in now}
+            then = next_shares(
+                now, target, present, self._without_parting(entry, free), least=run.least, workers_each=run.workers_each
+            )
+            if then != now:
+                self._stuck_since.pop(name, None)
+                self._set_shares(name, run, entry, then)
+            elif time.monotonic() - self._stuck_since.setdefault(name, time.monotonic()) > STUCK_S:
+                self.pause(name, entry)
+
+    def may_resize(self, name: str, entry: RunEntry) -> bool:
+        """Whether a run has taken its first step, is not about to end, and is on nodes that answer."""
+        seen = self._seen.get(name, Observed())
+        is_ending = time.monotonic() < self._presence.get(name, Presence()).changes_after
+        return seen.is_running and seen.has_stepped and not is_ending and all(map(self._nodes.is_here, entry.parts))
+
+    def _without_parting(self, entry: RunEntry, free: Mapping[str, int]) -> dict[str, int]:
+        """A node that a part leaves takes another one of the same run when that has ended."""
+        return {node: 0 if node in entry.parts and entry.parts[node].leaves else count for node, count in free.items()}
+
+    def _set_shares(self, name: str, run: PoolRun, entry: RunEntry, shares: Mapping[str, int]) -> None:
+        for node in entry.shares.keys() - shares.keys():
+            part = entry.parts[node]
+            part.leaves, part.asked = True, 1
+            self._asked_at[name, node] = time.monotonic()
+        for node, replicas in shares.items():
+            if node in entry.parts:
+                entry.parts[node].replicas = replicas
+            else:
+                entry.parts[node] = self._new_part(entry, node, replicas, run)
+        self._resized(run, entry)
+
+    def pause(self, name: str, entry: RunEntry) -> None:
+        """Have a run save and end; it waits then."""
+        entry.phase, entry.since = "leaving", clock.now()
+        entry.changes += 1
+        self.leave(name, entry)
+
+    def _start(self, name: str, run: PoolRun, target: Mapping[str, int], free: Mapping[str, int]) -> None:
+        """Start a run, or go on with it, on nodes where its devices are free."""
+        entry = self._entries[name]
+        shares = startable(target, free, least=run.least if run.is_elastic else run.most, workers_each=run.workers_each)
+        if not shares:
+            return
+        if entry.starts and run_lock.is_held(Path(run.run_dir)):
+            entry.why = (
+                f"{name} waits: another process works in its directory still, perhaps on a node that is cut off."
+            )
+            return
+        has_gpus = uses_gpus(run) and any(self._nodes.here[node].gpus for node in shares)
+        entry.fixed = sum(shares.values()) if run.is_elastic and has_gpus else None
+        entry.is_live = run.is_elastic and entry.fixed is None
+        first = first_nodes(shares, run.least) if entry.is_live else shares
+        self._presence[name] = Presence()
+        entry.workers_each = run.workers_each
+        entry.hosts, entry.workers = len(first), sum(first.values()) * run.workers_each
+        entry.is_open = entry.is_live and len(self._nodes.here) > 1
+        entry.ends_run = False
+        entry.parts = {node: self._new_part(entry, node, replicas, run) for node, replicas in first.items()}
+        entry.batch = RunPace.of(run, entry).best_batch(sum(shares.values()))
+        entry.phase, entry.let_in = "running", entry.let_in if entry.moves else clock.now()
+        entry.moves = {}
+        self._resized(run, entry)
+
+    def _new_part(self, entry: RunEntry, node: str, replicas: int, run: PoolRun) -> PartEntry:
+        entry.starts += 1
+        gpus = self._gpus(node, replicas * run.workers_each, run)
+        return PartEntry(replicas=replicas, start=entry.starts, gpus=gpus)
+
+    def _give(self, free: dict[str, int], name: str, give: Callable[[], None]) -> None:
+        """Let a run take devices, and count them as taken."""
+        before = self._held_by(name)
+        give()
+        for node, count in self._held_by(name).items():
+            free[node] = free.get(node, 0) - max(0, count - before.get(node, 0))
+
+    def _held_by(self, name: str) -> Counter[str]:
+        found = Counter[str]()
+        self._count_held(found, self._entries[name], self._seen.get(name))
+        return found
+
+    def _free(self) -> dict[str, int]:
+        held = self.held()
+        return {name: record.slots - held.get(name, 0) for name, record in self._nodes.here.items()}
+
+    def _gpus(self, node: str, count: int, run: PoolRun) -> tuple[str, ...] | None:
+        gpus = self._nodes.here[node].gpus
+        if gpus is None or not uses_gpus(run):
+            return None if gpus is None else ()
+        everyone = [*self._entries.values(), *(entry for _, entry in self._parting.values())]
+        taken = [gpu for entry in everyone if node in entry.parts for gpu in entry.parts[node].gpus or ()]
+        return free_gpus(gpus, taken, count)
+
+    def _ask_again(self, name: str, entry: RunEntry) -> None:
+        for node, part in entry.parts.items():
+            if not part.leaves:
+                continue
+            limit_s = RUN_ENDS_S if entry.ends_run and entry.is_open and part.asked == 1 else LEAVE_S
+            if time.monotonic() - self._asked_at.setdefault((name, node), time.monotonic()) > limit_s:
+                if limit_s == LEAVE_S:
+                    self._say_once(f"{name} has not ended {LEAVE_S:.0f} s after it was asked to: its workers are ended")
+                part.asked += 1
+                self._asked_at[name, node] = time.monotonic()
+
+    def _wanted(self, entry: RunEntry, part: PartEntry) -> WantedPart:
+        shares = {self._host(node): replicas for node, replicas in entry.shares.items()} if entry.is_live else {}
+        return WantedPart(
+            start=part.start,
+            replicas=part.replicas,
+            hosts=entry.hosts,
+            workers=entry.workers,
+            is_open=entry.is_open,
+            gpus=part.gpus,
+            fixed=entry.fixed,
+            batch=entry.batch,
+            leaves=part.leaves,
+            ends_run=entry.ends_run,
+            asked=part.asked,
+            shares=shares,
+        )
+
+    def _resized(self, run: PoolRun, entry: RunEntry) -> None:
+        entry.changes += 1
+        entry.since, entry.settled = clock.now(), -1
+        self._count(run, entry)
+        self._changed()
+
+    def _count(self, run: PoolRun, entry: RunEntry) -> None:
+        entry.replicas = sum(entry.shares.values())
+        entry.devices = entry.replicas * run.workers_each
+
+    def _host(self, node: str) -> str:
+        view = self._nodes.get(node)
+        return node if view is None else view.record.host

@@ -1,0 +1,276 @@
+"""How runs come to the replicas that they should have: on pretended nodes, with a pretended clock."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import run_lock
+from paceline.pool import part_control
+from paceline.pool.node_files import NodeRecord, PartRecord, WantedPart
+from paceline.pool.nodes import NodeView
+from paceline.pool.part_control import GONE_S, LEAVE_S, LOST_S, OVER_S, STUCK_S, PartControl
+from paceline.pool.pool_run import PoolRun
+from paceline.pool.pool_state import RunEntry
+from paceline.pool.run_control import Observed
+
+RUN = PoolRun(
+    name="run",
+    command=("train.py",),
+    folder="/",
+    environment={},
+    run_dir="/nowhere",
+    script="train.py",
+    least=1,
+    most=4,
+    workers_each=1,
+    submitted=1.0,
+)
+
+
+class FakeNodes:
+    """Nodes whose agents do at once what is wanted."""
+
+    def __init__(self, **gpus: tuple[str, ...] | None) -> None:
+        self.views = {
+            name: NodeView(NodeRecord(name=name, host=name, slots=len(own or "12"), gpus=own))
+            for name, own in gpus.items()
+        }
+        self.wanted: Mapping[str, Mapping[str, WantedPart]] = {}
+
+    @property
+    def here(self) -> dict[str, NodeRecord]:
+        return {name: view.record for name, view in self.views.items() if view.is_here}
+
+    def get(self, name: str) -> NodeView | None:
+        return self.views.get(name)
+
+    def is_here(self, name: str) -> bool:
+        return name in self.here
+
+    def want(self, wanted: Mapping[str, Mapping[str, WantedPart]]) -> None:
+        self.wanted = wanted
+        for node, parts in wanted.items():
+            for run, part in parts.items():
+                has = self.views[node].record.parts
+                if run not in has or has[run].start != part.start:
+                    has[run] = PartRecord(start=part.start, pid=1)
+
+    def ends(self, node: str, run: str, code: int) -> None:
+        part = self.views[node].record.parts[run]
+        part.has_ended, part.exit_code = True, code
+
+    def silence(self, node: str) -> None:
+        self.views[node].silent_s = 1e9
+
+
+class Scene:
+    """A pool's parts, and what its user sees."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, nodes: FakeNodes, **runs: PoolRun) -> None:
+        self.now, self.nodes, self.said, self.locked = time.monotonic(), nodes, list[str](), set[Path]()
+        monkeypatch.setattr(part_control.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(run_lock, "is_held", lambda path: path in self.locked)
+        self.runs = {
+            name: dataclasses.replace(run, name=name, run_dir=f"/nowhere/{name}") for name, run in runs.items()
+        }
+        self.entries = {name: RunEntry() for name in runs}
+        self.seen: dict[str, Observed] = {}
+        more: dict[str, Any] = {"entries": self.entries, "seen": self.seen, "say_once": self.said.append}
+        self.parts = PartControl(nodes, **more, changed=lambda: None)  # type: ignore[arg-type]  # pretended nodes
+
+    def to(self, **target: Mapping[str, int]) -> None:
+        self.parts.bring_about(self.runs, target)
+
+    def at_work(self, run: str, **workers: int) -> None:
+        self.seen[run] = Observed(
+            state="running",
+            has_stepped=True,
+            replicas=sum(workers.values()),
+            workers_on=dict(workers),
+            at_work_on=dict(workers),
+        )
+
+    def look(self, run: str = "run") -> Any:
+        return self.parts.look_at(run, self.runs[run], self.entries[run])
+
+    def shares(self, run: str = "run") -> dict[str, int]:
+        return self.entries[run].shares
+
+    def gpus(self, run: str) -> dict[str, Any]:
+        return {node: part.gpus for node, part in self.entries[run].parts.items()}
+
+
+def test_runs_side_by_side_have_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    fixed = dataclasses.replace(RUN, least=2, most=2)
+    on_cpu = dataclasses.replace(RUN, command=("--device", "cpu", "train.py"))
+    scene = Scene(monkeypatch, FakeNodes(a=("4", "5", "6", "7", "8")), one=fixed, two=fixed, three=fixed, cpu=on_cpu)
+    target = {"one": {"a": 2}, "two": {"a": 2}, "three": {"a": 2}, "cpu": {"a": 1}}
+    scene.to(**target)
+    assert (scene.gpus("one"), scene.gpus("two")) == ({"a": ("4", "5")}, {"a": ("6", "7")})
+    assert scene.gpus("cpu") == {"a": ()}, "it sees none"
+    assert scene.entries["three"].phase == "waiting"
+    assert scene.nodes.wanted["a"]["two"].gpus == ("6", "7")
+    scene.nodes.ends("a", "one", 0)
+    assert scene.look("one").exit_code == 0 and not scene.look("one").is_there
+    scene.entries["one"].phase = "finished"
+    scene.to(**target)
+    assert scene.gpus("three") == {"a": ("4", "5")}
+
+
+def test_on_gpus_a_run_changes_its_replicas_by_saving_and_going_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, FakeNodes(a=("0", "1", "2", "3")), run=RUN)
+    scene.to(run={"a": 2})
+    assert (scene.entries["run"].fixed, scene.entries["run"].is_live) == (2, False)
+    scene.to(run={"a": 4})
+    assert scene.entries["run"].phase == "running", "before its first step it is left in peace"
+    scene.at_work("run", a=2)
+    scene.to(run={"a": 4})
+    part = scene.nodes.wanted["a"]["run"]
+    assert (scene.entries["run"].phase, part.leaves, part.ends_run, part.fixed) == ("leaving", True, True, 2)
+    scene.nodes.ends("a", "run", 75)
+    assert scene.look().exit_code == 75
+    scene.entries["run"].phase = "waiting"
+    scene.seen.clear()
+    scene.to(run={"a": 4})
+    assert (scene.entries["run"].fixed, scene.gpus("run")) == (4, {"a": ("0", "1", "2", "3")})
+    assert scene.nodes.wanted["a"]["run"].workers == 4
+
+
+def test_an_elastic_run_begins_on_one_node_and_others_join_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, FakeNodes(a=None, b=None), run=RUN)
+    both = {"a": 2, "b": 2}
+    scene.to(run=both)
+    assert scene.shares() == {"a": 2}
+    scene.at_work("run", a=2)
+    scene.to(run=both)
+    first, second = scene.nodes.wanted["a"]["run"], scene.nodes.wanted["b"]["run"]
+    assert (second.hosts, second.workers, second.is_open, second.start) == (1, 2, True, 2)
+    assert first.shares == second.shares == both
+    scene.at_work("run", a=2, b=2)
+    scene.to(run={"b": 2})
+    leaves = scene.nodes.wanted["a"]["run"]
+    assert (leaves.leaves, leaves.ends_run, leaves.asked, scene.shares()) == (True, False, 1, {"b": 2})
+    scene.now += LEAVE_S + 1
+    scene.to(run={"b": 2})
+    assert scene.nodes.wanted["a"]["run"].asked == 2
+    assert scene.parts.held() == {"a": 2, "b": 2}, "until it has ended"
+    scene.nodes.ends("a", "run", 75)
+    assert scene.look().is_there and scene.parts.held() == {"b": 2}
+
+
+def test_a_run_whose_part_has_finished_gets_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, FakeNodes(a=None, b=None), run=RUN)
+    both = {"a": 2, "b": 2}
+    scene.to(run=both)
+    scene.at_work("run", a=2)
+    scene.to(run=both)
+    scene.at_work("run", a=2, b=2)
+    scene.nodes.ends("a", "run", 0)
+    assert scene.look().is_there
+    scene.now += OVER_S - 1
+    scene.to(run=both)
+    assert scene.shares() == {"b": 2}, "the others are about to end as well"
+    scene.now += 2
+    scene.seen["run"] = dataclasses.replace(scene.seen["run"], state="finished")
+    scene.to(run=both)
+    assert scene.shares() == {"b": 2}
+    scene.at_work("run", b=2)
+    scene.to(run=both)
+    assert scene.shares() == both, "it goes on after all"
+
+
+def test_a_part_on_a_silent_node_counts_while_its_run_shows_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, FakeNodes(a=None, b=None), run=RUN)
+    both = {"a": 2, "b": 2}
+    scene.to(run=both)
+    scene.at_work("run", a=2)
+    scene.to(run=both)
+    scene.at_work("run", a=2, b=2)
+    scene.nodes.silence("b")
+    for _ in range(3):
+        assert scene.look().is_there and scene.shares() == both, "its agent alone is gone"
+        scene.now += GONE_S
+    scene.at_work("run", a=2)
+    scene.look()
+    scene.now += LOST_S + 1
+    assert scene.look().is_there and scene.shares() == {"a": 2}
+    scene.nodes.silence("a")
+    scene.locked.add(Path("/nowhere/run"))
+    for _ in range(3):
+        assert scene.look().is_there, "a process has its lock"
+        scene.now += GONE_S
+    scene.locked.clear()
+    scene.look()
+    scene.now += GONE_S + 1
+    presence = scene.look()
+    assert (presence.is_there, presence.lost_node, presence.exit_code) == (False, "a", None)
+
+
+def test_a_run_is_not_started_while_another_process_works_in_its_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, FakeNodes(a=None, b=None), run=RUN)
+    scene.entries["run"].starts = 1
+    scene.locked.add(Path("/nowhere/run"))
+    scene.to(run={"a": 2})
+    assert (
+        scene.entries["run"].phase == "waiting" and "another process works in its directory" in scene.entries["run"].why
+    )
+    scene.locked.clear()
+    scene.to(run={"a": 2})
+    assert scene.entries["run"].phase == "running"
+
+
+def test_a_run_that_can_neither_give_nor_take_is_paused_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, FakeNodes(a=None, b=None), run=RUN, other=RUN)
+    scene.to(run={"a": 2}, other={"b": 2})
+    for name, node in (("run", "a"), ("other", "b")):
+        scene.at_work(name, **{node: 2})
+    swapped = {"run": {"b": 2}, "other": {"a": 2}}
+    scene.to(**swapped)
+    assert [entry.phase for entry in scene.entries.values()] == ["running", "running"]
+    scene.now += STUCK_S + 1
+    scene.to(**swapped)
+    assert scene.entries["run"].phase == "leaving"
+
+
+def test_a_run_that_was_taken_out_holds_its_devices_until_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, FakeNodes(a=None), run=RUN, next=RUN)
+    scene.to(run={"a": 2})
+    run, entry = scene.runs.pop("run"), scene.entries.pop("run")
+    scene.parts.part_with("run", run, entry)
+    scene.to(next={"a": 2})
+    assert scene.entries["next"].phase == "waiting"
+    assert scene.nodes.wanted["a"]["run"].ends_run
+    scene.nodes.ends("a", "run", 75)
+    scene.parts.look_at_parting()
+    scene.to(next={"a": 2})
+    assert scene.entries["next"].phase == "running" and "run" not in scene.nodes.wanted["a"]
+
+
+def test_a_run_that_refuses_its_replicas_has_those_that_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, FakeNodes(a=None), run=RUN)
+    scene.to(run={"a": 1})
+    scene.at_work("run", a=1)
+    scene.to(run={"a": 2})
+    part = scene.nodes.views["a"].record.parts["run"]
+    part.problem = "the run is about to end"
+    scene.look()
+    assert scene.shares() == {"a": 1} and scene.entries["run"].replicas == 1
+    assert scene.said == ["run keeps its replicas on a: the run is about to end"]
+    scene.nodes.ends("a", "run", 0)
+    presence = scene.look()
+    assert (presence.exit_code, presence.problem) == (0, ""), "it was started, and has ended by itself"
+
+
+def test_a_run_that_cannot_be_started_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, FakeNodes(a=None), run=RUN)
+    scene.to(run={"a": 1})
+    part = scene.nodes.views["a"].record.parts["run"]
+    part.pid, part.problem = 0, "it cannot be started: no such folder"
+    scene.nodes.ends("a", "run", 2)
+    assert scene.look().problem == "it cannot be started: no such folder"
