@@ -145,6 +145,7 @@ class Pool:
         if seen.step > entry.step:
             entry.step, entry.losses = seen.step, 0
         entry.last_step = seen.last_step if seen.last_step is not None else entry.last_step
+        entry.noise_scale = seen.noise_scale if seen.noise_scale is not None else entry.noise_scale
         if entry.phase == "waiting":
             return False
         num_parts = len(entry.parts)
