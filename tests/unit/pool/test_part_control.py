@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from paceline import run_lock
-from paceline.pool import part_control
+from paceline.pool import part_control, part_process
+from paceline.pool.batch_growth import BatchGrowth
 from paceline.pool.node_files import NodeRecord, PartRecord, WantedPart
 from paceline.pool.nodes import NodeView
 from paceline.pool.part_control import GONE_S, LEAVE_S, LOST_S, OVER_S, STUCK_S, PartControl
@@ -274,3 +275,36 @@ def test_a_run_that_cannot_be_started_says_why(monkeypatch: pytest.MonkeyPatch) 
     part.pid, part.problem = 0, "it cannot be started: no such folder"
     scene.nodes.ends("a", "run", 2)
     assert scene.look().problem == "it cannot be started: no such folder"
+
+
+def test_a_run_goes_on_with_another_batch_on_the_replicas_that_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    grows = dataclasses.replace(RUN, growth=BatchGrowth(least=64, most=256, micro=8))
+    scene = Scene(monkeypatch, FakeNodes(a=None), run=grows)
+    scene.to(run={"a": 2})
+    entry = scene.entries["run"]
+    assert (entry.batch, scene.nodes.wanted["a"]["run"].batch) == (64, 64), "its noise scale is not known yet"
+    entry.noise_scale, entry.step_s, entry.samples_s, entry.let_in = 1e6, {"2": 1.0}, 0.5, 123.0
+    entry.moves = {"a": 2}
+    scene.parts.pause("run", entry)
+    scene.to(run={"a": 2})
+    assert scene.nodes.wanted["a"]["run"].ends_run
+    scene.nodes.ends("a", "run", 75)
+    scene.look()
+    entry.phase = "waiting"
+    scene.to(run={"a": 2})
+    assert (entry.phase, entry.batch, scene.nodes.wanted["a"]["run"].batch) == ("running", 128, 128)
+    assert (entry.moves, entry.let_in) == ({}, 123.0), "its turn has not begun anew"
+
+
+def test_a_part_is_started_with_its_batch_and_the_micro_batch_of_the_plan(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(part_process, "start", lambda *_, more, **__: started.append(list(more)))
+    node = NodeRecord(name="a", host="a", slots=2)
+    grows = dataclasses.replace(RUN, growth=BatchGrowth(least=64, most=256, micro=8))
+    for run, batch in ((RUN, 0), (grows, 0), (grows, 128)):
+        part_process.start_part(tmp_path, run, WantedPart(start=1, replicas=1, batch=batch), mark="m", node=node)
+    assert started[0] == []
+    assert started[1] == ["--set", "plan.batch.size=64", "--set", "plan.batch.micro=8"]
+    assert started[2] == ["--set", "plan.batch.size=128", "--set", "plan.batch.micro=8"]
