@@ -109,17 +109,17 @@ class PoolFolder:
         return {node: part["replicas"] for node, part in self.entry(name)["parts"].items()}
 
     def workers_on(self, name: str) -> dict[str, int]:
-        """The workers of a run that take part now, by the names of their hosts; none where it has not begun."""
+        """The workers of a run that have taken a step, and go on, by the names of their hosts."""
         try:
             workers = status(self.folder / "runs" / name).workers
         except ValueError:
             return {}
-        return dict(Counter(one.host for one in workers if one.state in ("starting", "running") and one.host))
+        return dict(Counter(one.host for one in workers if one.state == "running" and one.idle is not None))
 
     def until_later(self, name: str, steps: int) -> None:
         """Return when a run has taken so many more steps."""
-        step = self.entry(name)["step"]
-        self.until(lambda: self.entry(name)["step"] >= step + steps, what=f"{name} at step {step + steps}")
+        step = len(self.losses(name))
+        self.until(lambda: len(self.losses(name)) >= step + steps, what=f"{name} at step {step + steps}")
 
     def until(self, is_so: Any, *, what: str, limit_s: float = 60.0) -> None:
         deadline = time.monotonic() + limit_s

@@ -152,7 +152,8 @@ class Pool:
         presence = self._parts.look_at(name, run, entry)
         if presence.is_there:
             entry.attained += passed_s * seen.replicas * run.workers_each
-            if seen.replicas == entry.replicas > 0:
+            # Workers that are there and have not taken a step yet do not carry the run.
+            if sum(seen.at_work_on.values()) == entry.devices > 0 and seen.replicas == entry.replicas:
                 entry.settled = seen.step if entry.settled < 0 else entry.settled
                 if (took := measured_step(run, after_step=entry.settled)) is not None:
                     scale = RunPace.of(run, entry).scale

@@ -43,12 +43,14 @@ def test_a_run_spans_two_nodes_and_the_kill_of_one_costs_its_replicas_only(
     pool: PoolFolder, hosts: list[NamespaceHost]
 ) -> None:
     east, west = hosts
-    with both_nodes(pool, east, west):
+    with pool.served("--node", host=east), pool.served("--node", host=west):
+        pool.until(lambda: pool.nodes() == {"east": "here", "west": "here"}, what="both nodes here")
         pool.queue("run", "--steps", "3000", replicas="1-4")
         pool.until(lambda: pool.workers_on("run") == {"east": 2, "west": 2}, what="on both nodes")
-        end_host(west)
-        pool.until(lambda: pool.shares("run") == {"east": 2}, what="without the lost node")
-        assert pool.nodes() == {"east": "here"}
+        kept, lost = (east, west) if pool.facts()["host"] == "east" else (west, east)
+        end_host(lost)
+        pool.until(lambda: pool.shares("run") == {kept.name: 2}, what="without the lost node")
+        assert pool.nodes() == {kept.name: "here"}
         pool.until_later("run", 5)
     record = RunRecord.load(pool.folder / "runs" / "run")
     assert (record.attempt, record.exit_code) == (1, 75), "the others went on, until the pool ended"
