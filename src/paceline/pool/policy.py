@@ -69,7 +69,7 @@ def decide(
     counts = NodeCounts(nodes)
     importance = weights(jobs)
     present = _without_lost_devices(jobs, nodes, importance)
-    chosen = admitted(present, importance, counts.total, terms)
+    chosen = admitted(present, importance, counts.total, now, terms)
     found = _allocations({name: present[name] for name in sorted(chosen)}, nodes, counts, now, terms, importance)
     return PoolDecision(found, _changes(jobs, found, importance), _waiting(jobs, found, counts.total, terms))
 

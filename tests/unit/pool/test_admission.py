@@ -24,17 +24,17 @@ def job(**facts: object) -> PoolJob:
 
 def test_where_all_fit_all_are_let_in() -> None:
     jobs = {f"run-{at}": job() for at in range(4)}
-    assert admitted(jobs, dict.fromkeys(jobs, 1.0), 16, TERMS) == set(jobs)
+    assert admitted(jobs, dict.fromkeys(jobs, 1.0), 16, 0.0, TERMS) == set(jobs)
 
 
 def test_a_run_that_is_larger_than_the_pool_keeps_none_out() -> None:
     jobs = {"huge": job(min_replicas=16, waiting_s=1e6), "small": job()}
-    assert admitted(jobs, {"huge": 9.0, "small": 1.0}, 8, TERMS) == {"small"}
+    assert admitted(jobs, {"huge": 9.0, "small": 1.0}, 8, 0.0, TERMS) == {"small"}
 
 
 def test_the_weights_decide_while_none_has_lost_patience() -> None:
     jobs = {name: job() for name in "abc"}
-    assert admitted(jobs, {"a": 1.0, "b": 3.0, "c": 2.0}, 8, TERMS) == {"b", "c"}
+    assert admitted(jobs, {"a": 1.0, "b": 3.0, "c": 2.0}, 8, 0.0, TERMS) == {"b", "c"}
 
 
 def test_a_run_that_has_lost_patience_goes_before_all_but_those_in_their_turn() -> None:
@@ -45,7 +45,23 @@ def test_a_run_that_has_lost_patience_goes_before_all_but_those_in_their_turn() 
         "overdue": job(waiting_s=700.0),
     }
     heavy = {"in its turn": 1.0, "turn over": 8.0, "patient": 9.0, "overdue": 1.0}
-    assert admitted(jobs, heavy, 8, TERMS) == {"in its turn", "overdue"}
+    assert admitted(jobs, heavy, 8, 0.0, TERMS) == {"in its turn", "overdue"}
+
+
+def test_a_deadline_that_presses_goes_before_the_weights_but_not_before_lost_patience() -> None:
+    jobs = {
+        "due": job(remaining=4000.0, deadline=1200.0, allocation=["n"] * 4, held_s=400.0),  # it needs 1,000 s with 4
+        "later": job(remaining=4000.0, deadline=1900.0),
+        "far": job(remaining=4000.0, deadline=2500.0),
+        "missed": job(remaining=4000.0, deadline=-1.0),
+        "heavy": job(),
+    }
+    light = dict.fromkeys(jobs, 1.0) | {"heavy": 9.0}
+    assert admitted(jobs, light, 4, 0.0, TERMS) == {"due"}
+    assert admitted(jobs, light, 8, 0.0, TERMS) == {"due", "heavy"}, "the others have time, or none left"
+    assert admitted(jobs, light, 8, 800.0, TERMS) == {"due", "later"}
+    jobs["overdue"] = job(waiting_s=700.0)
+    assert admitted(jobs, light | {"overdue": 1.0}, 4, 0.0, TERMS) == {"overdue"}
 
 
 def test_none_overtakes_a_large_run_that_has_lost_patience() -> None:
@@ -55,7 +71,7 @@ def test_none_overtakes_a_large_run_that_has_lost_patience() -> None:
         "overdue": job(waiting_s=800.0),
         "new": job(),
     }
-    assert admitted(jobs, dict.fromkeys(jobs, 1.0), 8, TERMS) == {"in its turn"}
+    assert admitted(jobs, dict.fromkeys(jobs, 1.0), 8, 0.0, TERMS) == {"in its turn"}
 
 
 @pytest.mark.thorough
@@ -82,7 +98,7 @@ def test_every_run_gets_its_minimum_within_the_bound(minima: list[int], heavy: l
             )
             for name, least in zip(weights, minima, strict=True)
         }
-        chosen = admitted(jobs, weights, devices, TERMS)
+        chosen = admitted(jobs, weights, devices, 0.0, TERMS)
         assert sum(jobs[name].fewest for name in chosen) <= devices
         for name in weights:
             waited = now - since[name]
