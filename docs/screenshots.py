@@ -95,7 +95,7 @@ def make_pool(folder: Path, now: float) -> None:
         ("ablation-wide", 2, 6, 35, {"priority": 0.5}),
     ):
         queue(pool, folder / name, least=least, most=most, submitted=now - ago, **terms)
-    waits = "others go first. It starts within"
+    waits = "others go first. It starts as soon as they allow, at the latest in"
     write_pool(
         pool,
         {
