@@ -32,9 +32,11 @@ def change_text(name: str, job: PoolJob, after: Sequence[str], *, rank: int, run
 def waiting_text(name: str, job: PoolJob, *, devices: int, bound_s: float) -> str:
     """Say why a run that has nothing gets nothing."""
     if job.fewest > devices:
-        return f"{name} cannot start: its minimum is {job.fewest} replicas, and the pool has {_count(devices, 'device')}."
+        has = _count(devices, "device")
+        return f"{name} cannot start: its minimum is {_count(job.fewest, 'replica')}, and the pool has {has}."
     limit = duration_text(max(0.0, bound_s - job.waited))
-    return f"{name} waits for {_count(job.fewest, 'device')}: others go first. It starts as soon as they allow, at the latest in {limit}."
+    needs = _count(job.fewest, "device")
+    return f"{name} waits for {needs}: others go first. It starts as soon as they allow, at the latest in {limit}."
 
 
 def _gain(job: PoolJob, before: Sequence[str], after: Sequence[str], pace: float) -> str:
