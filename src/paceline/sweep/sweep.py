@@ -43,6 +43,7 @@ __all__ = ["FINISHED", "Sweep", "own_runs"]
 
 LOOK_S = 0.5
 FAILURES = 3  # trials of a start that fail, and none that does not: then it ends
+ROOM_S = 10.0  # until a trial that is larger than the sweep's own pool has failed: nobody else makes that one larger
 PARTING_S = 30.0  # in which runs that were taken out save and end, before the sweep does
 FINISHED, STOPPED = "finished", "stopped"
 
@@ -76,6 +77,7 @@ class Sweep:
         self._num_good = self._num_failed = 0  # trials that ended in this start
         self._is_ending = False
         self._told: set[str] = set()
+        self._too_large_since: dict[int, float] = {}  # trials that have no room in the pool, as it is
         self._reached: dict[int, tuple[int, int | None]] = {}  # step and last step of trials; runs leave the pool
         self._ended: dict[int, TrialRow] = {}
         self._parting: list[PoolRun] = []  # taken out, and perhaps still saving
@@ -178,7 +180,6 @@ class Sweep:
         trial = self._store.complete(trial)
         try:
             run = pool_run(self._study, number, self._store.parameters(trial))
-            self._check_size(run)
             self._store.set_queued(trial, run.run_dir)
             run.add_to(self._study.pool)
         except PlanError as error:
@@ -189,14 +190,24 @@ class Sweep:
         values = self._store.parameters(trial)
         self._say(f"trial {number} is queued: {'  '.join(f'{name} {value_text(values[name])}' for name in values)}")
 
-    def _check_size(self, run: PoolRun) -> None:
-        """Raise PlanError where the pool is too small for a run, which would wait in it for ever."""
+    def _has_no_room(self, trial: FrozenTrial) -> bool:
+        """Whether a trial that waits has failed, as the sweep's own pool is too small for it. In another pool it waits,
+        and that is said once: nodes may come, or be silent for a moment.
+        """
+        run, number = self._run(trial), trial.number
         needed, slots = run.least * run.workers_each, self._pool_record.slots
-        if self._pool_record.is_alive(self._study.pool) and needed > slots:
-            raise PlanError(
-                f"it needs {needed} devices at least, and the pool has {slots}. Give `replicas` a smaller least, or "
-                "the pool more slots."
-            )
+        if not self._pool_record.is_alive(self._study.pool) or not 0 < slots < needed:  # 0: it has just been started
+            self._too_large_since.pop(number, None)
+            return False
+        remedy = f"it needs {needed} devices at least, and the pool has {slots}. Give `replicas` a smaller least, or "
+        since = self._too_large_since.get(number)
+        if since is None:
+            self._too_large_since[number] = time.monotonic()
+            self._say(f"trial {number} waits: {remedy}the pool more devices")
+        elif self._own_pool is not None and time.monotonic() - since > ROOM_S:
+            self._fail(trial, f"{remedy}more `slots`.")
+            return True
+        return False
 
     def _start_trials(self) -> None:
         while len(self._store.running()) < self._at_once() and self._may_start():
@@ -223,6 +234,8 @@ class Sweep:
         """Take what its run has reported, prune it, or conclude it."""
         self._in_pool.add(trial.number)
         entry = self._entry(trial)
+        if entry.phase == "waiting" and self._has_no_room(trial):
+            return
         is_over = entry.is_over  # before its files are read: they are whole then
         metrics = self._followed.get(trial.number)
         if metrics is None:
@@ -304,6 +317,7 @@ class Sweep:
         if metrics is not None:
             metrics.close()
         self._in_pool.discard(trial.number)
+        self._too_large_since.pop(trial.number, None)
         run = self._queued.get(run_name(self._study, trial.number))
         if run is not None:
             self._take_out(run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ from paceline import run_lock
 from paceline.cli.main import main
 from paceline.errors import PacelineError, PlanError
 from paceline.pool.pool_run import PoolRun, queued_runs
+from paceline.sweep import sweep as sweep_module
 from paceline.sweep.optuna_parts import open_storage
+from paceline.sweep.own_pool import OwnPool
 from paceline.sweep.run_metrics import RunMetrics
 from paceline.sweep.study_file import read_study_file
 from paceline.sweep.sweep import Sweep
 from paceline.sweep.sweep_record import SweepRecord
-from simulated_trials import SimulatedPool, write_study
+from simulated_trials import STUDY, SimulatedPool, write_study
 
 optuna = pytest.importorskip("optuna")
 ENDED = ("finished", "pruned", "failed")
@@ -235,11 +238,54 @@ def test_where_the_first_trials_fail_the_sweep_ends_and_says_why(tmp_path: Path)
     assert len(own.study.trials) <= 4
 
 
-def test_trials_that_are_larger_than_the_pool_do_not_wait_in_it_for_ever(tmp_path: Path) -> None:
-    own = SweepInTest(tmp_path, replicas="3-4")
-    with pytest.raises(
-        PacelineError, match=r"it needs 3 devices at least, and the pool has 2. Give `replicas` a smaller"
-    ):
+TOO_LARGE = "it needs 3 devices at least, and the pool has 2. Give `replicas` a smaller least, or "
+
+
+def test_a_trial_that_is_larger_than_the_pool_waits_until_the_pool_has_grown_and_that_is_said_once(
+    tmp_path: Path,
+) -> None:
+    own = SweepInTest(tmp_path, replicas="3-4", trials=1)
+    own.start().look()
+    for _ in range(3):
+        assert not own.sweep.look()
+    assert [text for text in own.said if "waits" in text] == [f"trial 0 waits: {TOO_LARGE}the pool more devices"]
+    assert own.states() == ["waiting"]
+    own.pool.serve(slots=3)
+    own.sweep.look()
+    own.pool.serve(slots=2)
+    own.sweep.look()
+    assert len([text for text in own.said if "waits" in text]) == 2, "a fault that comes back is said again"
+    own.pool.serve(slots=3)
+    own.run()
+    assert own.states() == ["finished"]
+
+
+@pytest.mark.parametrize("slots", [0, 1])
+def test_a_pool_whose_nodes_are_not_there_yet_fails_no_trial(own: SweepInTest, slots: int) -> None:
+    write_study(own.file.parent, replicas=2)
+    own.pool.serve(slots=slots)
+    for _ in range(5):
+        (own.sweep or own.start()).look()
+    assert set(own.states()) == {"waiting"}
+    assert any("waits" in text for text in own.said) == (slots == 1), "with none it has just been started"
+    own.pool.serve()
+    own.run()
+    assert own.states() == ["finished"] * 4
+
+
+def test_trials_that_are_larger_than_the_sweeps_own_pool_fail_after_some_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = STUDY.replace('pool = "pool"\n', "")
+    own = SweepInTest(tmp_path)
+    write_study(tmp_path, text, replicas="3-4")
+    own.pool = SimulatedPool(own.folder / "pool")
+    monkeypatch.setattr(OwnPool, "keep", lambda pool: None)
+    own.start().look()
+    own.sweep.look()
+    assert set(own.states()) == {"waiting"}
+    monkeypatch.setattr(sweep_module, "ROOM_S", 0.0)
+    with pytest.raises(PacelineError, match=re.escape(f"{TOO_LARGE}more `slots`.")):
         own.run()
     assert not own.pool.starts
 
