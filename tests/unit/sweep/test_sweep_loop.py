@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import random
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,11 @@ from paceline import run_lock
 from paceline.cli.main import main
 from paceline.errors import PacelineError, PlanError
 from paceline.pool.pool_run import PoolRun, queued_runs
-from paceline.sweep import sweep as sweep_module
-from paceline.sweep.optuna_parts import open_storage
-from paceline.sweep.own_pool import OwnPool
 from paceline.sweep.run_metrics import RunMetrics
 from paceline.sweep.study_file import read_study_file
 from paceline.sweep.sweep import Sweep
-from paceline.sweep.sweep_record import SweepRecord
-from simulated_trials import STUDY, SimulatedPool, write_study
+from simulated_trials import SimulatedPool, write_study
+from sweep_in_test import SweepInTest
 
 optuna = pytest.importorskip("optuna")
 ENDED = ("finished", "pruned", "failed")
@@ -31,49 +27,6 @@ ENDED = ("finished", "pruned", "failed")
 
 class Killed(BaseException):
     """Stands for kill -9: nothing catches it."""
-
-
-class SweepInTest:
-    """A sweep whose looks the test makes; `start` is what a new process would do."""
-
-    def __init__(self, folder: Path, **lines: Any) -> None:
-        self.file = write_study(folder, **lines)
-        self.pool = SimulatedPool(folder / "pool")
-        self.said: list[str] = []
-        self.sweep: Sweep | None = None
-
-    def start(self) -> Sweep:
-        self.release()
-        self.sweep = Sweep(read_study_file(self.file), say=self.said.append)
-        return self.sweep
-
-    def release(self) -> None:
-        """What the kernel does with the lock of a process that is gone."""
-        run_lock.release(self.folder)
-
-    def run(self, most: int = 60) -> SweepRecord:
-        """Let time pass until all trials are over."""
-        sweep = self.sweep or self.start()
-        for _ in range(most):
-            if sweep.look():
-                return self.record
-            self.pool.pass_time()
-        raise AssertionError(f"not over: {self.record}\n{self.said}")
-
-    @property
-    def folder(self) -> Path:
-        return self.file.parent / "runs" / "study"
-
-    @property
-    def record(self) -> SweepRecord:
-        return SweepRecord.load(self.folder)
-
-    @property
-    def study(self) -> Any:
-        return optuna.load_study(study_name="study", storage=open_storage(read_study_file(self.file).storage))
-
-    def states(self) -> list[str]:
-        return [row.state for row in self.record.trials]
 
 
 @pytest.fixture
@@ -236,58 +189,6 @@ def test_where_the_first_trials_fail_the_sweep_ends_and_says_why(tmp_path: Path)
     with pytest.raises(PacelineError, match=r"The first 3 trials of this start have failed.*its data is broken"):
         own.run()
     assert len(own.study.trials) <= 4
-
-
-TOO_LARGE = "it needs 3 devices at least, and the pool has 2. Give `replicas` a smaller least, or "
-
-
-def test_a_trial_that_is_larger_than_the_pool_waits_until_the_pool_has_grown_and_that_is_said_once(
-    tmp_path: Path,
-) -> None:
-    own = SweepInTest(tmp_path, replicas="3-4", trials=1)
-    own.start().look()
-    for _ in range(3):
-        assert not own.sweep.look()
-    assert [text for text in own.said if "waits" in text] == [f"trial 0 waits: {TOO_LARGE}the pool more devices"]
-    assert own.states() == ["waiting"]
-    own.pool.serve(slots=3)
-    own.sweep.look()
-    own.pool.serve(slots=2)
-    own.sweep.look()
-    assert len([text for text in own.said if "waits" in text]) == 2, "a fault that comes back is said again"
-    own.pool.serve(slots=3)
-    own.run()
-    assert own.states() == ["finished"]
-
-
-@pytest.mark.parametrize("slots", [0, 1])
-def test_a_pool_whose_nodes_are_not_there_yet_fails_no_trial(own: SweepInTest, slots: int) -> None:
-    write_study(own.file.parent, replicas=2)
-    own.pool.serve(slots=slots)
-    for _ in range(5):
-        (own.sweep or own.start()).look()
-    assert set(own.states()) == {"waiting"}
-    assert any("waits" in text for text in own.said) == (slots == 1), "with none it has just been started"
-    own.pool.serve()
-    own.run()
-    assert own.states() == ["finished"] * 4
-
-
-def test_trials_that_are_larger_than_the_sweeps_own_pool_fail_after_some_seconds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = STUDY.replace('pool = "pool"\n', "")
-    own = SweepInTest(tmp_path)
-    write_study(tmp_path, text, replicas="3-4")
-    own.pool = SimulatedPool(own.folder / "pool")
-    monkeypatch.setattr(OwnPool, "keep", lambda pool: None)
-    own.start().look()
-    own.sweep.look()
-    assert set(own.states()) == {"waiting"}
-    monkeypatch.setattr(sweep_module, "ROOM_S", 0.0)
-    with pytest.raises(PacelineError, match=re.escape(f"{TOO_LARGE}more `slots`.")):
-        own.run()
-    assert not own.pool.starts
 
 
 def test_a_metric_that_never_comes_ends_the_sweep_at_the_first_evaluation_and_a_later_start_begins_anew(
