@@ -34,7 +34,7 @@ from paceline.sweep.sweep_record import SweepRecord, TrialRow, write_table
 from paceline.sweep.trial_end import error_of
 from paceline.sweep.trial_rows import trial_row
 from paceline.sweep.trial_run import check_commands, pool_run, run_name
-from paceline.sweep.trial_store import REFUSED, USER, TrialStore
+from paceline.sweep.trial_store import REFUSED, USER, TrialStore, is_queued, parameters_of
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
@@ -170,7 +170,7 @@ class Sweep:
             self._fail(trial, "its run was taken out of the pool", ended_by=USER)
             return
         run_dir = self._study.run_dir(number)
-        if (run_dir / "run.json").exists() and not self._store.is_queued(trial):
+        if (run_dir / "run.json").exists() and not is_queued(trial):
             raise PlanError(
                 f"{run_dir} has a run, and trial {number} is new: it is another study's, whose storage is gone. Move "
                 f"{run_dir.parent} away, or give this study another folder."
@@ -179,7 +179,7 @@ class Sweep:
             return  # it was taken out, and is about to end
         trial = self._store.complete(trial)
         try:
-            run = pool_run(self._study, number, self._store.parameters(trial))
+            run = pool_run(self._study, number, parameters_of(self._study, trial))
             self._store.set_queued(trial, run.run_dir)
             run.add_to(self._study.pool)
         except PlanError as error:
@@ -187,7 +187,7 @@ class Sweep:
             return
         self._queued[run.name] = run
         self._in_pool.add(number)
-        values = self._store.parameters(trial)
+        values = parameters_of(self._study, trial)
         self._say(f"trial {number} is queued: {'  '.join(f'{name} {value_text(values[name])}' for name in values)}")
 
     def _has_no_room(self, trial: FrozenTrial) -> bool:
@@ -247,9 +247,9 @@ class Sweep:
         step, last_step = self._reached.get(trial.number, (0, None))
         self._reached[trial.number] = max(step, metrics.step), last_step
         for one in found:
-            if one.step <= self._store.reported(trial)[1]:
+            if one.step <= self._store.values.reported(trial)[1]:
                 continue  # by an earlier start
-            self._store.report(trial, one.step, one.value)
+            self._store.values.report(trial, one.step, one.value)
             if not is_over and self._prune(trial):
                 return
         if metrics.is_missing(is_over=entry.phase == "finished"):
@@ -259,10 +259,10 @@ class Sweep:
 
     def _prune(self, trial: FrozenTrial) -> bool:
         """Prune it, if the pruner says so of its last value; returns whether it did."""
-        if not self._store.should_prune(trial):
+        if not self._store.values.should_prune(trial):
             return False
         self._store.prune(trial)
-        step, value = self._store.last_value(trial)
+        step, value = self._store.values.last(trial)
         self._num_good += 1
         self._over(trial, f"pruned at step {step} with {self._objective_text(value)}")
         return True
@@ -277,7 +277,7 @@ class Sweep:
         last = metrics.final()
         value = math.nan if last is None else last.value
         if self._study.objective.value == "best":
-            value = self._store.best_value(trial, value)
+            value = self._store.values.best(trial, value)
         if not math.isfinite(value):
             self._fail(trial, f"{self._study.objective.metric} is {value} at its end")
             return
@@ -367,7 +367,7 @@ class Sweep:
                     f"{self._study.path}: the pool {pool} has the run {run.name} of another study with this name, in "
                     f"{Path(run.run_dir).parent.parent}. Give this one another name."
                 )
-        self._store.set_pool(str(pool))
+        self._store.pool = str(pool)
 
     def _say_once(self, text: str) -> None:
         if text not in self._told:
@@ -406,7 +406,9 @@ class Sweep:
             row = self._ended.get(trial.number)
             if row is None:
                 entry = self._pool_record.runs.get(run_name(self._study, trial.number))
-                row = trial_row(trial, self._store.parameters(trial), entry, reached=self._reached.get(trial.number))
+                row = trial_row(
+                    trial, parameters_of(self._study, trial), entry, reached=self._reached.get(trial.number)
+                )
                 self._reached[trial.number] = row.step, row.last_step
                 if trial.state.is_finished():
                     self._ended[trial.number] = row

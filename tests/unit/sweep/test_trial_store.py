@@ -81,10 +81,10 @@ def test_a_study_that_others_have_begun_is_taken_once_none_of_its_trials_runs(tm
 def test_values_are_counted_in_evaluations_or_in_steps(tmp_path: Path, unit: str, keys: list[int]) -> None:
     store = opened(tmp_path, STUDY.replace('"maximize"', f'"maximize"\nunit = "{unit}"'))
     trial = store.ask()
-    assert store.last_value(trial)[0] == 0
+    assert store.values.last(trial)[0] == 0
     for step in (40, 80, 95):
-        store.report(trial, step, step / 2)
-        assert store.last_value(trial) == (step, step / 2)
+        store.values.report(trial, step, step / 2)
+        assert store.values.last(trial) == (step, step / 2)
     assert list(store.trials()[0].intermediate_values) == keys
 
 
