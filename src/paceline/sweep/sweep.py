@@ -63,6 +63,7 @@ class Sweep:
                 f"{study.folder} is in use: another process runs this sweep. See paceline sweep {study.path} --show."
             )
         try:
+            _check_former_host(study, _former(study))
             self._store = TrialStore(study)
             self._own_pool = OwnPool(study.pool, slots=study.settings.slots, say=say) if study.has_own_pool else None
             self._queued: dict[str, PoolRun] = {}
@@ -381,8 +382,8 @@ class Sweep:
 
     def _first_record(self) -> SweepRecord:
         study, now = self._study, clock.now()
-        with contextlib.suppress(PlanError):
-            before = SweepRecord.load(study.folder)
+        before = _former(study)
+        if before is not None:
             now, self._reached = before.started, {row.number: (row.step, row.last_step) for row in before.trials}
         return SweepRecord(
             name=study.name,
@@ -440,6 +441,24 @@ class Sweep:
 def own_runs(study: StudyFile, pool: Path) -> list[PoolRun]:
     """Return the runs of a study's trials that are in a pool's queue."""
     return [run for run in queued_runs(pool, known={}, problem=lambda text: None).values() if _is_own(study, run)]
+
+
+def _check_former_host(study: StudyFile, before: SweepRecord | None) -> None:
+    """Refuse to go on with a sweep that may still run on another host, where the disk has no locks to see that by."""
+    if before is None or before.state != "running" or before.host == this_host() or run_lock.is_held(study.folder):
+        return
+    raise PlanError(
+        f"{study.path}: the sweep may still run on {before.host} (process {before.pid}), and the disk of "
+        f"{study.folder} has no locks by which that could be seen. End it there. If it is gone, remove {study.folder / 'sweep.json'}."
+    )
+
+
+def _former(study: StudyFile) -> SweepRecord | None:
+    """The record of an earlier start; None where there is none, or it is damaged."""
+    try:
+        return SweepRecord.load(study.folder)
+    except PlanError:
+        return None
 
 
 def _is_alive(run_dir: Path) -> bool:

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from paceline.errors import PlanError
-from paceline.processes import this_host
 from paceline.sweep.optuna_parts import distributions_of, grid_of, make_pruner, make_sampler, open_storage
 from paceline.sweep.space import Value
 from paceline.sweep.study_changes import comparable_part, differences
 from paceline.sweep.study_file import StudyFile
+from paceline.sweep.study_owner import StudyOwner
 from paceline.sweep.trial_values import TrialValues, trial_id
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ERROR", "REFUSED", "RETRY_OF", "USER", "TrialStore", "is_queued", "parameters_of"]
 
-FOLDER, SAID = "paceline:folder", "paceline:study"  # of the study: which folder's it is; its file, as far as it counts
+OWNER, FOLDER = "paceline:owner", "paceline:folder"  # of the study: whose it is; where that was last, for people
+SAID = "paceline:study"  # of the study: its file, as far as it counts
 POOL = "paceline:pool"  # of the study: the pool's folder
 RUN_DIR = "run_dir"  # of a trial; set before its run is queued
 ERROR, RETRY_OF, TRIES = "error", "retry_of", "tries"  # of a trial, for people, too
@@ -57,9 +58,11 @@ class TrialStore:
             pruner=make_pruner(study.pruner),
         )
         self.values = TrialValues(self._study, self._storage, study.objective, changed=self.refresh)
+        self._owner = StudyOwner(study.folder)
         self._check_owner()
         self._check_changes()
-        self._study.set_user_attr(FOLDER, self._owner)
+        self._study.set_user_attr(OWNER, self._owner.identity)
+        self._study.set_user_attr(FOLDER, self._owner.place)
         self._study.set_user_attr(SAID, json.dumps(comparable_part(study)))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it is experimental: the dashboard shows the name, nothing else needs it
@@ -191,21 +194,22 @@ class TrialStore:
 
     # Whether file and storage fit together.
 
-    @property
-    def _owner(self) -> str:
-        return f"{this_host()}:{self._file.folder}"
-
     def _check_owner(self) -> None:
-        owner = self._study.user_attrs.get(FOLDER)
+        owner, place = self._study.user_attrs.get(OWNER), self._study.user_attrs.get(FOLDER, "")
         if owner is None and self.running():
             raise PlanError(
                 f"{self._file.path}: the storage has a study {self._file.name!r} with running trials that no sweep has "
                 "started. Wait for their end, or give this study another name."
             )
-        if owner is not None and owner != self._owner:
+        if owner is not None and owner != self._owner.identity:
             raise PlanError(
-                f"{self._file.path}: the storage has a study {self._file.name!r} of {owner}, and this one's folder is "
-                f"{self._owner}. Give this study another name, or another storage."
+                f"{self._file.path}: the storage has a study {self._file.name!r} of {place}, and this one's folder is "
+                f"{self._owner.place}. Give this study another name, or another storage."
+            )
+        if self._owner.is_copy_of(place):
+            raise PlanError(
+                f"{self._file.path}: {self._file.folder} is a copy of {place}, which is still there and has the study "
+                f"{self._file.name!r}. Go on there, or give this study another name."
             )
 
     def _check_changes(self) -> None:
