@@ -449,7 +449,8 @@ def _check_former_host(study: StudyFile, before: SweepRecord | None) -> None:
         return
     raise PlanError(
         f"{study.path}: the sweep may still run on {before.host} (process {before.pid}), and the disk of "
-        f"{study.folder} has no locks by which that could be seen. End it there. If it is gone, remove {study.folder / 'sweep.json'}."
+        f"{study.folder} has no locks by which that could be seen. End it there. "
+        f"If it is gone, remove {study.folder / 'sweep.json'}."
     )
 
 

@@ -63,7 +63,7 @@ class TrialStore:
         self._check_changes()
         self._study.set_user_attr(OWNER, self._owner.identity)
         self._study.set_user_attr(FOLDER, self._owner.place)
-        self._study.set_user_attr(SAID, json.dumps(comparable_part(study)))
+        self._study.set_user_attr(SAID, json.dumps(comparable_part(study, self._owner)))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it is experimental: the dashboard shows the name, nothing else needs it
             self._study.set_metric_names([study.objective.metric])
@@ -221,7 +221,9 @@ class TrialStore:
         before = self._study.user_attrs.get(SAID)
         if before is None or not counting:
             return
-        differing = list(differences(json.loads(before), json.loads(json.dumps(comparable_part(self._file)))))
+        differing = list(
+            differences(json.loads(before), json.loads(json.dumps(comparable_part(self._file, self._owner))))
+        )
         refused = [text for text, is_allowed in differing if not is_allowed]
         if refused:
             raise self._changed(refused)
