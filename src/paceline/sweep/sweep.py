@@ -8,31 +8,29 @@ whose trial is over is taken out. All that a look does can be done twice.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
-import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from paceline import clock, config, run_lock
+from paceline import config, run_lock
 from paceline.errors import PacelineError, PlanError
 from paceline.monitor.records.run_record import RunRecord
 from paceline.pool.pool_run import PoolRun, queued_runs
 from paceline.pool.pool_state import PoolRecord, RunEntry
 from paceline.pool.withdrawal import take_out
 from paceline.private_files import make_run_directory
-from paceline.processes import process_started_s, this_host
+from paceline.processes import this_host
 from paceline.sweep.own_pool import OwnPool
 from paceline.sweep.run_metrics import RunMetrics
 from paceline.sweep.space import value_text
 from paceline.sweep.study_file import StudyFile
-from paceline.sweep.sweep_record import SweepRecord, TrialRow, write_table
+from paceline.sweep.sweep_progress import SweepProgress, former_record
+from paceline.sweep.sweep_record import SweepRecord
 from paceline.sweep.trial_end import error_of
-from paceline.sweep.trial_rows import trial_row
 from paceline.sweep.trial_run import check_commands, pool_run, run_name
 from paceline.sweep.trial_store import REFUSED, USER, TrialStore, is_queued, parameters_of
 
@@ -55,7 +53,8 @@ class Sweep:
         self, study: StudyFile, *, say: Callable[[str], None], show: Callable[[SweepRecord], None] = lambda record: None
     ) -> None:
         """Take the study's folder and storage; raises PlanError where another process has it, or they do not fit."""
-        self._study, self._say, self._show = study, say, show
+        self._study, self._say = study, say
+        self._num_asked = 0  # by Ctrl-C or SIGTERM, to end
         check_commands(study)
         make_run_directory(study.folder)
         if not run_lock.hold(study.folder):
@@ -63,9 +62,13 @@ class Sweep:
                 f"{study.folder} is in use: another process runs this sweep. See paceline sweep {study.path} --show."
             )
         try:
-            _check_former_host(study, _former(study))
+            _check_former_host(study, former_record(study.folder))
             self._store = TrialStore(study)
-            self._own_pool = OwnPool(study.pool, slots=study.settings.slots, say=say) if study.has_own_pool else None
+            self._own_pool = (
+                OwnPool(study.pool, slots=study.settings.slots, say=say, num_asked=lambda: self._num_asked)
+                if study.has_own_pool
+                else None
+            )
             self._queued: dict[str, PoolRun] = {}
             self._check_pool()
         except BaseException:
@@ -76,19 +79,17 @@ class Sweep:
         self._pool_record = PoolRecord()
         self._began = time.monotonic()
         self._num_good = self._num_failed = 0  # trials that ended in this start
-        self._is_ending = False
         self._told: set[str] = set()
         self._too_large_since: dict[int, float] = {}  # trials that have no room in the pool, as it is
-        self._reached: dict[int, tuple[int, int | None]] = {}  # step and last step of trials; runs leave the pool
-        self._ended: dict[int, TrialRow] = {}
         self._parting: list[PoolRun] = []  # taken out, and perhaps still saving
         self.signal: int | None = None  # that ended it
-        self._record = self._first_record()
+        self._progress = SweepProgress(study, self._store, show=show, say=self._say_once)
         for note in self._store.notes:
             say(note)
 
     def run(self) -> SweepRecord:
-        """Run until all trials are over, or Ctrl-C or SIGTERM; returns how it stands then.
+        """Run until all trials are over, or Ctrl-C or SIGTERM; returns how it stands then. The second one ends the wait
+        for runs that save.
 
         Raises PlanError where runs do not report the objective, and PacelineError where all trials fail.
         """
@@ -99,7 +100,7 @@ class Sweep:
         try:
             if self._own_pool is not None:
                 self._own_pool.start()
-            while not self._is_ending:
+            while not self._num_asked:
                 if self.look():
                     state = FINISHED
                     break
@@ -113,24 +114,25 @@ class Sweep:
             self._end(state)
             for number, handler in before.items():
                 signal.signal(number, handler)
-        return self._record
+        return self._progress.record
 
     def _asked_to_end(self, number: int, frame: FrameType | None) -> None:
-        self.signal, self._is_ending = number, True
+        self.signal = number
+        self._num_asked += 1
 
     def _end(self, state: str) -> None:
         from optuna.exceptions import StorageInternalError
 
         try:
             deadline = time.monotonic() + PARTING_S
-            while any(map(_is_there, self._parting)) and time.monotonic() < deadline:
+            while any(map(_is_there, self._parting)) and time.monotonic() < deadline and self._num_asked < 2:
                 time.sleep(LOOK_S)
             if self._own_pool is not None:
                 if state != FINISHED and self._in_pool:
                     self._say("running trials save and end; they go on when the sweep is started again")
                 self._own_pool.end()
             with contextlib.suppress(StorageInternalError):  # it is on its way, where it is why the sweep ends
-                self._note(state)
+                self._progress.note(state, self._pool_record.runs)
         finally:
             for metrics in self._followed.values():
                 metrics.close()
@@ -149,14 +151,16 @@ class Sweep:
         for number in self._store.enqueue_retries():
             self._say(f"trial {number} is tried again with the same parameters")
         self._start_trials()
-        self._note("running")
-        return not self._store.running() and not self._may_start()
+        self._progress.note("running", self._pool_record.runs)
+        return not self._store.running() and not self._is_more_wanted()
 
     def _read_pool(self) -> None:
         if self._own_pool is not None:
             self._own_pool.keep()
         self._queued = queued_runs(self._study.pool, known=self._queued, problem=self._say_once)
         self._pool_record = PoolRecord.load(self._study.pool)
+        if self._num_asked:
+            return
         if not self._pool_record.is_alive(self._study.pool):
             self._say_once(
                 f"the pool does not run, and trials wait for it: start it with `paceline pool {self._study.pool}`"
@@ -211,12 +215,12 @@ class Sweep:
         return False
 
     def _start_trials(self) -> None:
-        while len(self._store.running()) < self._at_once() and self._may_start():
+        while len(self._store.running()) < self._at_once() and self._is_more_wanted() and not self._num_asked:
             self._queue(self._store.ask())
 
-    def _may_start(self) -> bool:
+    def _is_more_wanted(self) -> bool:
         timeout_s = self._study.settings.timeout_s
-        if self._is_ending or (timeout_s is not None and time.monotonic() - self._began > timeout_s):
+        if timeout_s is not None and time.monotonic() - self._began > timeout_s:
             return False
         return self._store.is_one_more_wanted()
 
@@ -245,8 +249,7 @@ class Sweep:
             if not is_over and self._prune(trial):  # an earlier start was killed before it asked
                 return
         found = metrics.poll()
-        step, last_step = self._reached.get(trial.number, (0, None))
-        self._reached[trial.number] = max(step, metrics.step), last_step
+        self._progress.reach(trial.number, metrics.step)
         for one in found:
             if one.step <= self._store.values.reported(trial)[1]:
                 continue  # by an earlier start
@@ -380,63 +383,6 @@ class Sweep:
     def _objective_text(self, value: float) -> str:
         return f"{self._study.objective.metric} {value:.6g}"
 
-    def _first_record(self) -> SweepRecord:
-        study, now = self._study, clock.now()
-        before = _former(study)
-        if before is not None:
-            now, self._reached = before.started, {row.number: (row.step, row.last_step) for row in before.trials}
-        return SweepRecord(
-            name=study.name,
-            study=str(study.path),
-            objective=study.objective.metric,
-            direction=study.objective.direction,
-            state="running",
-            host=this_host(),
-            pid=os.getpid(),
-            pid_started_s=process_started_s(os.getpid()) or 0.0,
-            started=now,
-            updated=0.0,
-            pool=str(study.pool),
-            wanted=None,
-            best=None,
-            log=study.space.log,
-        )
-
-    def _rows(self) -> Iterator[TrialRow]:
-        for trial in self._store.trials():
-            row = self._ended.get(trial.number)
-            if row is None:
-                entry = self._pool_record.runs.get(run_name(self._study, trial.number))
-                row = trial_row(
-                    trial, parameters_of(self._study, trial), entry, reached=self._reached.get(trial.number)
-                )
-                self._reached[trial.number] = row.step, row.last_step
-                if trial.state.is_finished():
-                    self._ended[trial.number] = row
-            yield row
-
-    def _note(self, state: str) -> None:
-        """Write `sweep.json` and show it, where something has changed; `trials.csv`, where a trial's state has."""
-        best = self._store.best()
-        now = dataclasses.replace(
-            self._record,
-            state=state,
-            wanted=self._store.wanted(),
-            best=None if best is None else best.number,
-            trials=tuple(self._rows()),
-        )
-        if dataclasses.replace(now, updated=self._record.updated) == self._record and self._record.updated:
-            return
-        before = [row.state for row in self._record.trials]
-        self._record = dataclasses.replace(now, updated=clock.now())
-        try:
-            self._record.save(self._study.folder)
-            if before != [row.state for row in now.trials]:
-                write_table(self._study.folder, now.trials)
-        except OSError as error:  # the disk is full, for example: trials go on
-            self._say_once(f"sweep.json cannot be written: {error}")
-        self._show(self._record)
-
 
 def own_runs(study: StudyFile, pool: Path) -> list[PoolRun]:
     """Return the runs of a study's trials that are in a pool's queue."""
@@ -452,14 +398,6 @@ def _check_former_host(study: StudyFile, before: SweepRecord | None) -> None:
         f"{study.folder} has no locks by which that could be seen. End it there. "
         f"If it is gone, remove {study.folder / 'sweep.json'}."
     )
-
-
-def _former(study: StudyFile) -> SweepRecord | None:
-    """The record of an earlier start; None where there is none, or it is damaged."""
-    try:
-        return SweepRecord.load(study.folder)
-    except PlanError:
-        return None
 
 
 def _is_alive(run_dir: Path) -> bool:

@@ -37,9 +37,9 @@ def on_another_host(own: SweepInTest, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("state", ["running", "stopped"])
 def test_a_sweep_goes_on_from_another_host(own: SweepInTest, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
-    own.start().look()
-    if state == "stopped":
-        own.sweep._note("stopped")  # type: ignore[union-attr]
+    sweep = own.start()
+    sweep.look()
+    sweep._progress.note(state, {})
     before = [trial.params for trial in own.study.trials]
     on_another_host(own, monkeypatch)
     own.start()
@@ -58,7 +58,7 @@ def test_on_a_disk_without_locks_a_sweep_that_may_still_run_on_another_host_is_r
     monkeypatch.setattr(run_lock, "is_held", lambda folder: False)
     with pytest.raises(PlanError, match=r"may still run on .* has no locks .*If it is gone, remove .*sweep\.json"):
         own.start()
-    sweep._note("stopped")
+    sweep._progress.note("stopped", {})
     own.start()
 
 
