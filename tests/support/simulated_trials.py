@@ -57,16 +57,16 @@ class SimulatedPool:
         self, folder: Path, *, evaluations: int = 3, score: Callable[[float, int], float] = lambda x, n: x * n
     ) -> None:
         self.folder, self._evaluations, self._score = folder, evaluations, score
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         self.starts: Counter[str] = Counter()  # by run
         self.measure = "score"
         self.fails: set[str] = set()  # runs that end with an error
         self.serve()
 
-    def serve(self) -> None:
-        """Say that this process is the pool."""
+    def serve(self, *, slots: int = 2) -> None:
+        """Say that this process is the pool, with so many devices."""
         record = PoolRecord.load(self.folder)
-        record.host, record.pid, record.slots = this_host(), os.getpid(), 2
+        record.host, record.pid, record.slots = this_host(), os.getpid(), slots
         record.pid_started_s = process_started_s(os.getpid()) or 0.0
         record.save(self.folder)
 
@@ -83,7 +83,7 @@ class SimulatedPool:
             del record.runs[name]
         for name, run in queued.items():
             entry = record.runs.setdefault(name, RunEntry())
-            if not entry.is_over:
+            if not entry.is_over and run.least <= record.slots:
                 self._go_on(run, entry)
         record.save(self.folder)
 

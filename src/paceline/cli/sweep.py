@@ -29,8 +29,8 @@ def add(commands: Commands) -> None:
         "sweep",
         summary="search hyperparameters: Optuna proposes and prunes trials, a pool runs them",
         description="Run the trials of a study file: Optuna proposes parameters and prunes, and a pool runs each trial "
-        "on the devices that are free. Ctrl-C ends the sweep. The same command goes on with it, also after kill -9: "
-        "no trial is lost, and none is run twice.",
+        "on the devices that are free. Ctrl-C ends the sweep; the second one does not wait for runs that save. The "
+        "same command goes on with it, also after kill -9: no trial is lost, and none is run twice.",
         examples="  paceline sweep study.toml\n"
         "  paceline sweep study.toml --show\n"
         "  paceline sweep study.toml --cancel\n\n"

@@ -1,6 +1,9 @@
 """A pool of the sweep's own, for as long as the sweep runs: a process that ends with it, also by `kill -9`.
 
 The kernel then sends the pool SIGTERM: its runs save and end, and go on when the sweep is started again.
+
+Each wait here has a limit, and looks at whether the sweep was asked to end: once, and nothing more is started; twice,
+and nothing more is waited for.
 """
 
 from __future__ import annotations
@@ -24,17 +27,27 @@ from paceline.private_files import make_run_directory
 __all__ = ["OwnPool"]
 
 START_S = 60.0  # until its process has taken the folder
-FORMER_S = 120.0  # until the pool of a sweep that was killed has had its runs save, and ended
-END_S = 90.0
+FORMER_S = 150.0  # until the pool of a sweep that was killed has had its runs save, and ended
+END_S = 150.0  # a pool takes a minute at most for its runs, and one for the parts on its host
 LOOK_S = 0.1
 MOST_STARTS = 5  # of a pool that ends by itself
 
 
 class OwnPool:
-    """The process that serves `folder`. `slots`: devices; None: as many as `paceline pool` takes by itself."""
+    """The process that serves `folder`. `slots`: devices; None: as many as `paceline pool` takes by itself.
 
-    def __init__(self, folder: Path, *, slots: int | None, say: Callable[[str], None]) -> None:
-        self._folder, self._slots, self._say = folder, slots, say
+    `num_asked()`: how often the sweep was asked to end.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        slots: int | None,
+        say: Callable[[str], None],
+        num_asked: Callable[[], int],
+    ) -> None:
+        self._folder, self._slots, self._say, self._num_asked = folder, slots, say, num_asked
         self._process: subprocess.Popen[bytes] | None = None
         self._num_starts = 0
 
@@ -44,9 +57,13 @@ class OwnPool:
         return self._folder / "pool.log"
 
     def start(self) -> None:
-        """Start it, and wait until it serves; raises LaunchError where it does not."""
+        """Start it, and wait until it serves, or until the sweep is asked to end; raises LaunchError where it does not
+        serve.
+        """
         make_run_directory(self._folder)
         self._await_former()
+        if self._num_asked():
+            return
         words = ["pool", str(self._folder), *([] if self._slots is None else ["--slots", str(self._slots)])]
         with self.log.open("ab") as out:
             self._process = subprocess.Popen(
@@ -59,7 +76,7 @@ class OwnPool:
                 preexec_fn=functools.partial(set_parent_death_signal, signal.SIGTERM),
             )
         deadline = time.monotonic() + START_S
-        while PoolRecord.load(self._folder).pid != self._process.pid:
+        while PoolRecord.load(self._folder).pid != self._process.pid and not self._num_asked():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.end()
                 raise LaunchError(f"The sweep's pool has not started: {self._last_line()} (its output: {self.log})")
@@ -78,19 +95,24 @@ class OwnPool:
         self.start()
 
     def end(self) -> None:
-        """Have its runs save and end, and wait for that, for a minute and a half at most."""
+        """Have its runs save and end, and wait for that, for two and a half minutes at most."""
         if self._process is None:
             return
         self._process.terminate()
-        try:
-            self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._say(f"the sweep's pool (process {self._process.pid}) has not ended in {END_S:.0f} s")
+        deadline = time.monotonic() + END_S
+        while self._process.poll() is None:
+            if self._num_asked() > 1:
+                self._say(f"asked again: the sweep ends now, and its pool (process {self._process.pid}) by itself")
+                break
+            if time.monotonic() > deadline:
+                self._say(f"the sweep's pool (process {self._process.pid}) has not ended in {END_S:.0f} s")
+                break
+            time.sleep(LOOK_S)
         self._process = None
 
     def _await_former(self) -> None:
         deadline, is_told = time.monotonic() + FORMER_S, False
-        while (record := PoolRecord.load(self._folder)).is_alive(self._folder):
+        while (record := PoolRecord.load(self._folder)).is_alive(self._folder) and not self._num_asked():
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"The pool of an earlier start (process {record.pid}) has not ended in {FORMER_S:.0f} s. End it, "

@@ -8,33 +8,31 @@ whose trial is over is taken out. All that a look does can be done twice.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
-import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from paceline import clock, config, run_lock
+from paceline import config, run_lock
 from paceline.errors import PacelineError, PlanError
 from paceline.monitor.records.run_record import RunRecord
 from paceline.pool.pool_run import PoolRun, queued_runs
 from paceline.pool.pool_state import PoolRecord, RunEntry
 from paceline.pool.withdrawal import take_out
 from paceline.private_files import make_run_directory
-from paceline.processes import process_started_s, this_host
+from paceline.processes import this_host
 from paceline.sweep.own_pool import OwnPool
 from paceline.sweep.run_metrics import RunMetrics
 from paceline.sweep.space import value_text
 from paceline.sweep.study_file import StudyFile
-from paceline.sweep.sweep_record import SweepRecord, TrialRow, write_table
+from paceline.sweep.sweep_progress import SweepProgress, former_record
+from paceline.sweep.sweep_record import SweepRecord
 from paceline.sweep.trial_end import error_of
-from paceline.sweep.trial_rows import trial_row
 from paceline.sweep.trial_run import check_commands, pool_run, run_name
-from paceline.sweep.trial_store import REFUSED, USER, TrialStore
+from paceline.sweep.trial_store import REFUSED, USER, TrialStore, is_queued, parameters_of
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
@@ -43,6 +41,7 @@ __all__ = ["FINISHED", "Sweep", "own_runs"]
 
 LOOK_S = 0.5
 FAILURES = 3  # trials of a start that fail, and none that does not: then it ends
+ROOM_S = 10.0  # until a trial that is larger than the sweep's own pool has failed: nobody else makes that one larger
 PARTING_S = 30.0  # in which runs that were taken out save and end, before the sweep does
 FINISHED, STOPPED = "finished", "stopped"
 
@@ -54,7 +53,8 @@ class Sweep:
         self, study: StudyFile, *, say: Callable[[str], None], show: Callable[[SweepRecord], None] = lambda record: None
     ) -> None:
         """Take the study's folder and storage; raises PlanError where another process has it, or they do not fit."""
-        self._study, self._say, self._show = study, say, show
+        self._study, self._say = study, say
+        self._num_asked = 0  # by Ctrl-C or SIGTERM, to end
         check_commands(study)
         make_run_directory(study.folder)
         if not run_lock.hold(study.folder):
@@ -62,8 +62,13 @@ class Sweep:
                 f"{study.folder} is in use: another process runs this sweep. See paceline sweep {study.path} --show."
             )
         try:
+            _check_former_host(study, former_record(study.folder))
             self._store = TrialStore(study)
-            self._own_pool = OwnPool(study.pool, slots=study.settings.slots, say=say) if study.has_own_pool else None
+            self._own_pool = (
+                OwnPool(study.pool, slots=study.settings.slots, say=say, num_asked=lambda: self._num_asked)
+                if study.has_own_pool
+                else None
+            )
             self._queued: dict[str, PoolRun] = {}
             self._check_pool()
         except BaseException:
@@ -74,18 +79,17 @@ class Sweep:
         self._pool_record = PoolRecord()
         self._began = time.monotonic()
         self._num_good = self._num_failed = 0  # trials that ended in this start
-        self._is_ending = False
         self._told: set[str] = set()
-        self._reached: dict[int, tuple[int, int | None]] = {}  # step and last step of trials; runs leave the pool
-        self._ended: dict[int, TrialRow] = {}
+        self._too_large_since: dict[int, float] = {}  # trials that have no room in the pool, as it is
         self._parting: list[PoolRun] = []  # taken out, and perhaps still saving
         self.signal: int | None = None  # that ended it
-        self._record = self._first_record()
+        self._progress = SweepProgress(study, self._store, show=show, say=self._say_once)
         for note in self._store.notes:
             say(note)
 
     def run(self) -> SweepRecord:
-        """Run until all trials are over, or Ctrl-C or SIGTERM; returns how it stands then.
+        """Run until all trials are over, or Ctrl-C or SIGTERM; returns how it stands then. The second one ends the wait
+        for runs that save.
 
         Raises PlanError where runs do not report the objective, and PacelineError where all trials fail.
         """
@@ -96,7 +100,7 @@ class Sweep:
         try:
             if self._own_pool is not None:
                 self._own_pool.start()
-            while not self._is_ending:
+            while not self._num_asked:
                 if self.look():
                     state = FINISHED
                     break
@@ -110,24 +114,25 @@ class Sweep:
             self._end(state)
             for number, handler in before.items():
                 signal.signal(number, handler)
-        return self._record
+        return self._progress.record
 
     def _asked_to_end(self, number: int, frame: FrameType | None) -> None:
-        self.signal, self._is_ending = number, True
+        self.signal = number
+        self._num_asked += 1
 
     def _end(self, state: str) -> None:
         from optuna.exceptions import StorageInternalError
 
         try:
             deadline = time.monotonic() + PARTING_S
-            while any(map(_is_there, self._parting)) and time.monotonic() < deadline:
+            while any(map(_is_there, self._parting)) and time.monotonic() < deadline and self._num_asked < 2:
                 time.sleep(LOOK_S)
             if self._own_pool is not None:
                 if state != FINISHED and self._in_pool:
                     self._say("running trials save and end; they go on when the sweep is started again")
                 self._own_pool.end()
             with contextlib.suppress(StorageInternalError):  # it is on its way, where it is why the sweep ends
-                self._note(state)
+                self._progress.note(state, self._pool_record.runs)
         finally:
             for metrics in self._followed.values():
                 metrics.close()
@@ -146,14 +151,16 @@ class Sweep:
         for number in self._store.enqueue_retries():
             self._say(f"trial {number} is tried again with the same parameters")
         self._start_trials()
-        self._note("running")
-        return not self._store.running() and not self._may_start()
+        self._progress.note("running", self._pool_record.runs)
+        return not self._store.running() and not self._is_more_wanted()
 
     def _read_pool(self) -> None:
         if self._own_pool is not None:
             self._own_pool.keep()
         self._queued = queued_runs(self._study.pool, known=self._queued, problem=self._say_once)
         self._pool_record = PoolRecord.load(self._study.pool)
+        if self._num_asked:
+            return
         if not self._pool_record.is_alive(self._study.pool):
             self._say_once(
                 f"the pool does not run, and trials wait for it: start it with `paceline pool {self._study.pool}`"
@@ -168,7 +175,7 @@ class Sweep:
             self._fail(trial, "its run was taken out of the pool", ended_by=USER)
             return
         run_dir = self._study.run_dir(number)
-        if (run_dir / "run.json").exists() and not self._store.is_queued(trial):
+        if (run_dir / "run.json").exists() and not is_queued(trial):
             raise PlanError(
                 f"{run_dir} has a run, and trial {number} is new: it is another study's, whose storage is gone. Move "
                 f"{run_dir.parent} away, or give this study another folder."
@@ -177,8 +184,7 @@ class Sweep:
             return  # it was taken out, and is about to end
         trial = self._store.complete(trial)
         try:
-            run = pool_run(self._study, number, self._store.parameters(trial))
-            self._check_size(run)
+            run = pool_run(self._study, number, parameters_of(self._study, trial))
             self._store.set_queued(trial, run.run_dir)
             run.add_to(self._study.pool)
         except PlanError as error:
@@ -186,25 +192,35 @@ class Sweep:
             return
         self._queued[run.name] = run
         self._in_pool.add(number)
-        values = self._store.parameters(trial)
+        values = parameters_of(self._study, trial)
         self._say(f"trial {number} is queued: {'  '.join(f'{name} {value_text(values[name])}' for name in values)}")
 
-    def _check_size(self, run: PoolRun) -> None:
-        """Raise PlanError where the pool is too small for a run, which would wait in it for ever."""
+    def _has_no_room(self, trial: FrozenTrial) -> bool:
+        """Whether a trial that waits has failed, as the sweep's own pool is too small for it. In another pool it waits,
+        and that is said once: nodes may come, or be silent for a moment.
+        """
+        run, number = self._run(trial), trial.number
         needed, slots = run.least * run.workers_each, self._pool_record.slots
-        if self._pool_record.is_alive(self._study.pool) and needed > slots:
-            raise PlanError(
-                f"it needs {needed} devices at least, and the pool has {slots}. Give `replicas` a smaller least, or "
-                "the pool more slots."
-            )
+        if not self._pool_record.is_alive(self._study.pool) or not 0 < slots < needed:  # 0: it has just been started
+            self._too_large_since.pop(number, None)
+            return False
+        remedy = f"it needs {needed} devices at least, and the pool has {slots}. Give `replicas` a smaller least, or "
+        since = self._too_large_since.get(number)
+        if since is None:
+            self._too_large_since[number] = time.monotonic()
+            self._say(f"trial {number} waits: {remedy}the pool more devices")
+        elif self._own_pool is not None and time.monotonic() - since > ROOM_S:
+            self._fail(trial, f"{remedy}more `slots`.")
+            return True
+        return False
 
     def _start_trials(self) -> None:
-        while len(self._store.running()) < self._at_once() and self._may_start():
+        while len(self._store.running()) < self._at_once() and self._is_more_wanted() and not self._num_asked:
             self._queue(self._store.ask())
 
-    def _may_start(self) -> bool:
+    def _is_more_wanted(self) -> bool:
         timeout_s = self._study.settings.timeout_s
-        if self._is_ending or (timeout_s is not None and time.monotonic() - self._began > timeout_s):
+        if timeout_s is not None and time.monotonic() - self._began > timeout_s:
             return False
         return self._store.is_one_more_wanted()
 
@@ -223,6 +239,8 @@ class Sweep:
         """Take what its run has reported, prune it, or conclude it."""
         self._in_pool.add(trial.number)
         entry = self._entry(trial)
+        if entry.phase == "waiting" and self._has_no_room(trial):
+            return
         is_over = entry.is_over  # before its files are read: they are whole then
         metrics = self._followed.get(trial.number)
         if metrics is None:
@@ -231,12 +249,11 @@ class Sweep:
             if not is_over and self._prune(trial):  # an earlier start was killed before it asked
                 return
         found = metrics.poll()
-        step, last_step = self._reached.get(trial.number, (0, None))
-        self._reached[trial.number] = max(step, metrics.step), last_step
+        self._progress.reach(trial.number, metrics.step)
         for one in found:
-            if one.step <= self._store.reported(trial)[1]:
+            if one.step <= self._store.values.reported(trial)[1]:
                 continue  # by an earlier start
-            self._store.report(trial, one.step, one.value)
+            self._store.values.report(trial, one.step, one.value)
             if not is_over and self._prune(trial):
                 return
         if metrics.is_missing(is_over=entry.phase == "finished"):
@@ -246,10 +263,10 @@ class Sweep:
 
     def _prune(self, trial: FrozenTrial) -> bool:
         """Prune it, if the pruner says so of its last value; returns whether it did."""
-        if not self._store.should_prune(trial):
+        if not self._store.values.should_prune(trial):
             return False
         self._store.prune(trial)
-        step, value = self._store.last_value(trial)
+        step, value = self._store.values.last(trial)
         self._num_good += 1
         self._over(trial, f"pruned at step {step} with {self._objective_text(value)}")
         return True
@@ -264,7 +281,7 @@ class Sweep:
         last = metrics.final()
         value = math.nan if last is None else last.value
         if self._study.objective.value == "best":
-            value = self._store.best_value(trial, value)
+            value = self._store.values.best(trial, value)
         if not math.isfinite(value):
             self._fail(trial, f"{self._study.objective.metric} is {value} at its end")
             return
@@ -304,6 +321,7 @@ class Sweep:
         if metrics is not None:
             metrics.close()
         self._in_pool.discard(trial.number)
+        self._too_large_since.pop(trial.number, None)
         run = self._queued.get(run_name(self._study, trial.number))
         if run is not None:
             self._take_out(run)
@@ -353,7 +371,7 @@ class Sweep:
                     f"{self._study.path}: the pool {pool} has the run {run.name} of another study with this name, in "
                     f"{Path(run.run_dir).parent.parent}. Give this one another name."
                 )
-        self._store.set_pool(str(pool))
+        self._store.pool = str(pool)
 
     def _say_once(self, text: str) -> None:
         if text not in self._told:
@@ -365,65 +383,21 @@ class Sweep:
     def _objective_text(self, value: float) -> str:
         return f"{self._study.objective.metric} {value:.6g}"
 
-    def _first_record(self) -> SweepRecord:
-        study, now = self._study, clock.now()
-        with contextlib.suppress(PlanError):
-            before = SweepRecord.load(study.folder)
-            now, self._reached = before.started, {row.number: (row.step, row.last_step) for row in before.trials}
-        return SweepRecord(
-            name=study.name,
-            study=str(study.path),
-            objective=study.objective.metric,
-            direction=study.objective.direction,
-            state="running",
-            host=this_host(),
-            pid=os.getpid(),
-            pid_started_s=process_started_s(os.getpid()) or 0.0,
-            started=now,
-            updated=0.0,
-            pool=str(study.pool),
-            wanted=None,
-            best=None,
-            log=study.space.log,
-        )
-
-    def _rows(self) -> Iterator[TrialRow]:
-        for trial in self._store.trials():
-            row = self._ended.get(trial.number)
-            if row is None:
-                entry = self._pool_record.runs.get(run_name(self._study, trial.number))
-                row = trial_row(trial, self._store.parameters(trial), entry, reached=self._reached.get(trial.number))
-                self._reached[trial.number] = row.step, row.last_step
-                if trial.state.is_finished():
-                    self._ended[trial.number] = row
-            yield row
-
-    def _note(self, state: str) -> None:
-        """Write `sweep.json` and show it, where something has changed; `trials.csv`, where a trial's state has."""
-        best = self._store.best()
-        now = dataclasses.replace(
-            self._record,
-            state=state,
-            wanted=self._store.wanted(),
-            best=None if best is None else best.number,
-            trials=tuple(self._rows()),
-        )
-        if dataclasses.replace(now, updated=self._record.updated) == self._record and self._record.updated:
-            return
-        before = [row.state for row in self._record.trials]
-        self._record = dataclasses.replace(now, updated=clock.now())
-        try:
-            self._record.save(self._study.folder)
-            if before != [row.state for row in now.trials]:
-                write_table(self._study.folder, now.trials)
-        except OSError as error:  # the disk is full, for example: trials go on
-            self._say_once(f"sweep.json cannot be written: {error}")
-        self._show(self._record)
-
 
 def own_runs(study: StudyFile, pool: Path) -> list[PoolRun]:
     """Return the runs of a study's trials that are in a pool's queue."""
     return [run for run in queued_runs(pool, known={}, problem=lambda text: None).values() if _is_own(study, run)]
+
+
+def _check_former_host(study: StudyFile, before: SweepRecord | None) -> None:
+    """Refuse to go on with a sweep that may still run on another host, where the disk has no locks to see that by."""
+    if before is None or before.state != "running" or before.host == this_host() or run_lock.is_held(study.folder):
+        return
+    raise PlanError(
+        f"{study.path}: the sweep may still run on {before.host} (process {before.pid}), and the disk of "
+        f"{study.folder} has no locks by which that could be seen. End it there. "
+        f"If it is gone, remove {study.folder / 'sweep.json'}."
+    )
 
 
 def _is_alive(run_dir: Path) -> bool:

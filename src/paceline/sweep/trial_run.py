@@ -1,7 +1,8 @@
 """A trial as a run of the pool: its command with the trial's parameters filled in.
 
 `{lr}` in the arguments, the plan, the environment and the job stands for the value of the parameter lr; `{{` and `}}`
-are braces. Without arguments each parameter is an option of the script: `--lr 0.01`.
+are braces. Without arguments each parameter is an option of the script, in one word: `--lr=0.01`. As two words argparse
+would take a value such as -1e-05 for an option of its own.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def script_words(study: StudyFile, parameters: Mapping[str, Value]) -> list[str]
     """Return the script's own arguments with a trial's values."""
     said = study.settings.arguments
     if said is None:
-        return [word for name in study.space.names for word in (f"--{name}", value_text(parameters[name]))]
+        return [f"--{name}={value_text(parameters[name])}" for name in study.space.names]
     return [_filled(word, parameters) for word in _argument_words(said)]
 
 

@@ -6,33 +6,33 @@ in the storage before its run is queued, and it is told there before its run is 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from paceline.errors import PlanError
-from paceline.processes import this_host
 from paceline.sweep.optuna_parts import distributions_of, grid_of, make_pruner, make_sampler, open_storage
 from paceline.sweep.space import Value
+from paceline.sweep.study_changes import comparable_part, differences
 from paceline.sweep.study_file import StudyFile
+from paceline.sweep.study_owner import StudyOwner
+from paceline.sweep.trial_values import TrialValues, trial_id
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
-__all__ = ["ERROR", "REFUSED", "RETRY_OF", "USER", "TrialStore"]
+__all__ = ["ERROR", "REFUSED", "RETRY_OF", "USER", "TrialStore", "is_queued", "parameters_of"]
 
-FOLDER, SAID = "paceline:folder", "paceline:study"  # of the study: which folder's it is; its file, as far as it counts
+OWNER, FOLDER = "paceline:owner", "paceline:folder"  # of the study: whose it is; where that was last, for people
+SAID = "paceline:study"  # of the study: its file, as far as it counts
 POOL = "paceline:pool"  # of the study: the pool's folder
-REPORTED = "paceline:reported"  # of a trial: key and step of the last value
 RUN_DIR = "run_dir"  # of a trial; set before its run is queued
 ERROR, RETRY_OF, TRIES = "error", "retry_of", "tries"  # of a trial, for people, too
 ENDED_BY = "ended_by"  # of a failed trial that is not tried again: its user, or the sweep, before it counted
 USER, REFUSED = "user", "refused"
-CHANGEABLE = ("low", "high", "step")  # of a range, as Optuna allows it
 
 
 class TrialStore:
@@ -57,11 +57,13 @@ class TrialStore:
             sampler=make_sampler(study.sampler, study.space, number=0),
             pruner=make_pruner(study.pruner),
         )
-        self._id = self._storage.get_study_id_from_name(study.name)
+        self.values = TrialValues(self._study, self._storage, study.objective, changed=self.refresh)
+        self._owner = StudyOwner(study.folder)
         self._check_owner()
         self._check_changes()
-        self._study.set_user_attr(FOLDER, self._owner)
-        self._study.set_user_attr(SAID, json.dumps(_said(study)))
+        self._study.set_user_attr(OWNER, self._owner.identity)
+        self._study.set_user_attr(FOLDER, self._owner.place)
+        self._study.set_user_attr(SAID, json.dumps(comparable_part(study, self._owner)))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it is experimental: the dashboard shows the name, nothing else needs it
             self._study.set_metric_names([study.objective.metric])
@@ -114,7 +116,8 @@ class TrialStore:
         """The folder of the pool in which the running trials were queued."""
         return self._study.user_attrs.get(POOL)
 
-    def set_pool(self, folder: str) -> None:
+    @pool.setter
+    def pool(self, folder: str) -> None:
         self._study.set_user_attr(POOL, folder)
 
     # What comes next.
@@ -127,7 +130,7 @@ class TrialStore:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trial = self._study.ask(self._distributions)
-        return self._storage.get_trial(trial._trial_id)  # pyright: ignore[reportPrivateUsage]  # the storage knows no other key
+        return self._storage.get_trial(trial_id(trial))
 
     def complete(self, trial: FrozenTrial) -> FrozenTrial:
         """Return a trial with the parameters that it still lacks, where the sweep was killed while it was proposed."""
@@ -137,71 +140,23 @@ class TrialStore:
             return trial
         self._study.sampler = make_sampler(self._file.sampler, self._file.space, number=trial.number)
         self.refresh()
-        opened = optuna.trial.Trial(self._study, trial._trial_id)  # pyright: ignore[reportPrivateUsage]
+        opened = optuna.trial.Trial(self._study, trial_id(trial))
         for name, distribution in self._distributions.items():
             opened._suggest(name, distribution)  # pyright: ignore[reportPrivateUsage]  # as Study.ask does
-        return self._storage.get_trial(trial._trial_id)  # pyright: ignore[reportPrivateUsage]
-
-    def parameters(self, trial: FrozenTrial) -> dict[str, Value]:
-        """The values of a trial in the file's order, the fixed ones too."""
-        space = self._file.space
-        found = {name: trial.params[name] for name in space.ranges if name in trial.params}
-        return {**found, **space.fixed}
+        return self._storage.get_trial(trial_id(trial))
 
     # How a trial goes.
 
-    def is_queued(self, trial: FrozenTrial) -> bool:
-        """Whether its run was queued at some time, or was about to be."""
-        return RUN_DIR in trial.user_attrs
-
     def set_queued(self, trial: FrozenTrial, run_dir: str) -> None:
         self.refresh()
-        self._storage.set_trial_user_attr(_id(trial), RUN_DIR, run_dir)
-
-    def reported(self, trial: FrozenTrial) -> tuple[int, int]:
-        """Return the key of the last value in the storage, and the step until which values are there; 0, 0: none."""
-        said = trial.user_attrs.get(REPORTED)
-        if said is None:
-            return 0, 0
-        key, step, before_key, before_step = said
-        # The attribute is written first: a kill may have come before its value.
-        return (key, step) if key in trial.intermediate_values else (before_key, before_step)
-
-    def report(self, trial: FrozenTrial, step: int, value: float) -> None:
-        """Note a value of a running trial; its steps rise."""
-        last_key, last_step = self.reported(self._now(trial))
-        key = step if self._objective.unit == "steps" else last_key + 1
-        self.refresh()
-        self._storage.set_trial_user_attr(_id(trial), REPORTED, [key, step, last_key, last_step])
-        self._storage.set_trial_intermediate_value(_id(trial), key, value)
-
-    def should_prune(self, trial: FrozenTrial) -> bool:
-        """Ask the pruner, about the last value of a running trial."""
-        return bool(self._study.pruner.prune(self._study, self._now(trial)))
-
-    def last_value(self, trial: FrozenTrial) -> tuple[int, float]:
-        """The step and the value that were reported last; 0 and NaN where none were."""
-        now = self._now(trial)
-        key, step = self.reported(now)
-        return step, now.intermediate_values.get(key, math.nan)
-
-    def best_value(self, trial: FrozenTrial, final: float) -> float:
-        """The best of a trial's values, of which `final` is the last."""
-        values = [value for value in (*self._now(trial).intermediate_values.values(), final) if math.isfinite(value)]
-        best = values[0] if values else final
-        for value in values:
-            best = value if self._objective.is_better(value, best) else best
-        return best
+        self._storage.set_trial_user_attr(trial_id(trial), RUN_DIR, run_dir)
 
     def finish(self, trial: FrozenTrial, value: float) -> None:
-        """Tell that it is done; a value that is not finite makes it a failed one."""
+        """Tell that it is done. Optuna takes a finite value only."""
         from optuna.trial import TrialState
 
         self.refresh()
-        if math.isfinite(value):
-            self._study.tell(trial.number, value, TrialState.COMPLETE)
-        else:
-            self.fail(trial, f"{self._objective.metric} is {value}")
+        self._study.tell(trial.number, value, TrialState.COMPLETE)
 
     def prune(self, trial: FrozenTrial) -> None:
         """Tell that it was pruned, with its last value."""
@@ -216,8 +171,8 @@ class TrialStore:
 
         self.refresh()
         if ended_by is not None:
-            self._storage.set_trial_user_attr(_id(trial), ENDED_BY, ended_by)
-        self._storage.set_trial_user_attr(_id(trial), ERROR, error)
+            self._storage.set_trial_user_attr(trial_id(trial), ENDED_BY, ended_by)
+        self._storage.set_trial_user_attr(trial_id(trial), ERROR, error)
         self._study.tell(trial.number, state=TrialState.FAIL)
 
     def enqueue_retries(self) -> list[int]:
@@ -237,26 +192,24 @@ class TrialStore:
             found.append(one.number)
         return found
 
-    def _now(self, trial: FrozenTrial) -> FrozenTrial:
-        return self._storage.get_trial(_id(trial))
-
     # Whether file and storage fit together.
 
-    @property
-    def _owner(self) -> str:
-        return f"{this_host()}:{self._file.folder}"
-
     def _check_owner(self) -> None:
-        owner = self._study.user_attrs.get(FOLDER)
+        owner, place = self._study.user_attrs.get(OWNER), self._study.user_attrs.get(FOLDER, "")
         if owner is None and self.running():
             raise PlanError(
                 f"{self._file.path}: the storage has a study {self._file.name!r} with running trials that no sweep has "
                 "started. Wait for their end, or give this study another name."
             )
-        if owner is not None and owner != self._owner:
+        if owner is not None and owner != self._owner.identity:
             raise PlanError(
-                f"{self._file.path}: the storage has a study {self._file.name!r} of {owner}, and this one's folder is "
-                f"{self._owner}. Give this study another name, or another storage."
+                f"{self._file.path}: the storage has a study {self._file.name!r} of {place}, and this one's folder is "
+                f"{self._owner.place}. Give this study another name, or another storage."
+            )
+        if self._owner.is_copy_of(place):
+            raise PlanError(
+                f"{self._file.path}: {self._file.folder} is a copy of {place}, which is still there and has the study "
+                f"{self._file.name!r}. Go on there, or give this study another name."
             )
 
     def _check_changes(self) -> None:
@@ -268,64 +221,33 @@ class TrialStore:
         before = self._study.user_attrs.get(SAID)
         if before is None or not counting:
             return
-        differing = list(_differences(json.loads(before), json.loads(json.dumps(_said(self._file)))))
+        differing = list(
+            differences(json.loads(before), json.loads(json.dumps(comparable_part(self._file, self._owner))))
+        )
         refused = [text for text, is_allowed in differing if not is_allowed]
         if refused:
             raise self._changed(refused)
         self.notes += [f"{text}: new trials follow it" for text, _ in differing]
 
-    def _changed(self, differences: Sequence[str]) -> PlanError:
+    def _changed(self, texts: Sequence[str]) -> PlanError:
         return PlanError(
             f"{self._file.path} was changed since its first trial, and trials would not be comparable: "
-            f"{'; '.join(differences)}. Give the study another name to begin anew, or change it back."
+            f"{'; '.join(texts)}. Give the study another name to begin anew, or change it back."
         )
 
 
-def _id(trial: FrozenTrial) -> int:
-    return trial._trial_id  # pyright: ignore[reportPrivateUsage]  # the storage knows no other key
+def is_queued(trial: FrozenTrial) -> bool:
+    """Whether its run was queued at some time, or was about to be."""
+    return RUN_DIR in trial.user_attrs
+
+
+def parameters_of(study: StudyFile, trial: FrozenTrial) -> dict[str, Value]:
+    """The values of a trial in the file's order, the fixed ones too."""
+    space = study.space
+    found = {name: trial.params[name] for name in space.ranges if name in trial.params}
+    return {**found, **space.fixed}
 
 
 def _counts(trial: FrozenTrial) -> bool:
     """Whether it has to be comparable with others: one that has failed without a value need not be."""
     return bool(trial.intermediate_values) or trial.state.name in ("RUNNING", "COMPLETE", "PRUNED")
-
-
-def _said(study: StudyFile) -> dict[str, Any]:
-    """What of a study's file makes its trials comparable."""
-    settings = study.settings
-    return {
-        "script": settings.script,
-        "arguments": settings.arguments,
-        "plan": settings.plan,
-        "objective": dataclasses.asdict(settings.objective),
-        "environment": dict(study.environment),
-        "job": {name: text for name, text in study.job.items() if name == "max_steps"},
-        "parameters": study.space.table(),
-    }
-
-
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterable[tuple[str, bool]]:
-    """Yield what differs in words, and whether Optuna takes such a change."""
-    for name in ("script", "arguments", "plan", "objective", "environment", "job"):
-        if before.get(name) != now[name]:
-            yield f"{name} was {before.get(name)!r}, and is {now[name]!r}", False
-    old, new = before["parameters"], now["parameters"]
-    for name in dict.fromkeys((*old, *new)):
-        was, now_is = old.get(name), new.get(name)
-        if was == now_is:
-            continue
-        if was is None or now_is is None:
-            yield f"parameters.{name} is {'new' if was is None else 'gone'}", False
-            continue
-        is_range = isinstance(was, dict) and isinstance(now_is, dict) and "low" in was
-        same = is_range and {**was, **dict.fromkeys(CHANGEABLE)} == {**now_is, **dict.fromkeys(CHANGEABLE)}
-        yield f"parameters.{name} was {_range_text(was)}, and is {_range_text(now_is)}", same
-
-
-def _range_text(said: Any) -> str:
-    if not isinstance(said, dict):
-        return repr(said)
-    if "choices" in said:
-        return f"one of {', '.join(map(str, said['choices']))}"
-    step = f" in steps of {said['step']}" if said["step"] not in (None, 1) else ""
-    return f"{said['kind']} {said['low']} to {said['high']}{step}{', log' if said['log'] else ''}"

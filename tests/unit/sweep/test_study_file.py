@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
 from typing import Any
@@ -140,7 +141,15 @@ def test_values_are_filled_in_wherever_the_study_names_them(tmp_path: Path) -> N
 def test_without_arguments_each_parameter_is_an_option_of_the_script(tmp_path: Path) -> None:
     text = STUDY.replace('arguments = "--x {x}"\n', "").replace("x = {", "nesterov = [true, false]\nx = {")
     study = read(tmp_path, text)
-    assert script_words(study, {"nesterov": True, "x": 0.5}) == ["--nesterov", "true", "--x", "0.5"]
+    assert script_words(study, {"nesterov": True, "x": 0.5}) == ["--nesterov=true", "--x=0.5"]
+
+
+@pytest.mark.parametrize("value", [-1e-05, -3.0, 1e-300, -1e300])
+def test_the_script_reads_the_value_of_such_an_option_whatever_its_sign_and_size(tmp_path: Path, value: float) -> None:
+    study = read(tmp_path, STUDY.replace('arguments = "--x {x}"\n', "").replace("low = 0.0", "low = -1.0"))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--x", type=float)
+    assert parser.parse_args(script_words(study, {"x": value})).x == value
 
 
 def test_replicas_of_a_study_win_over_those_of_its_plan(tmp_path: Path) -> None:

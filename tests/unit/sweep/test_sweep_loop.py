@@ -15,12 +15,11 @@ from paceline import run_lock
 from paceline.cli.main import main
 from paceline.errors import PacelineError, PlanError
 from paceline.pool.pool_run import PoolRun, queued_runs
-from paceline.sweep.optuna_parts import open_storage
 from paceline.sweep.run_metrics import RunMetrics
 from paceline.sweep.study_file import read_study_file
 from paceline.sweep.sweep import Sweep
-from paceline.sweep.sweep_record import SweepRecord
 from simulated_trials import SimulatedPool, write_study
+from sweep_in_test import SweepInTest
 
 optuna = pytest.importorskip("optuna")
 ENDED = ("finished", "pruned", "failed")
@@ -28,49 +27,6 @@ ENDED = ("finished", "pruned", "failed")
 
 class Killed(BaseException):
     """Stands for kill -9: nothing catches it."""
-
-
-class SweepInTest:
-    """A sweep whose looks the test makes; `start` is what a new process would do."""
-
-    def __init__(self, folder: Path, **lines: Any) -> None:
-        self.file = write_study(folder, **lines)
-        self.pool = SimulatedPool(folder / "pool")
-        self.said: list[str] = []
-        self.sweep: Sweep | None = None
-
-    def start(self) -> Sweep:
-        self.release()
-        self.sweep = Sweep(read_study_file(self.file), say=self.said.append)
-        return self.sweep
-
-    def release(self) -> None:
-        """What the kernel does with the lock of a process that is gone."""
-        run_lock.release(self.folder)
-
-    def run(self, most: int = 60) -> SweepRecord:
-        """Let time pass until all trials are over."""
-        sweep = self.sweep or self.start()
-        for _ in range(most):
-            if sweep.look():
-                return self.record
-            self.pool.pass_time()
-        raise AssertionError(f"not over: {self.record}\n{self.said}")
-
-    @property
-    def folder(self) -> Path:
-        return self.file.parent / "runs" / "study"
-
-    @property
-    def record(self) -> SweepRecord:
-        return SweepRecord.load(self.folder)
-
-    @property
-    def study(self) -> Any:
-        return optuna.load_study(study_name="study", storage=open_storage(read_study_file(self.file).storage))
-
-    def states(self) -> list[str]:
-        return [row.state for row in self.record.trials]
 
 
 @pytest.fixture
@@ -233,15 +189,6 @@ def test_where_the_first_trials_fail_the_sweep_ends_and_says_why(tmp_path: Path)
     with pytest.raises(PacelineError, match=r"The first 3 trials of this start have failed.*its data is broken"):
         own.run()
     assert len(own.study.trials) <= 4
-
-
-def test_trials_that_are_larger_than_the_pool_do_not_wait_in_it_for_ever(tmp_path: Path) -> None:
-    own = SweepInTest(tmp_path, replicas="3-4")
-    with pytest.raises(
-        PacelineError, match=r"it needs 3 devices at least, and the pool has 2. Give `replicas` a smaller"
-    ):
-        own.run()
-    assert not own.pool.starts
 
 
 def test_a_metric_that_never_comes_ends_the_sweep_at_the_first_evaluation_and_a_later_start_begins_anew(

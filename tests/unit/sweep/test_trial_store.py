@@ -52,6 +52,30 @@ def test_a_change_after_which_trials_cannot_be_compared_is_refused_with_what_dif
     assert "Give the study another name to begin anew, or change it back." in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        ('API_KEY = "s3cret-two"', "environment.API_KEY has changed."),
+        ("", "environment.API_KEY is gone."),
+        ('API_KEY = "s3cret-one"\nMODE = "s3cret-two"', "environment.MODE is new."),
+    ],
+)
+def test_values_of_the_environment_are_compared_and_are_neither_in_the_storage_nor_in_a_message(
+    tmp_path: Path, lines: str, says: str
+) -> None:
+    text = f'{MORE}[environment]\nAPI_KEY = "s3cret-one"\n'
+    store = opened(tmp_path, text)
+    store.finish(store.ask(), 1.0)
+    assert opened(tmp_path, text).notes == []
+    with pytest.raises(PlanError) as refused:
+        opened(tmp_path, f"{MORE}[environment]\n{lines}\n")
+    assert says in str(refused.value)
+    assert "s3cret" not in str(refused.value)
+    stored = (tmp_path / "trials.log").read_text()
+    assert "API_KEY" in stored
+    assert "s3cret" not in stored
+
+
 def test_a_wider_range_and_everything_that_no_value_depends_on_may_change(begun: Path) -> None:
     text = MORE.replace("high = 1.0", "high = 2.0").replace("trials = 4", "trials = 9\nretries = 1")
     store = opened(begun, text.replace('kind = "random"', 'kind = "tpe"'))
@@ -81,10 +105,10 @@ def test_a_study_that_others_have_begun_is_taken_once_none_of_its_trials_runs(tm
 def test_values_are_counted_in_evaluations_or_in_steps(tmp_path: Path, unit: str, keys: list[int]) -> None:
     store = opened(tmp_path, STUDY.replace('"maximize"', f'"maximize"\nunit = "{unit}"'))
     trial = store.ask()
-    assert store.last_value(trial)[0] == 0
+    assert store.values.last(trial)[0] == 0
     for step in (40, 80, 95):
-        store.report(trial, step, step / 2)
-        assert store.last_value(trial) == (step, step / 2)
+        store.values.report(trial, step, step / 2)
+        assert store.values.last(trial) == (step, step / 2)
     assert list(store.trials()[0].intermediate_values) == keys
 
 
