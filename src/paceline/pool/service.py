@@ -23,7 +23,7 @@ from paceline.pool.node_agent import NodeAgent
 from paceline.pool.nodes import Nodes
 from paceline.pool.part_control import PartControl, Presence
 from paceline.pool.policy import decide
-from paceline.pool.pool_run import PoolRun, queued_runs
+from paceline.pool.pool_run import QUEUE, PoolRun, queued_runs
 from paceline.pool.pool_state import PoolRecord, RunEntry
 from paceline.pool.run_control import Observed, console_of, measured_step, observe
 from paceline.pool.run_pace import RunPace
@@ -59,6 +59,7 @@ class Pool:
             before = PoolRecord.load(folder)
             raise PlanError(f"{folder} is in use: process {before.pid} on {before.host} is its pool.")
         self._record = PoolRecord.load(folder)
+        _require_queue(folder, self._record)
         self._record.host, self._record.pid, self._record.has_ended = this_host(), os.getpid(), False
         self._record.pid_started_s = process_started_s(os.getpid()) or 0.0
         self._runs: dict[str, PoolRun] = {}
@@ -82,7 +83,10 @@ class Pool:
         """
         while not is_asked():
             self._check_lock()
-            self.look()
+            try:
+                self.look()
+            except OSError as error:  # the disk is away, for example: all stays as it is until the next look
+                self._say_once(f"the pool's files cannot be read: {error}")
             time.sleep(LOOK_S)
         self._end()
 
@@ -141,7 +145,11 @@ class Pool:
         entry = self._entry(name)
         if entry.is_over:
             return False
-        seen = self._seen[name] = observe(run)
+        try:
+            seen = self._seen[name] = observe(run)
+        except OSError as error:  # it is as it was seen last; the other runs are looked at all the same
+            self._say_once(f"{name} cannot be looked at: {error}")
+            return False
         if seen.step > entry.step:
             entry.step, entry.losses = seen.step, 0
         entry.last_step = seen.last_step if seen.last_step is not None else entry.last_step
@@ -331,6 +339,16 @@ class Pool:
         self._parts.tell(self._runs)
         self._record.has_ended = True
         self._save()
+
+
+def _require_queue(folder: Path, record: PoolRecord) -> None:
+    """Raise PlanError where the pool has runs and their queue is gone: they would all be taken out."""
+    going_on = sorted(name for name, entry in record.runs.items() if not entry.is_over)
+    if going_on and not (folder / QUEUE).is_dir():
+        raise PlanError(
+            f"{folder} has runs ({', '.join(going_on[:5])}{', ...' if len(going_on) > 5 else ''}), and their queue "
+            f"{folder / QUEUE} is not there: is the disk mounted? To begin anew without them, move {folder} away."
+        )
 
 
 def _replicas_text(run: PoolRun) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import os
 import stat
 import subprocess
@@ -70,6 +72,32 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "pool.json").write_text("[]")
     with pytest.raises(PlanError, match=r"pool\.json cannot be read"):
         PoolRecord.load(tmp_path)
+
+
+def test_runs_stay_where_the_queue_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    second = dataclasses.replace(ONE, name="second", submitted=3.0)
+    for run in (ONE, second):
+        run.add_to(tmp_path)
+    known = {"first": ONE, "second": second}
+    told: list[str] = []
+    assert queued_runs(tmp_path / "none", known={}) == {}, "nothing was ever queued there"
+    (tmp_path / "queue").rename(tmp_path / "away")
+    assert queued_runs(tmp_path, known=known, problem=told.append) == known
+    (tmp_path / "away").rename(tmp_path / "queue")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "scandir", _refuses)
+        assert queued_runs(tmp_path, known=known, problem=told.append) == known
+        with pytest.raises(PlanError, match="cannot be listed"):
+            queued_runs(tmp_path, known=known)
+    assert [text.count("runs stay as they are") for text in told] == [1, 1]
+    with monkeypatch.context() as patched:  # a listing that misses what is there
+        patched.setattr(os, "scandir", lambda path: contextlib.nullcontext(iter(())))
+        second.remove_from(tmp_path)
+        assert queued_runs(tmp_path, known=known) == {"first": ONE}
+
+
+def _refuses(path: Path) -> None:
+    raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
 
 def test_what_the_pool_knows_outlives_it(tmp_path: Path) -> None:

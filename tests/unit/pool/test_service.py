@@ -1,0 +1,98 @@
+"""What the pool makes of its queue, of runs that end, and of files that others write, without a process of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import PlanError
+from paceline.pool import service
+from paceline.pool.pool_run import PoolRun
+from paceline.pool.pool_state import PoolRecord, RunEntry
+from paceline.pool.run_control import Observed
+from paceline.pool.service import Pool
+
+RUN = PoolRun(
+    name="first",
+    command=("train.py",),
+    folder="/",
+    environment={},
+    run_dir="/nowhere/first",
+    script="train.py",
+    least=1,
+    most=4,
+    workers_each=1,
+    submitted=2.0,
+)
+
+
+class PoolScene:
+    """A pool of a folder, without nodes, and what it says."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.said = folder, list[str]()
+        self.pool = Pool(folder, agent=None, say=self.said.append)
+
+    def entry(self, name: str) -> RunEntry:
+        return PoolRecord.load(self.folder).runs[name]
+
+    def turns(self, count: int) -> None:
+        """Serve for so many turns, and then leave it as kill -9 does."""
+        left = iter(range(count))
+        with pytest.raises(StopIteration):
+            self.pool.run(lambda: next(left) < 0)
+
+
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PoolScene]:
+    monkeypatch.setattr(service, "LOOK_S", 0.0)
+    RUN.add_to(tmp_path)
+    made = PoolScene(tmp_path)
+    yield made
+    made.pool.close()
+
+
+def test_runs_stay_while_the_queue_is_away_and_the_pool_goes_on(scene: PoolScene) -> None:
+    queue, away = scene.folder / "queue", scene.folder / "away"
+    scene.turns(1)
+    queue.rename(away)
+    scene.turns(3)
+    assert list(PoolRecord.load(scene.folder).runs) == ["first"]
+    assert sum("cannot be listed" in text for text in scene.said) == 1
+    away.rename(queue)
+    scene.turns(1)
+    assert not any("is taken out" in text for text in scene.said)
+    RUN.remove_from(scene.folder)
+    scene.turns(1)
+    assert scene.said[-1] == "first is taken out"
+
+
+def test_a_disk_that_fails_ends_neither_the_pool_nor_its_runs(
+    scene: PoolScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataclasses.replace(RUN, name="second", run_dir="/nowhere/second").add_to(scene.folder)
+    looked_at: list[str] = []
+
+    def fails(run: PoolRun) -> Observed:
+        looked_at.append(run.name)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(service, "observe", fails)
+    scene.turns(1)
+    assert looked_at == ["first", "second"]
+    monkeypatch.setattr(scene.pool, "_read_queue", lambda: fails(RUN))
+    scene.turns(2)
+    assert [text for text in scene.said if "Input/output" in text][-1].startswith("the pool's files cannot be read")
+    assert {entry.phase for entry in PoolRecord.load(scene.folder).runs.values()} == {"waiting"}
+
+
+def test_a_pool_whose_queue_is_gone_is_not_begun_without_its_runs(tmp_path: Path) -> None:
+    PoolRecord(host="a", pid=7, runs={"first": RunEntry(phase="running")}).save(tmp_path)
+    with pytest.raises(PlanError, match=r"has runs \(first\), and their queue .* is not there"):
+        Pool(tmp_path, agent=None, say=lambda text: None)
+    PoolRecord(host="a", pid=7, runs={"first": RunEntry(phase="finished")}).save(tmp_path)
+    Pool(tmp_path, agent=None, say=lambda text: None).close()
