@@ -184,12 +184,14 @@ class Pool:
         """The run's parts are gone: for good, or because they were asked, or lost."""
         was_leaving, entry.replicas, entry.devices = entry.phase == "leaving", 0, 0
         code = seen.exit_code if presence.exit_code is None else presence.exit_code
-        is_lost = seen.state == "lost" or seen.is_running or (code is not None and code < 0)
+        # Without a record it has never begun: its node left, say, or its agent was killed before it started the part.
+        never_began = seen.state == "" and code is None and not presence.problem
+        is_lost = never_began or seen.state == "lost" or seen.is_running or (code is not None and code < 0)
         if seen.state == "finished" and code in (0, None):
             phase, word = "finished", f"finished at step {seen.step}"
         elif was_leaving or code in (PREEMPTED, TOO_FEW):
             phase, word = "waiting", f"has saved step {seen.step} and waits"
-        elif presence.lost_node and is_lost:
+        elif presence.lost_node and (is_lost or presence.exit_code is None):  # its record may be of an earlier start
             phase, word = "waiting", f"was lost at step {seen.step} with node {presence.lost_node}; it is started again"
         elif is_lost:
             entry.losses += 1

@@ -11,6 +11,7 @@ import pytest
 
 from paceline.errors import PlanError
 from paceline.pool import service
+from paceline.pool.part_control import Presence
 from paceline.pool.pool_run import PoolRun
 from paceline.pool.pool_state import PoolRecord, RunEntry
 from paceline.pool.run_control import Observed
@@ -88,6 +89,43 @@ def test_a_disk_that_fails_ends_neither_the_pool_nor_its_runs(
     scene.turns(2)
     assert [text for text in scene.said if "Input/output" in text][-1].startswith("the pool's files cannot be read")
     assert {entry.phase for entry in PoolRecord.load(scene.folder).runs.values()} == {"waiting"}
+
+
+@pytest.mark.parametrize(
+    ("presence", "seen", "phase", "losses"),
+    [
+        (Presence(lost_node="b"), Observed(), "waiting", 0),  # before it has written a record
+        (Presence(lost_node="b"), Observed(state="stopped", exit_code=130), "waiting", 0),  # that of an earlier start
+        (Presence(lost_node="b"), Observed(state="running"), "waiting", 0),
+        (Presence(lost_node="b", exit_code=1), Observed(state="failed", exit_code=1), "failed", 0),
+        (Presence(lost_node="b"), Observed(state="finished", exit_code=0), "finished", 0),
+        (Presence(), Observed(), "waiting", 1),  # its agent was killed before it started the part
+        (Presence(problem="no such folder"), Observed(), "failed", 0),
+        (Presence(exit_code=2), Observed(), "failed", 0),
+        (Presence(), Observed(state="stopped", exit_code=130), "stopped", 0),
+    ],
+)
+def test_what_becomes_of_a_run_whose_parts_are_gone(
+    scene: PoolScene, monkeypatch: pytest.MonkeyPatch, presence: Presence, seen: Observed, phase: str, losses: int
+) -> None:
+    scene.pool.look()
+    entry = scene.pool._entry("first")
+    entry.phase = "running"
+    presence.is_there = False
+    monkeypatch.setattr(service, "observe", lambda run: seen)
+    monkeypatch.setattr(scene.pool._parts, "look_at", lambda *of: presence)
+    monkeypatch.setattr(service, "UNCLEAR_S", -1.0)
+    scene.pool.look()
+    assert (entry.phase, entry.losses) == (phase, losses), scene.said
+
+
+def test_a_run_that_never_begins_fails_at_the_third_time(scene: PoolScene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scene.pool._parts, "look_at", lambda *of: Presence(is_there=False))
+    scene.pool.look()
+    for phase in ("waiting", "waiting", "failed"):
+        scene.pool._entry("first").phase = "running"
+        scene.pool.look()
+        assert scene.entry("first").phase == phase
 
 
 def test_a_pool_whose_queue_is_gone_is_not_begun_without_its_runs(tmp_path: Path) -> None:
