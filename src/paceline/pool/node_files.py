@@ -24,6 +24,7 @@ from typing import TypeVar
 from paceline.errors import PlanError
 from paceline.monitor.records.run_files import replace_text
 from paceline.plain_data import fitted, read_object
+from paceline.pool.cached_file import CachedFile
 from paceline.private_files import make_run_directory
 from paceline.regular_files import read_regular
 
@@ -107,6 +108,11 @@ class NodeRecord:
     def load(cls, pool: Path, name: str) -> NodeRecord | None:
         """Read it; None where there is none yet, PlanError where it is damaged."""
         return _read(node_dir(pool, name) / NODE, cls)
+
+    @classmethod
+    def file(cls, pool: Path, name: str) -> CachedFile[NodeRecord | None]:
+        """Return the record of a node for one that reads it often and does not change it."""
+        return CachedFile(node_dir(pool, name) / NODE, lambda: cls.load(pool, name))
 
     def save(self, pool: Path) -> None:
         """Write it; raises OSError."""

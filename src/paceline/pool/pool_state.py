@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 from paceline import run_lock
 from paceline.errors import PlanError
 from paceline.monitor.records.run_files import replace_text
 from paceline.plain_data import fitted, read_object
+from paceline.pool.cached_file import CachedFile
 from paceline.processes import is_same_process, this_host
 from paceline.regular_files import read_regular
 
@@ -130,11 +132,31 @@ class PoolRecord:
                 "and the runs stay."
             ) from error
 
+    @classmethod
+    def file(cls, pool: Path) -> CachedFile[PoolRecord]:
+        """Return the record for one that reads it often and does not change it."""
+        return CachedFile(pool / FILE, lambda: cls.load(pool))
+
     def save(self, pool: Path) -> None:
-        replace_text(pool / FILE, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        """Write it; raises OSError."""
+        replace_text(pool / FILE, self.text())
+
+    def text(self) -> str:
+        """Return it as JSON, with a line for each run."""
+        fields = _fields(self)
+        runs = ",\n".join(f" {json.dumps(name)}: {_json(entry)}" for name, entry in fields.pop("runs").items())
+        return f'{_json(fields)[:-1]}, "runs": {{\n{runs}\n}}}}\n'
 
     def is_alive(self, pool: Path) -> bool:
         """Whether the pool's process is at work, by itself on this host, and on another one by the folder's lock."""
         if self.host == this_host():
             return is_same_process(self.pid, self.pid_started_s)
         return bool(self.host) and not self.has_ended and run_lock.is_held(pool)
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in type(record).__slots__}
+
+
+# Without `indent`, which has no fast encoder, and without `dataclasses.asdict`, which copies all that it finds.
+_json = json.JSONEncoder(default=_fields).encode

@@ -52,14 +52,14 @@ def serve_node(pool: Path, offer: NodeOffer, *, say: Callable[[str], None]) -> N
     """Be a node until SIGTERM or Ctrl-C, or until the pool ends in good order; and the pool, where none is there."""
     with Asked() as asked:
         agent = NodeAgent(pool, offer, say=say)
-        look_at, has_served, is_told = 0.0, False, False
+        look_at, has_served, is_told, known = 0.0, False, False, PoolRecord.file(pool)
         while not asked:
             agent.look()
             if time.monotonic() >= look_at:
                 look_at = time.monotonic() + POOL_LOOK_S
                 has_ended, may_lead = False, False
                 with contextlib.suppress(OSError):  # the disk is away: all goes on as it is
-                    has_ended = PoolRecord.load(pool).has_ended
+                    has_ended = known.read().has_ended
                     may_lead = not (has_served and has_ended) and run_lock.hold(pool)
                 if has_served and has_ended:
                     say("the pool has ended")

@@ -43,6 +43,7 @@ TERMS = PoolTerms(interval_s=DECIDE_S, patience_s=600.0, turn_s=10.0)
 BATCH_STAYS_S = 30.0  # a run that has just changed is not stopped for another batch
 LOSSES = 3  # without a step between them: then a run has failed
 UNCLEAR_S = 5.0  # a run's record that another node wrote may be so old, after its parts have ended
+SAVE_AGAIN_S = 30.0  # pool.json is written, also where it has not changed
 END_S = 60.0  # in which runs save and end, where the pool ends
 
 
@@ -58,7 +59,7 @@ class Pool:
         if not run_lock.hold(folder):
             before = PoolRecord.load(folder)
             raise PlanError(f"{folder} is in use: process {before.pid} on {before.host} is its pool.")
-        self._record = PoolRecord.load(folder)
+        self._record, self._file = PoolRecord.load(folder), PoolRecord.file(folder)
         _require_queue(folder, self._record)
         self._record.host, self._record.pid, self._record.has_ended = this_host(), os.getpid(), False
         self._record.pid_started_s = process_started_s(os.getpid()) or 0.0
@@ -67,9 +68,12 @@ class Pool:
         self._target: dict[str, dict[str, int]] = {}  # replicas of each run by node, as decided
         self._gone_since: dict[str, float] = {}  # of runs without parts, whose record says that they run
         self._told: set[str] = set()
-        self._nodes = Nodes(folder, own=None if agent is None else agent.name, say=say)
+        self._is_dirty, self._saved, self._saved_at = False, "", 0.0
+        self._nodes = Nodes(
+            folder, own=None if agent is None else agent.name, say=say, before_telling=self._save_changes
+        )
         self._parts = PartControl(
-            self._nodes, entries=self._record.runs, seen=self._seen, say_once=self._say_once, changed=self._save
+            self._nodes, entries=self._record.runs, seen=self._seen, say_once=self._say_once, changed=self._changed
         )
         self._next_decision = self._last_look = time.monotonic()
         self._nodes.look()
@@ -92,7 +96,7 @@ class Pool:
 
     def _check_lock(self) -> None:
         with contextlib.suppress(OSError):
-            now = PoolRecord.load(self._folder)
+            now = self._file.read()
             if now.pid and (now.host, now.pid) != (self._record.host, self._record.pid):
                 raise PlanError(f"{self._folder} has another pool now: process {now.pid} on {now.host}. This one ends.")
 
@@ -105,6 +109,8 @@ class Pool:
         self._turn_agent()
         changed = self._nodes.look()
         changed |= self._read_queue()
+        for name in self._seen.keys() - self._runs.keys():
+            del self._seen[name]  # another run may come by this name
         passed_s, self._last_look = min(time.monotonic() - self._last_look, MOST_PASSED_S), time.monotonic()
         for name, run in self._runs.items():
             changed |= self._observe(name, run, passed_s)
@@ -113,6 +119,7 @@ class Pool:
             self._decide()
         self._change_batches()
         self._parts.bring_about(self._runs, self._target)
+        self._save_changes()
         self._turn_agent()
 
     def _turn_agent(self) -> None:
@@ -143,7 +150,7 @@ class Pool:
     def _observe(self, name: str, run: PoolRun, passed_s: float) -> bool:
         """Look at a run; returns whether there is something to decide anew."""
         entry = self._entry(name)
-        if entry.is_over:
+        if entry.is_over or (entry.phase == "waiting" and name in self._seen):  # nothing runs that could change it
             return False
         try:
             seen = self._seen[name] = observe(run)
@@ -204,6 +211,8 @@ class Pool:
         else:
             phase, word = "failed", f"failed with exit status {code}: see {local_path(console_of(self._folder, run))}"
         entry.phase, entry.exit_code, entry.since = phase, code, clock.now()
+        self._seen.pop(name, None)
+        self._changed()
         if entry.is_over:
             entry.ended = clock.now()
         self._say(f"{name} {word}")
@@ -232,7 +241,7 @@ class Pool:
             entry.moves = shares if entry.moves else {}
             if name in decision.waiting:
                 entry.why = decision.waiting[name]
-        self._save()
+        self._changed()
 
     def _change_batches(self) -> None:
         """Have runs save and end that are to go on with another batch; they keep their devices meanwhile."""
@@ -303,10 +312,24 @@ class Pool:
             self._say_once(f"decisions.jsonl cannot be written: {error}")
         self._say(why or f"{name}: {sizes['before']} -> {sizes['after']} replicas")
 
+    def _changed(self) -> None:
+        """Note that something is to be written: at the end of the turn, or before a node is told something."""
+        self._is_dirty = True
+
+    def _save_changes(self) -> None:
+        if self._is_dirty:
+            self._save()
+
     def _save(self) -> None:
+        """Write what the pool knows, unless it is on the disk as it is; then once in `SAVE_AGAIN_S`."""
+        self._is_dirty, text = False, self._record.text()
+        if text == self._saved and time.monotonic() < self._saved_at + SAVE_AGAIN_S:
+            return
         try:
             self._record.save(self._folder)
+            self._saved, self._saved_at = text, time.monotonic()
         except OSError as error:  # the disk is full, for example; runs go on, and so does the pool
+            self._is_dirty = True
             self._say_once(f"pool.json cannot be written: {error}")
 
     def _say_once(self, text: str) -> None:
@@ -334,6 +357,7 @@ class Pool:
             self._nodes.look()
             for name in running:
                 self._observe(name, self._runs[name], 0.0)
+            self._save_changes()
             running = [name for name in running if self._entry(name).phase == "leaving"]
             time.sleep(LOOK_S)
         for name in running:

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from paceline import run_lock
 from paceline.errors import PlanError
 from paceline.pool import service
+from paceline.pool.node_files import NodeRecord, WantedParts, make_node_dir
 from paceline.pool.part_control import Presence
 from paceline.pool.pool_run import PoolRun
 from paceline.pool.pool_state import PoolRecord, RunEntry
@@ -41,6 +43,16 @@ class PoolScene:
     def entry(self, name: str) -> RunEntry:
         return PoolRecord.load(self.folder).runs[name]
 
+    def node(self, name: str, *, slots: int) -> None:
+        """Have a node there, whose agent answers and does nothing else."""
+        run_lock.hold(make_node_dir(self.folder, name))
+        NodeRecord(name=name, host=name, slots=slots, beat=1).save(self.folder)
+
+    def close(self) -> None:
+        self.pool.close()
+        for folder in (self.folder / "nodes").glob("*"):
+            run_lock.release(folder)
+
     def turns(self, count: int) -> None:
         """Serve for so many turns, and then leave it as kill -9 does."""
         left = iter(range(count))
@@ -54,7 +66,7 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PoolScene
     RUN.add_to(tmp_path)
     made = PoolScene(tmp_path)
     yield made
-    made.pool.close()
+    made.close()
 
 
 def test_runs_stay_while_the_queue_is_away_and_the_pool_goes_on(scene: PoolScene) -> None:
@@ -126,6 +138,55 @@ def test_a_run_that_never_begins_fails_at_the_third_time(scene: PoolScene, monke
         scene.pool._entry("first").phase = "running"
         scene.pool.look()
         assert scene.entry("first").phase == phase
+
+
+def test_a_look_at_a_pool_in_which_nothing_happens_reads_and_writes_no_file(
+    scene: PoolScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.node("a", slots=0)
+    for number in range(20):
+        dataclasses.replace(RUN, name=f"more-{number}", run_dir=f"/nowhere/{number}").add_to(scene.folder)
+    scene.turns(2)
+    calls: list[str] = []
+    for kind, method in ((PoolRecord, "load"), (NodeRecord, "load"), (PoolRun, "load"), (PoolRecord, "save")):
+        what, real = f"{kind.__name__}.{method}", getattr(kind, method)
+        monkeypatch.setattr(kind, method, lambda *of, what=what, real=real: (calls.append(what), real(*of))[1])
+    monkeypatch.setattr(service, "observe", lambda run: calls.append(run.name) or Observed())
+    scene.turns(3)
+    scene.pool._next_decision = 0.0
+    scene.turns(1)
+    assert calls == []
+    scene.pool._saved_at -= service.SAVE_AGAIN_S
+    scene.pool._next_decision = 0.0
+    scene.turns(1)
+    assert calls == ["PoolRecord.save"], "its time goes on"
+
+
+def test_what_a_turn_has_changed_is_written_once_and_before_a_node_is_told(
+    scene: PoolScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(20):
+        dataclasses.replace(RUN, name=f"more-{number}", run_dir=f"/nowhere/{number}").add_to(scene.folder)
+    scene.node("a", slots=21)
+    order: list[str] = []
+    save, tell = PoolRecord.save, WantedParts.save
+    monkeypatch.setattr(PoolRecord, "save", lambda *of: (order.append("record"), save(*of)))
+    monkeypatch.setattr(WantedParts, "save", lambda *of: (order.append("wanted"), tell(*of)))
+    scene.turns(1)
+    assert order == ["record", "wanted"]
+    assert all(one.parts for one in PoolRecord.load(scene.folder).runs.values())
+
+
+def test_a_name_that_comes_again_is_looked_at_again(scene: PoolScene, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = iter((5, 7))
+    monkeypatch.setattr(service, "observe", lambda run: Observed(state="stopped", step=next(steps)))
+    scene.turns(2)
+    assert scene.pool._entry("first").step == 5
+    RUN.remove_from(scene.folder)
+    scene.turns(1)
+    RUN.add_to(scene.folder)
+    scene.turns(1)
+    assert scene.pool._entry("first").step == 7
 
 
 def test_a_pool_whose_queue_is_gone_is_not_begun_without_its_runs(tmp_path: Path) -> None:
