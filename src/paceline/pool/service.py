@@ -77,6 +77,7 @@ class Pool:
         )
         self._next_decision = self._last_look = time.monotonic()
         self._nodes.look()
+        self._note_devices(self._parts.held())  # before it is seen at work: a run that is too large for it is refused
         self._save()
 
     def run(self, is_asked: Callable[[], bool]) -> None:
@@ -263,9 +264,12 @@ class Pool:
         """
         held = self._parts.held()
         silent = {node: count for node, count in held.items() if not self._nodes.is_here(node)}
+        self._note_devices(held)
+        return {name: node.slots for name, node in self._nodes.here.items()} | silent
+
+    def _note_devices(self, held: Mapping[str, int]) -> None:
         self._record.nodes = self._nodes.entries(held)
         self._record.slots = sum(node.slots for node in self._nodes.here.values())
-        return {name: node.slots for name, node in self._nodes.here.items()} | silent
 
     def _placed(self, name: str, places: Sequence[str]) -> dict[str, int]:
         """Return the replicas by node; none where too few of them are whole on a node."""

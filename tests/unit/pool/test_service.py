@@ -12,6 +12,8 @@ import pytest
 from paceline import run_lock
 from paceline.errors import PlanError
 from paceline.pool import service
+from paceline.pool.devices import NodeOffer
+from paceline.pool.node_agent import NodeAgent
 from paceline.pool.node_files import NodeRecord, WantedParts, make_node_dir
 from paceline.pool.part_control import Presence
 from paceline.pool.pool_run import PoolRun
@@ -187,6 +189,18 @@ def test_a_name_that_comes_again_is_looked_at_again(scene: PoolScene, monkeypatc
     RUN.add_to(scene.folder)
     scene.turns(1)
     assert scene.pool._entry("first").step == 7
+
+
+def test_a_pool_that_is_seen_at_work_says_how_many_devices_it_has(tmp_path: Path) -> None:
+    agent = NodeAgent(tmp_path, NodeOffer(slots=3, cores=3), say=lambda text: None)
+    pool = Pool(tmp_path, agent=agent, say=lambda text: None)
+    try:
+        record = PoolRecord.load(tmp_path)
+        assert record.is_alive(tmp_path)
+        assert (record.slots, [node.slots for node in record.nodes.values()]) == (3, [3])
+    finally:
+        agent.leave(lambda: False)
+        pool.close()
 
 
 def test_a_pool_whose_queue_is_gone_is_not_begun_without_its_runs(tmp_path: Path) -> None:
