@@ -16,6 +16,7 @@ from typing import Any
 
 from paceline import environment, run_lock
 from paceline.errors import PlanError
+from paceline.pool import pool_lock
 from paceline.pool.devices import NodeOffer
 from paceline.pool.node_agent import NodeAgent
 from paceline.pool.node_files import node_dir, node_name
@@ -33,7 +34,7 @@ POOL_LOOK_S = 1.0  # between two looks whether the pool is there
 def serve(pool: Path, offer: NodeOffer, *, say: Callable[[str], None]) -> None:
     """Be the pool until SIGTERM or Ctrl-C; raises PlanError where another process is it."""
     make_run_directory(pool)
-    if not run_lock.hold(pool):
+    if not pool_lock.hold(pool):
         before = PoolRecord.load(pool)
         raise PlanError(
             f"{pool} is in use: process {before.pid} on {before.host} is its pool. To give it this host's devices: "
@@ -60,7 +61,7 @@ def serve_node(pool: Path, offer: NodeOffer, *, say: Callable[[str], None]) -> N
                 has_ended, may_lead = False, False
                 with contextlib.suppress(OSError):  # the disk is away: all goes on as it is
                     has_ended = known.read().has_ended
-                    may_lead = not (has_served and has_ended) and run_lock.hold(pool)
+                    may_lead = not (has_served and has_ended) and pool_lock.hold(pool)
                 if has_served and has_ended:
                     say("the pool has ended")
                     break

@@ -7,7 +7,6 @@ save and end, and are gone on with later.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import time
@@ -18,6 +17,7 @@ from paceline import clock, run_lock
 from paceline.elastic.membership_messages import PREEMPTED, TOO_FEW
 from paceline.errors import PlanError
 from paceline.monitor.records.run_files import local_path
+from paceline.pool import pool_lock
 from paceline.pool.facts import PoolJob, PoolTerms
 from paceline.pool.node_agent import NodeAgent
 from paceline.pool.nodes import Nodes
@@ -56,11 +56,16 @@ class Pool:
         """Take the folder; raises PlanError where another process has it, or a file of it is damaged."""
         make_run_directory(folder)
         self._folder, self._agent, self._say = folder, agent, say
-        if not run_lock.hold(folder):
+        if not pool_lock.hold(folder):
             before = PoolRecord.load(folder)
             raise PlanError(f"{folder} is in use: process {before.pid} on {before.host} is its pool.")
-        self._record, self._file = PoolRecord.load(folder), PoolRecord.file(folder)
-        _require_queue(folder, self._record)
+        try:
+            self._record, self._newest_term = PoolRecord.load(folder), PoolRecord.term_file(folder)
+            _require_queue(folder, self._record)
+        except BaseException:
+            run_lock.release(folder)
+            raise
+        self._record.term += 1
         self._record.host, self._record.pid, self._record.has_ended = this_host(), os.getpid(), False
         self._record.pid_started_s = process_started_s(os.getpid()) or 0.0
         self._runs: dict[str, PoolRun] = {}
@@ -70,7 +75,7 @@ class Pool:
         self._told: set[str] = set()
         self._is_dirty, self._saved, self._saved_at = False, "", 0.0
         self._nodes = Nodes(
-            folder, own=None if agent is None else agent.name, say=say, before_telling=self._save_changes
+            folder, own=None if agent is None else agent.name, say=say, before_telling=self._before_telling
         )
         self._parts = PartControl(
             self._nodes, entries=self._record.runs, seen=self._seen, say_once=self._say_once, changed=self._changed
@@ -87,19 +92,20 @@ class Pool:
         cut off.
         """
         while not is_asked():
-            self._check_lock()
             try:
+                self._require_lock()
                 self.look()
             except OSError as error:  # the disk is away, for example: all stays as it is until the next look
                 self._say_once(f"the pool's files cannot be read: {error}")
             time.sleep(LOOK_S)
         self._end()
 
-    def _check_lock(self) -> None:
-        with contextlib.suppress(OSError):
-            now = self._file.read()
-            if now.pid and (now.host, now.pid) != (self._record.host, self._record.pid):
-                raise PlanError(f"{self._folder} has another pool now: process {now.pid} on {now.host}. This one ends.")
+    def _require_lock(self) -> None:
+        """Raises PlanError where another process is the pool, and OSError where that cannot be seen."""
+        newest = self._newest_term.read()
+        pool_lock.require(self._folder, self._record.term, newest)
+        if newest < self._record.term:  # one that was the pool before has come back, and has written what it knows
+            self._is_dirty, self._saved = True, ""
 
     def close(self) -> None:
         """Give the folder back."""
@@ -320,20 +326,25 @@ class Pool:
         """Note that something is to be written: at the end of the turn, or before a node is told something."""
         self._is_dirty = True
 
+    def _before_telling(self) -> None:
+        self._require_lock()
+        self._save_changes()
+
     def _save_changes(self) -> None:
         if self._is_dirty:
             self._save()
 
     def _save(self) -> None:
         """Write what the pool knows, unless it is on the disk as it is; then once in `SAVE_AGAIN_S`."""
-        self._is_dirty, text = False, self._record.text()
+        text = self._record.text()
         if text == self._saved and time.monotonic() < self._saved_at + SAVE_AGAIN_S:
+            self._is_dirty = False
             return
         try:
+            self._require_lock()
             self._record.save(self._folder)
-            self._saved, self._saved_at = text, time.monotonic()
+            self._is_dirty, self._saved, self._saved_at = False, text, time.monotonic()
         except OSError as error:  # the disk is full, for example; runs go on, and so does the pool
-            self._is_dirty = True
             self._say_once(f"pool.json cannot be written: {error}")
 
     def _say_once(self, text: str) -> None:

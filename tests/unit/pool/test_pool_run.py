@@ -115,7 +115,7 @@ def test_a_pool_that_has_lost_its_folder_to_another_one_ends_and_writes_nothing(
     pool = Pool(tmp_path, agent=None, say=said.append)
     try:
         pool.look()
-        other = PoolRecord(host="elsewhere", pid=7)
+        other = PoolRecord(host="elsewhere", pid=7, term=2)
         other.save(tmp_path)
         with pytest.raises(PlanError, match="has another pool now: process 7 on elsewhere"):
             pool.run(lambda: False)

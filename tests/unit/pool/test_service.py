@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import fcntl
+import os
+import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +23,7 @@ from paceline.pool.part_control import Presence
 from paceline.pool.pool_run import PoolRun
 from paceline.pool.pool_state import PoolRecord, RunEntry
 from paceline.pool.run_control import Observed
+from paceline.pool.serve import serve
 from paceline.pool.service import Pool
 
 RUN = PoolRun(
@@ -189,6 +194,86 @@ def test_a_name_that_comes_again_is_looked_at_again(scene: PoolScene, monkeypatc
     RUN.add_to(scene.folder)
     scene.turns(1)
     assert scene.pool._entry("first").step == 7
+
+
+def lose_the_lock(folder: Path) -> int:
+    """Have the file server take the pool's lock, and give it to another open file, which is returned."""
+    mine = run_lock._held[os.path.realpath(folder)]
+    other = os.open(folder / ".lock", os.O_RDWR | os.O_CLOEXEC)
+    for file, kind in ((mine, fcntl.F_UNLCK), (other, fcntl.F_WRLCK)):
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack(run_lock.FLOCK, kind, os.SEEK_SET, 0, 0, 0))
+    return other
+
+
+def test_a_pool_that_loses_its_lock_within_a_turn_writes_and_tells_nothing(
+    scene: PoolScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.node("a", slots=1)
+    files = list[int]()
+    bring_about = scene.pool._parts.bring_about
+
+    def stands_still(*of: Any) -> None:
+        files.append(lose_the_lock(scene.folder))
+        PoolRecord(host="elsewhere", pid=7, term=2).save(scene.folder)
+        bring_about(*of)
+
+    monkeypatch.setattr(scene.pool._parts, "bring_about", stands_still)
+    with pytest.raises(PlanError, match="has another pool now: process 7 on elsewhere"):
+        scene.pool.look()
+    os.close(files.pop())
+    assert PoolRecord.load(scene.folder).host == "elsewhere"
+    assert WantedParts.load(scene.folder, "a") is None
+
+
+def test_a_pool_without_its_lock_ends_before_the_other_one_has_written(scene: PoolScene) -> None:
+    file = lose_the_lock(scene.folder)
+    try:
+        with pytest.raises(PlanError, match=r"has another pool now\. This one ends"):
+            scene.turns(1)
+    finally:
+        os.close(file)
+
+
+def test_a_pool_that_took_over_goes_on_when_the_former_one_writes_once_more(scene: PoolScene) -> None:
+    scene.turns(1)
+    former = PoolRecord.load(scene.folder)
+    scene.pool.close()
+    scene.pool = Pool(scene.folder, agent=None, say=scene.said.append)
+    scene.turns(1)
+    assert PoolRecord.load(scene.folder).term == former.term + 1
+    former.host = "elsewhere"
+    former.save(scene.folder)
+    scene.turns(1)
+    assert PoolRecord.load(scene.folder).term == former.term + 1
+
+
+def test_a_pool_that_cannot_see_its_lock_waits(scene: PoolScene, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(file: int) -> bool:
+        raise OSError(errno.EIO, "Input/output error")
+
+    scene.turns(1)
+    before = PoolRecord.load(scene.folder)
+    dataclasses.replace(RUN, name="second").add_to(scene.folder)
+    with monkeypatch.context() as patched:
+        patched.setattr(run_lock, "_take", fails)
+        scene.turns(2)
+        assert PoolRecord.load(scene.folder) == before
+    scene.turns(1)
+    assert list(PoolRecord.load(scene.folder).runs) == ["first", "second"]
+
+
+def test_a_folder_on_a_disk_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def has_none(*of: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "fcntl", has_none)
+    with pytest.raises(PlanError, match="on a disk without file locks"):
+        serve(tmp_path, NodeOffer(slots=1, cores=1), say=lambda text: None)
+    with pytest.raises(PlanError, match="on a disk without file locks"):
+        Pool(tmp_path, agent=None, say=lambda text: None)
+    monkeypatch.undo()
+    assert not run_lock.is_held(tmp_path)
+    Pool(tmp_path, agent=None, say=lambda text: None).close()
 
 
 def test_a_pool_that_is_seen_at_work_says_how_many_devices_it_has(tmp_path: Path) -> None:
