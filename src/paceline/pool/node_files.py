@@ -25,7 +25,7 @@ from paceline.errors import PlanError
 from paceline.monitor.records.run_files import replace_text
 from paceline.plain_data import fitted, read_object
 from paceline.pool.cached_file import CachedFile
-from paceline.private_files import make_run_directory
+from paceline.private_files import make_own_directory, make_run_directory
 from paceline.regular_files import read_regular
 
 __all__ = [
@@ -157,8 +157,8 @@ def node_names(pool: Path) -> Iterator[str]:
 
 
 def make_node_dir(pool: Path, name: str) -> Path:
-    """Make a node's folder, for this user alone; raises OSError."""
-    make_run_directory(pool)
+    """Make a node's folder, for this user alone; raises OSError, and PlanError where others may write to the pool's."""
+    make_own_directory(pool)
     make_run_directory(pool / NODES)
     make_run_directory(node_dir(pool, name))
     return node_dir(pool, name)

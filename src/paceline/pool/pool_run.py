@@ -16,7 +16,7 @@ from pathlib import Path
 from paceline.errors import LaunchError, PlanError
 from paceline.plain_data import fitted, read_object
 from paceline.pool.batch_growth import BatchGrowth
-from paceline.private_files import make_run_directory, read_private, write_private
+from paceline.private_files import make_own_directory, read_private, write_private
 
 __all__ = ["QUEUE", "PoolRun", "queued_runs"]
 
@@ -57,8 +57,8 @@ class PoolRun:
         return self.least < self.most
 
     def add_to(self, pool: Path) -> None:
-        """Queue it. Raises PlanError where the pool has a run of this name."""
-        make_run_directory(pool)
+        """Queue it. Raises PlanError where the pool has a run of this name, or others may write to its folder."""
+        make_own_directory(pool)
         (pool / QUEUE).mkdir(mode=0o700, exist_ok=True)
         path = _path(pool, self.name)
         partial = path.with_name(f".{path.name}.new")

@@ -22,7 +22,7 @@ from paceline.pool.node_agent import NodeAgent
 from paceline.pool.node_files import node_dir, node_name
 from paceline.pool.pool_state import PoolRecord
 from paceline.pool.service import Pool
-from paceline.private_files import make_run_directory
+from paceline.private_files import make_own_directory
 from paceline.processes import this_host
 
 __all__ = ["serve", "serve_node"]
@@ -33,7 +33,7 @@ POOL_LOOK_S = 1.0  # between two looks whether the pool is there
 
 def serve(pool: Path, offer: NodeOffer, *, say: Callable[[str], None]) -> None:
     """Be the pool until SIGTERM or Ctrl-C; raises PlanError where another process is it."""
-    make_run_directory(pool)
+    make_own_directory(pool)
     if not pool_lock.hold(pool):
         before = PoolRecord.load(pool)
         raise PlanError(

@@ -28,7 +28,7 @@ from paceline.pool.pool_state import PoolRecord, RunEntry
 from paceline.pool.run_control import Observed, console_of, measured_step, observe
 from paceline.pool.run_pace import RunPace
 from paceline.pool.shares import shares_of, shares_text
-from paceline.private_files import make_run_directory
+from paceline.private_files import make_own_directory
 from paceline.processes import process_started_s, this_host
 
 __all__ = ["Pool"]
@@ -54,7 +54,7 @@ class Pool:
 
     def __init__(self, folder: Path, *, agent: NodeAgent | None, say: Callable[[str], None]) -> None:
         """Take the folder; raises PlanError where another process has it, or a file of it is damaged."""
-        make_run_directory(folder)
+        make_own_directory(folder)
         self._folder, self._agent, self._say = folder, agent, say
         if not pool_lock.hold(folder):
             before = PoolRecord.load(folder)

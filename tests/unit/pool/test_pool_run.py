@@ -18,7 +18,7 @@ from paceline.pool.devices import NodeOffer
 from paceline.pool.follow import pool_lines
 from paceline.pool.pool_run import PoolRun, queued_runs
 from paceline.pool.pool_state import NodeEntry, PartEntry, PoolRecord, RunEntry
-from paceline.pool.serve import serve
+from paceline.pool.serve import serve, serve_node
 from paceline.pool.service import Pool
 
 ONE = PoolRun(
@@ -98,6 +98,34 @@ def test_runs_stay_where_the_queue_cannot_be_listed(tmp_path: Path, monkeypatch:
 
 def _refuses(path: Path) -> None:
     raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o720])
+def test_a_folder_into_which_others_may_write_is_no_pool(tmp_path: Path, mode: int) -> None:
+    pool = tmp_path / "pool"
+    pool.mkdir()
+    pool.chmod(mode)
+    PoolRecord(host="forged", pid=7).save(pool)
+    offer = NodeOffer(slots=1, cores=1)
+    uses = (
+        lambda: ONE.add_to(pool),
+        lambda: Pool(pool, agent=None, say=print),
+        lambda: serve(pool, offer, say=print),
+        lambda: serve_node(pool, offer, say=print),
+    )
+    for use in uses:
+        with pytest.raises(PlanError, match=f"Other users may write to .*mode {mode:04o}.*chmod go-w"):
+            use()
+    assert [path.name for path in pool.iterdir()] == ["pool.json"]
+    pool.chmod(0o755)
+    ONE.add_to(pool)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
+def test_another_users_folder_is_no_pool(tmp_path: Path) -> None:
+    os.chown(tmp_path, 12345, -1)
+    with pytest.raises(PlanError, match="belongs to user 12345, not to you"):
+        ONE.add_to(tmp_path)
 
 
 def test_what_the_pool_knows_outlives_it(tmp_path: Path) -> None:
