@@ -112,7 +112,7 @@ class RunEntry:
 @dataclasses.dataclass(kw_only=True, slots=True)
 class PoolRecord:
     """The pool's process, its devices, its nodes and its runs by name. `has_ended`: in good order, by its user.
-    `term`: the number of this process among all that were the pool.
+    `term`: the number of this process among all that were the pool. `updated`: when this was written, by its clock.
     """
 
     host: str = ""
@@ -121,6 +121,7 @@ class PoolRecord:
     term: int = 0
     slots: int = 0
     has_ended: bool = False
+    updated: float = 0.0
     nodes: dict[str, NodeEntry] = dataclasses.field(default_factory=dict[str, NodeEntry])
     runs: dict[str, RunEntry] = dataclasses.field(default_factory=dict[str, RunEntry])
 
@@ -144,6 +145,19 @@ class PoolRecord:
     def file(cls, pool: Path) -> CachedFile[PoolRecord]:
         """Return the record for one that reads it often and does not change it."""
         return CachedFile(pool / FILE, lambda: cls.load(pool))
+
+    def take_over(self, host: str, pid: int, pid_started_s: float, *, now: float) -> None:
+        """Make this the record of the next process that is the pool.
+
+        Clocks of hosts are not compared: on another host, times of runs count on from when this was written.
+        """
+        if self.updated and host != self.host:
+            passed_s = now - self.updated
+            for entry in self.runs.values():
+                entry.since += passed_s if entry.since else 0.0
+                entry.let_in += passed_s if entry.let_in else 0.0
+        self.host, self.pid, self.pid_started_s = host, pid, pid_started_s
+        self.term, self.has_ended = self.term + 1, False
 
     def save(self, pool: Path) -> None:
         """Write it; raises OSError."""

@@ -65,9 +65,8 @@ class Pool:
         except BaseException:
             run_lock.release(folder)
             raise
-        self._record.term += 1
-        self._record.host, self._record.pid, self._record.has_ended = this_host(), os.getpid(), False
-        self._record.pid_started_s = process_started_s(os.getpid()) or 0.0
+        pid = os.getpid()
+        self._record.take_over(this_host(), pid, process_started_s(pid) or 0.0, now=clock.now())
         self._runs: dict[str, PoolRun] = {}
         self._seen: dict[str, Observed] = {}
         self._target: dict[str, dict[str, int]] = {}  # replicas of each run by node, as decided
@@ -342,8 +341,9 @@ class Pool:
             return
         try:
             self._require_lock()
+            self._record.updated = clock.now()
             self._record.save(self._folder)
-            self._is_dirty, self._saved, self._saved_at = False, text, time.monotonic()
+            self._is_dirty, self._saved, self._saved_at = False, self._record.text(), time.monotonic()
         except OSError as error:  # the disk is full, for example; runs go on, and so does the pool
             self._say_once(f"pool.json cannot be written: {error}")
 

@@ -138,6 +138,25 @@ def test_what_the_pool_knows_outlives_it(tmp_path: Path) -> None:
     assert not again.is_alive(tmp_path), "on another host"
 
 
+def test_another_hosts_clock_is_not_compared_with_that_of_the_next_pool() -> None:
+    def taken_over(host: str) -> tuple[float, float, float]:
+        runs = {"first": RunEntry(since=40.0, let_in=10.0), "second": RunEntry()}
+        record = PoolRecord(host="a", pid=1, term=3, updated=100.0, has_ended=True, runs=runs)
+        record.take_over(host, 7, 1.0, now=9100.0)
+        assert (record.host, record.pid, record.pid_started_s, record.term, record.has_ended) == (
+            host,
+            7,
+            1.0,
+            4,
+            False,
+        )
+        assert record.runs["second"].let_in == 0.0, "it never had devices"
+        return record.runs["first"].since, record.runs["first"].let_in, record.runs["second"].since
+
+    assert taken_over("b") == (9040.0, 9010.0, 0.0), "60 s and 90 s ago, as it was when the other pool wrote last"
+    assert taken_over("a") == (40.0, 10.0, 0.0)
+
+
 def test_a_pool_that_has_lost_its_folder_to_another_one_ends_and_writes_nothing(tmp_path: Path) -> None:
     said: list[str] = []
     pool = Pool(tmp_path, agent=None, say=said.append)

@@ -163,10 +163,13 @@ def test_a_look_at_a_pool_in_which_nothing_happens_reads_and_writes_no_file(
     scene.pool._next_decision = 0.0
     scene.turns(1)
     assert calls == []
+    before = PoolRecord.load(scene.folder).updated
+    calls.clear()
     scene.pool._saved_at -= service.SAVE_AGAIN_S
     scene.pool._next_decision = 0.0
     scene.turns(1)
-    assert calls == ["PoolRecord.save"], "its time goes on"
+    assert calls == ["PoolRecord.save"]
+    assert PoolRecord.load(scene.folder).updated > before, "its time goes on"
 
 
 def test_what_a_turn_has_changed_is_written_once_and_before_a_node_is_told(
