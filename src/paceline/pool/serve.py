@@ -80,7 +80,7 @@ def serve_node(pool: Path, offer: NodeOffer, *, say: Callable[[str], None]) -> N
 def _be_pool(pool: Path, agent: NodeAgent | None, asked: Asked, say: Callable[[str], None]) -> None:
     serving = Pool(pool, agent=agent, say=say)
     try:
-        serving.run(asked.once)
+        serving.run(asked.once, asked.more_than_once)
         if agent is not None:  # after an error runs go on, as after kill -9
             agent.leave(asked.more_than_once)
     finally:

@@ -21,6 +21,7 @@ from paceline.pool import pool_lock
 from paceline.pool.facts import PoolJob, PoolTerms
 from paceline.pool.node_agent import NodeAgent
 from paceline.pool.nodes import Nodes
+from paceline.pool.notices import Notices
 from paceline.pool.part_control import PartControl, Presence
 from paceline.pool.policy import decide
 from paceline.pool.pool_run import QUEUE, PoolRun, queued_runs
@@ -71,7 +72,7 @@ class Pool:
         self._seen: dict[str, Observed] = {}
         self._target: dict[str, dict[str, int]] = {}  # replicas of each run by node, as decided
         self._gone_since: dict[str, float] = {}  # of runs without parts, whose record says that they run
-        self._told: set[str] = set()
+        self._say_once = Notices(say)
         self._is_dirty, self._saved, self._saved_at = False, "", 0.0
         self._nodes = Nodes(
             folder, own=None if agent is None else agent.name, say=say, before_telling=self._before_telling
@@ -84,8 +85,8 @@ class Pool:
         self._note_devices(self._parts.held())  # before it is seen at work: a run that is too large for it is refused
         self._save()
 
-    def run(self, is_asked: Callable[[], bool]) -> None:
-        """Serve until `is_asked()`; then have all runs save and end, for at most a minute.
+    def run(self, is_asked: Callable[[], bool], is_hurried: Callable[[], bool] = lambda: False) -> None:
+        """Serve until `is_asked()`; then have all runs save and end, for at most a minute, or until `is_hurried()`.
 
         Raises PlanError where another process has become the pool: the file server gave it the lock, as this host was
         cut off.
@@ -97,7 +98,7 @@ class Pool:
             except OSError as error:  # the disk is away, for example: all stays as it is until the next look
                 self._say_once(f"the pool's files cannot be read: {error}")
             time.sleep(LOOK_S)
-        self._end()
+        self._end(is_hurried)
 
     def _require_lock(self) -> None:
         """Raises PlanError where another process is the pool, and OSError where that cannot be seen."""
@@ -347,14 +348,9 @@ class Pool:
         except OSError as error:  # the disk is full, for example; runs go on, and so does the pool
             self._say_once(f"pool.json cannot be written: {error}")
 
-    def _say_once(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
-            self._say(text)
-
     # The end.
 
-    def _end(self) -> None:
+    def _end(self, is_hurried: Callable[[], bool]) -> None:
         """All runs save and end."""
         running = [name for name in self._runs if self._entry(name).phase in ("running", "leaving")]
         if running:
@@ -366,20 +362,28 @@ class Pool:
             entry.phase = "leaving"
             self._parts.leave(name, entry)
         deadline = time.monotonic() + END_S
-        while running and time.monotonic() < deadline:
-            self._parts.bring_about(self._runs, {})
-            self._turn_agent()
-            self._nodes.look()
-            for name in running:
-                self._observe(name, self._runs[name], 0.0)
-            self._save_changes()
+        while running and time.monotonic() < deadline and not is_hurried():
+            try:
+                self._look_at_ending(running)
+            except OSError as error:
+                self._say_once(f"the pool's files cannot be read: {error}")
             running = [name for name in running if self._entry(name).phase == "leaving"]
             time.sleep(LOOK_S)
-        for name in running:
-            self._say(f"{name} has not ended in {END_S:.0f} s: it goes on")
+        if running and is_hurried():
+            self._say(f"asked again: the pool does not wait until {', '.join(running)} have saved and ended")
+        elif running:
+            self._say(f"{', '.join(running)} have not ended in {END_S:.0f} s: they go on")
         self._parts.tell(self._runs)
         self._record.has_ended = True
         self._save()
+
+    def _look_at_ending(self, running: Sequence[str]) -> None:
+        self._parts.bring_about(self._runs, {})
+        self._turn_agent()
+        self._nodes.look()
+        for name in running:
+            self._observe(name, self._runs[name], 0.0)
+        self._save_changes()
 
 
 def _require_queue(folder: Path, record: PoolRecord) -> None:

@@ -18,7 +18,7 @@ from paceline.errors import PlanError
 from paceline.pool import service
 from paceline.pool.devices import NodeOffer
 from paceline.pool.node_agent import NodeAgent
-from paceline.pool.node_files import NodeRecord, WantedParts, make_node_dir
+from paceline.pool.node_files import NodeRecord, PartRecord, WantedParts, make_node_dir
 from paceline.pool.part_control import Presence
 from paceline.pool.pool_run import PoolRun
 from paceline.pool.pool_state import PoolRecord, RunEntry
@@ -277,6 +277,38 @@ def test_a_folder_on_a_disk_without_locks_is_refused(tmp_path: Path, monkeypatch
     monkeypatch.undo()
     assert not run_lock.is_held(tmp_path)
     Pool(tmp_path, agent=None, say=lambda text: None).close()
+
+
+def test_a_pool_that_is_asked_to_end_twice_waits_for_its_runs_no_longer(scene: PoolScene) -> None:
+    scene.node("a", slots=1)
+    scene.pool.look()
+    assert scene.entry("first").phase == "running"
+    asked = iter((False, False, True))  # its agent never says that the part has ended
+    scene.pool.run(lambda: True, lambda: next(asked, True))
+    assert scene.said[-1] == "asked again: the pool does not wait until first have saved and ended"
+    record = PoolRecord.load(scene.folder)
+    wanted = WantedParts.load(scene.folder, "a")
+    assert record.has_ended and record.runs["first"].phase == "leaving"
+    assert wanted is not None and wanted.parts["first"].leaves
+
+
+def test_a_pool_whose_disk_fails_while_it_ends_waits_for_its_runs_all_the_same(
+    scene: PoolScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.node("a", slots=1)
+    scene.pool.look()
+    real, fails = scene.pool._nodes.look, [True, False]
+
+    def look() -> bool:
+        if fails.pop(0):
+            raise OSError(errno.EIO, "Input/output error")
+        part = NodeRecord(name="a", host="a", slots=1, beat=2, parts={"first": PartRecord(start=1, has_ended=True)})
+        part.save(scene.folder)
+        return real()
+
+    monkeypatch.setattr(scene.pool._nodes, "look", look)
+    scene.pool.run(lambda: True)
+    assert not fails and scene.entry("first").phase == "waiting"
 
 
 def test_a_pool_that_is_seen_at_work_says_how_many_devices_it_has(tmp_path: Path) -> None:
