@@ -43,8 +43,8 @@ def make_own_directory(folder: Path) -> None:
 
 
 def _owner_of_new_files(folder: Path) -> int | None:
-    """The user to whom files belong that this process makes there: some network disks give root's to nobody. None where
-    it may make none.
+    """The owner of files that this process makes there: some network disks give root's to nobody. None where it may
+    make none.
     """
     try:
         with tempfile.TemporaryFile(dir=folder) as own:
