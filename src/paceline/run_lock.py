@@ -19,7 +19,7 @@ from pathlib import Path
 from paceline.plain_data import read_object
 from paceline.regular_files import read_regular
 
-__all__ = ["hold", "is_held", "newer_start", "release"]
+__all__ = ["hold", "is_held", "is_kept", "is_seen", "newer_start", "release"]
 
 NAME = ".lock"
 FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid (0: the open file owns the lock)
@@ -35,14 +35,41 @@ def hold(run_dir: Path) -> bool:
     if place in _held:
         return True
     file = os.open(run_dir / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        has_taken = _take(file)
+    except OSError:  # the file system has no locks
+        has_taken = True
+    if not has_taken:
+        os.close(file)
+        return False
+    _held[place] = file
+    return True
+
+
+def is_kept(run_dir: Path) -> bool:
+    """Whether no other process has the lock that this process took with `hold`. One that the file server has taken
+    away, and that is free, is taken again. Raises OSError where that cannot be seen now.
+    """
+    file = _held.get(os.path.realpath(run_dir))
+    return file is not None and _take(file)
+
+
+def is_seen(run_dir: Path) -> bool:
+    """Whether other processes see the lock that this process has: not where the file system has no locks. On systems
+    other than Linux, for which Paceline has none: True.
+    """
+    return sys.platform != "linux" or is_held(run_dir)
+
+
+def _take(file: int) -> bool:
+    """Lock an open file, also again; False where another process has the lock. Raises OSError for all else."""
     if sys.platform == "linux":
         try:
             fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
-                os.close(file)
                 return False
-    _held[place] = file
+            raise
     return True
 
 

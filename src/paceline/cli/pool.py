@@ -15,7 +15,7 @@ from paceline import clock, config, environment
 from paceline.cli.arguments import Commands, add_command
 from paceline.errors import PlanError
 from paceline.plan import Job
-from paceline.units import printable
+from paceline.units import printable, shell_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -112,8 +112,11 @@ def _cancel(pool: Path, name: str) -> int:
     runs = queued_runs(pool, known={})
     if name not in runs:
         raise PlanError(f"{pool} has no run named {name!r}. It has: {', '.join(runs) or 'none'}.")
-    take_out(runs[name], pool=pool)
-    print(f"{name} is taken out; its files stay in {runs[name].run_dir}")
+    host, run_dir = take_out(runs[name], pool=pool), runs[name].run_dir
+    print(f"{name} is taken out; its files stay in {run_dir}")
+    if host:
+        there = shell_text("paceline", "stop", run_dir)
+        print(f"It still runs: no pool is there to end it, and host {host} leads it. There: {there}")
     return 0
 
 

@@ -99,10 +99,15 @@ def _cancel(study: StudyFile) -> int:
     if run_lock.is_held(study.folder):
         raise PlanError(f"The sweep in {study.folder} runs. End it first, by Ctrl-C; then cancel its trials.")
     runs = own_runs(study, study.pool)
-    for run in runs:
-        take_out(run, pool=study.pool)
+    hosts = {run.run_dir: take_out(run, pool=study.pool) for run in runs}
     taken = ", ".join(Path(run.run_dir).name for run in runs) or "none"
     print(f"taken out of the pool: {taken}. Their files stay; the next start of the sweep goes on with them.")
+    for run_dir, host in hosts.items():
+        if host:
+            there = shell_text("paceline", "stop", run_dir)
+            print(
+                f"{Path(run_dir).name} still runs: no pool is there to end it, and host {host} leads it. There: {there}"
+            )
     return 0
 
 

@@ -25,11 +25,11 @@ def follow(pool: Path, run: PoolRun, *, say: Callable[[str], None], show: Callab
 
     Ctrl-C ends only this: the run stays in the pool.
     """
-    console = GrowingFile(console_of(pool, run))
+    console, known = GrowingFile(console_of(pool, run)), PoolRecord.file(pool)
     told = ""
     try:
         while True:
-            record = PoolRecord.load(pool)
+            record = known.read()
             entry = record.runs.get(run.name)
             now = _state_text(pool, record, entry)
             if now != told:

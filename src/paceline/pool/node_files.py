@@ -24,7 +24,8 @@ from typing import TypeVar
 from paceline.errors import PlanError
 from paceline.monitor.records.run_files import replace_text
 from paceline.plain_data import fitted, read_object
-from paceline.private_files import make_run_directory
+from paceline.pool.cached_file import CachedFile
+from paceline.private_files import make_own_directory, make_run_directory
 from paceline.regular_files import read_regular
 
 __all__ = [
@@ -108,6 +109,11 @@ class NodeRecord:
         """Read it; None where there is none yet, PlanError where it is damaged."""
         return _read(node_dir(pool, name) / NODE, cls)
 
+    @classmethod
+    def file(cls, pool: Path, name: str) -> CachedFile[NodeRecord | None]:
+        """Return the record of a node for one that reads it often and does not change it."""
+        return CachedFile(node_dir(pool, name) / NODE, lambda: cls.load(pool, name))
+
     def save(self, pool: Path) -> None:
         """Write it; raises OSError."""
         replace_text(node_dir(pool, self.name) / NODE, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
@@ -151,8 +157,8 @@ def node_names(pool: Path) -> Iterator[str]:
 
 
 def make_node_dir(pool: Path, name: str) -> Path:
-    """Make a node's folder, for this user alone; raises OSError."""
-    make_run_directory(pool)
+    """Make a node's folder, for this user alone; raises OSError, and PlanError where others may write to the pool's."""
+    make_own_directory(pool)
     make_run_directory(pool / NODES)
     make_run_directory(node_dir(pool, name))
     return node_dir(pool, name)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from paceline import run_lock
 from paceline.errors import PlanError
+from paceline.pool.cached_file import CachedFile
 from paceline.pool.node_files import NodeRecord, PartRecord, WantedPart, WantedParts, node_dir, node_names
 from paceline.pool.pool_state import NodeEntry
 
@@ -51,11 +52,22 @@ class NodeView:
 
 
 class Nodes:
-    """All nodes of a pool, by name. `own`: the one of this process, if it is one; it has the pool's lock."""
+    """All nodes of a pool, by name. `own`: the one of this process, if it is one; it has the pool's lock.
 
-    def __init__(self, pool: Path, *, own: str | None, say: Callable[[str], None]) -> None:
-        self._pool, self._own, self._say = pool, own, say
+    `before_telling` is called before something that a node should have is written: an agent may act on it at once.
+    """
+
+    def __init__(
+        self,
+        pool: Path,
+        *,
+        own: str | None,
+        say: Callable[[str], None],
+        before_telling: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._pool, self._own, self._say, self._before_telling = pool, own, say, before_telling
         self._views: dict[str, NodeView] = {}
+        self._files: dict[str, CachedFile[NodeRecord | None]] = {}
         self._wanted: dict[str, WantedParts] = {}
         self._problems: set[str] = set()
         self._last_look = time.monotonic()
@@ -67,11 +79,10 @@ class Nodes:
         before = self._offers_and_states()
         has_locks = run_lock.is_held(self._pool)  # by this process, unless the disk has none
         for name in node_names(self._pool):
-            record = self._read(name)
-            if record is None:
+            record, view = self._read(name), self._views.get(name)
+            if record is None or (record.has_left and view is not None and view.record is record):
                 continue
             has_lock = not has_locks or run_lock.is_held(node_dir(self._pool, name))
-            view = self._views.get(name)
             if view is None:
                 view = self._views[name] = NodeView(record)
             view.heard(record, passed_s, has_lock=has_lock)
@@ -105,18 +116,20 @@ class Nodes:
 
     def want(self, wanted: Mapping[str, Mapping[str, WantedPart]]) -> None:
         """Tell each node, by name, the parts that it should have; raises OSError."""
-        for name in self._views:
-            parts = WantedParts(parts=dict(wanted.get(name, {})))
-            if name not in self._wanted or self._wanted[name] != parts:
-                parts.save(self._pool, name)
-                self._wanted[name] = parts
+        parts = {name: WantedParts(parts=dict(wanted.get(name, {}))) for name in self._views}
+        changed = [name for name in parts if name not in self._wanted or self._wanted[name] != parts[name]]
+        if changed:
+            self._before_telling()
+        for name in changed:
+            parts[name].save(self._pool, name)
+            self._wanted[name] = parts[name]
 
     def _offers_and_states(self) -> dict[str, tuple[str, int]]:
         return {name: (view.state, view.record.slots) for name, view in self._views.items()}
 
     def _read(self, name: str) -> NodeRecord | None:
         try:
-            return NodeRecord.load(self._pool, name)
+            return self._files.setdefault(name, NodeRecord.file(self._pool, name)).read()
         except (PlanError, OSError) as error:  # as if it had said nothing
             if str(error) not in self._problems:
                 self._problems.add(str(error))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,11 +16,11 @@ from pathlib import Path
 from paceline.errors import LaunchError, PlanError
 from paceline.plain_data import fitted, read_object
 from paceline.pool.batch_growth import BatchGrowth
-from paceline.private_files import make_run_directory, read_private, write_private
+from paceline.private_files import make_own_directory, read_private, write_private
 
-__all__ = ["PoolRun", "queued_runs"]
+__all__ = ["QUEUE", "PoolRun", "queued_runs"]
 
-QUEUE = "queue"
+QUEUE, SUFFIX = "queue", ".json"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -56,8 +57,8 @@ class PoolRun:
         return self.least < self.most
 
     def add_to(self, pool: Path) -> None:
-        """Queue it. Raises PlanError where the pool has a run of this name."""
-        make_run_directory(pool)
+        """Queue it. Raises PlanError where the pool has a run of this name, or others may write to its folder."""
+        make_own_directory(pool)
         (pool / QUEUE).mkdir(mode=0o700, exist_ok=True)
         path = _path(pool, self.name)
         partial = path.with_name(f".{path.name}.new")
@@ -86,23 +87,58 @@ class PoolRun:
 def queued_runs(
     pool: Path, *, known: Mapping[str, PoolRun], problem: Callable[[str], None] | None = None
 ) -> dict[str, PoolRun]:
-    """Return the runs of a pool by name, in the order in which they came; files of `known` ones are not read again. A
-    file that is none is told to `problem` and left out; without it PlanError is raised.
+    """Return the runs of a pool by name, in the order in which they came; files of `known` ones are not read again.
+
+    A known run is left out only where its own file is gone from a folder that can be listed. Where the folder cannot be
+    listed, or is gone, the known ones are returned. This, and a file that is no run, is told to `problem`; without it
+    PlanError is raised.
     """
     found: list[PoolRun] = []
-    for path in sorted((pool / QUEUE).glob("[!.]*.json")):
-        name = path.name.removesuffix(".json")
+    try:
+        names = _names(pool)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and not known:
+            return {}  # nothing was ever queued
+        _report(f"{pool / QUEUE} cannot be listed ({error}): runs stay as they are.", error, problem)
+        return dict(known)
+    for name in sorted(names | known.keys()):
+        path = _path(pool, name)
         try:
-            found.append(known[name] if name in known else PoolRun.load(path))
+            if name not in known:
+                found.append(PoolRun.load(path))
+            elif name in names or _is_there(path):
+                found.append(known[name])
         except FileNotFoundError:
             continue  # it was taken out meanwhile
         except (OSError, ValueError, PlanError, LaunchError) as error:
             text = f"{path} is no queued run ({error}). It is damaged or of another version: move it away."
-            if problem is None:
-                raise PlanError(text) from error
-            problem(text)
+            _report(text, error, problem)
     return {one.name: one for one in sorted(found, key=lambda one: (one.submitted, one.name))}
 
 
+def _names(pool: Path) -> set[str]:
+    """The names of the files in the queue's folder; raises OSError where it cannot be listed."""
+    with os.scandir(pool / QUEUE) as entries:
+        files = [entry.name for entry in entries]
+    return {name.removesuffix(SUFFIX) for name in files if name.endswith(SUFFIX) and not name.startswith(".")}
+
+
+def _is_there(path: Path) -> bool:
+    """Whether a file that a listing has not shown is there: only "no such file" says that it is not."""
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _report(text: str, error: Exception, problem: Callable[[str], None] | None) -> None:
+    if problem is None:
+        raise PlanError(text) from error
+    problem(text)
+
+
 def _path(pool: Path, name: str) -> Path:
-    return pool / QUEUE / f"{name}.json"
+    return pool / QUEUE / f"{name}{SUFFIX}"

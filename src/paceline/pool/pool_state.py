@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from paceline import run_lock
 from paceline.errors import PlanError
 from paceline.monitor.records.run_files import replace_text
-from paceline.plain_data import fitted, read_object
+from paceline.plain_data import fitted, read_object, whole
+from paceline.pool.cached_file import CachedFile
 from paceline.processes import is_same_process, this_host
 from paceline.regular_files import read_regular
 
@@ -107,34 +111,92 @@ class RunEntry:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class PoolRecord:
-    """The pool's process, its devices, its nodes and its runs by name. `has_ended`: in good order, by its user."""
+    """The pool's process, its devices, its nodes and its runs by name. `has_ended`: in good order, by its user.
+    `term`: the number of this process among all that were the pool. `updated`: when this was written, by its clock.
+    """
 
     host: str = ""
     pid: int = 0
     pid_started_s: float = 0.0
+    term: int = 0
     slots: int = 0
     has_ended: bool = False
+    updated: float = 0.0
     nodes: dict[str, NodeEntry] = dataclasses.field(default_factory=dict[str, NodeEntry])
     runs: dict[str, RunEntry] = dataclasses.field(default_factory=dict[str, RunEntry])
 
     @classmethod
     def load(cls, pool: Path) -> PoolRecord:
         """Read it; an empty one where the pool has not been started. Raises PlanError for a damaged file."""
-        try:
-            return fitted(cls, read_object(read_regular(pool / FILE)))
-        except FileNotFoundError:
-            return cls()
-        except ValueError as error:
-            raise PlanError(
-                f"{pool / FILE} cannot be read ({error}): it is damaged or of another version. Move it away; the queue "
-                "and the runs stay."
-            ) from error
+        with _damage_is_told(pool):
+            return fitted(cls, _read(pool))
+
+    @staticmethod
+    def term_file(pool: Path) -> CachedFile[int]:
+        """Return the newest `term` alone, which is read faster; its reader raises PlanError for a damaged file."""
+
+        def load() -> int:
+            with _damage_is_told(pool):
+                return whole(_read(pool).get("term", 0))
+
+        return CachedFile(pool / FILE, load)
+
+    @classmethod
+    def file(cls, pool: Path) -> CachedFile[PoolRecord]:
+        """Return the record for one that reads it often and does not change it."""
+        return CachedFile(pool / FILE, lambda: cls.load(pool))
+
+    def take_over(self, host: str, pid: int, pid_started_s: float, *, now: float) -> None:
+        """Make this the record of the next process that is the pool.
+
+        Clocks of hosts are not compared: on another host, times of runs count on from when this was written.
+        """
+        if self.updated and host != self.host:
+            passed_s = now - self.updated
+            for entry in self.runs.values():
+                entry.since += passed_s if entry.since else 0.0
+                entry.let_in += passed_s if entry.let_in else 0.0
+        self.host, self.pid, self.pid_started_s = host, pid, pid_started_s
+        self.term, self.has_ended = self.term + 1, False
 
     def save(self, pool: Path) -> None:
-        replace_text(pool / FILE, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        """Write it; raises OSError."""
+        replace_text(pool / FILE, self.text())
+
+    def text(self) -> str:
+        """Return it as JSON, with a line for each run."""
+        fields = _fields(self)
+        runs = ",\n".join(f" {json.dumps(name)}: {_json(entry)}" for name, entry in fields.pop("runs").items())
+        return f'{_json(fields)[:-1]}, "runs": {{\n{runs}\n}}}}\n'
 
     def is_alive(self, pool: Path) -> bool:
         """Whether the pool's process is at work, by itself on this host, and on another one by the folder's lock."""
         if self.host == this_host():
             return is_same_process(self.pid, self.pid_started_s)
         return bool(self.host) and not self.has_ended and run_lock.is_held(pool)
+
+
+def _read(pool: Path) -> dict[str, Any]:
+    try:
+        return read_object(read_regular(pool / FILE))
+    except FileNotFoundError:
+        return {}
+
+
+@contextlib.contextmanager
+def _damage_is_told(pool: Path) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise PlanError(
+            f"{pool / FILE} cannot be read ({error}): it is damaged or of another version. Move it away; the queue and "
+            "the runs stay."
+        ) from error
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in type(record).__slots__}
+
+
+# Without `indent`, which has no fast encoder, and without `dataclasses.asdict`, which copies all that it finds.
+_json = json.JSONEncoder(default=_fields).encode

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.launch.coordinator.control_socket import send_command
+from paceline.launch.coordinator.control_socket import ask_to_end, send_command
 from paceline.logs.log_reader import last_lines
 from paceline.logs.metric_rows import read_row
 from paceline.monitor.records.run_record import RUNNING, RunRecord
@@ -169,12 +169,22 @@ def resize(run: PoolRun, replicas: int) -> str:
     return str(answer.get("error", ""))
 
 
-def ask_to_stop(run: PoolRun) -> None:
-    """Have a run finish the step in hand, save and end; does not wait for it."""
+def ask_to_stop(run: PoolRun) -> str:
+    """Have a run finish the step in hand, save and end on all of its hosts; does not wait for it.
+
+    Returns the host on which it has to be asked, where its supervisor is on another one; else "".
+    """
     try:
         record = RunRecord.load(run.run_dir)
     except ValueError:
-        return
-    if record.is_here() and is_same_process(record.pid, record.pid_started_s):
+        return ""
+    if record.state != RUNNING:
+        return ""
+    if not record.is_here():
+        return record.host
+    if not is_same_process(record.pid, record.pid_started_s):
+        return ""
+    if record.job.get("head") is None or not ask_to_end(record.pid):  # SIGTERM may be for one of several hosts alone
         with contextlib.suppress(ProcessLookupError):
             os.kill(record.pid, signal.SIGTERM)
+    return ""

@@ -16,12 +16,13 @@ from typing import Any
 
 from paceline import environment, run_lock
 from paceline.errors import PlanError
+from paceline.pool import pool_lock
 from paceline.pool.devices import NodeOffer
 from paceline.pool.node_agent import NodeAgent
 from paceline.pool.node_files import node_dir, node_name
 from paceline.pool.pool_state import PoolRecord
 from paceline.pool.service import Pool
-from paceline.private_files import make_run_directory
+from paceline.private_files import make_own_directory
 from paceline.processes import this_host
 
 __all__ = ["serve", "serve_node"]
@@ -32,8 +33,8 @@ POOL_LOOK_S = 1.0  # between two looks whether the pool is there
 
 def serve(pool: Path, offer: NodeOffer, *, say: Callable[[str], None]) -> None:
     """Be the pool until SIGTERM or Ctrl-C; raises PlanError where another process is it."""
-    make_run_directory(pool)
-    if not run_lock.hold(pool):
+    make_own_directory(pool)
+    if not pool_lock.hold(pool):
         before = PoolRecord.load(pool)
         raise PlanError(
             f"{pool} is in use: process {before.pid} on {before.host} is its pool. To give it this host's devices: "
@@ -52,15 +53,15 @@ def serve_node(pool: Path, offer: NodeOffer, *, say: Callable[[str], None]) -> N
     """Be a node until SIGTERM or Ctrl-C, or until the pool ends in good order; and the pool, where none is there."""
     with Asked() as asked:
         agent = NodeAgent(pool, offer, say=say)
-        look_at, has_served, is_told = 0.0, False, False
+        look_at, has_served, is_told, known = 0.0, False, False, PoolRecord.file(pool)
         while not asked:
             agent.look()
             if time.monotonic() >= look_at:
                 look_at = time.monotonic() + POOL_LOOK_S
                 has_ended, may_lead = False, False
                 with contextlib.suppress(OSError):  # the disk is away: all goes on as it is
-                    has_ended = PoolRecord.load(pool).has_ended
-                    may_lead = not (has_served and has_ended) and run_lock.hold(pool)
+                    has_ended = known.read().has_ended
+                    may_lead = not (has_served and has_ended) and pool_lock.hold(pool)
                 if has_served and has_ended:
                     say("the pool has ended")
                     break
@@ -79,7 +80,7 @@ def serve_node(pool: Path, offer: NodeOffer, *, say: Callable[[str], None]) -> N
 def _be_pool(pool: Path, agent: NodeAgent | None, asked: Asked, say: Callable[[str], None]) -> None:
     serving = Pool(pool, agent=agent, say=say)
     try:
-        serving.run(asked.once)
+        serving.run(asked.once, asked.more_than_once)
         if agent is not None:  # after an error runs go on, as after kill -9
             agent.leave(asked.more_than_once)
     finally:

@@ -7,7 +7,6 @@ save and end, and are gone on with later.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import time
@@ -18,17 +17,19 @@ from paceline import clock, run_lock
 from paceline.elastic.membership_messages import PREEMPTED, TOO_FEW
 from paceline.errors import PlanError
 from paceline.monitor.records.run_files import local_path
+from paceline.pool import pool_lock
 from paceline.pool.facts import PoolJob, PoolTerms
 from paceline.pool.node_agent import NodeAgent
 from paceline.pool.nodes import Nodes
+from paceline.pool.notices import Notices
 from paceline.pool.part_control import PartControl, Presence
 from paceline.pool.policy import decide
-from paceline.pool.pool_run import PoolRun, queued_runs
+from paceline.pool.pool_run import QUEUE, PoolRun, queued_runs
 from paceline.pool.pool_state import PoolRecord, RunEntry
 from paceline.pool.run_control import Observed, console_of, measured_step, observe
 from paceline.pool.run_pace import RunPace
 from paceline.pool.shares import shares_of, shares_text
-from paceline.private_files import make_run_directory
+from paceline.private_files import make_own_directory
 from paceline.processes import process_started_s, this_host
 
 __all__ = ["Pool"]
@@ -43,6 +44,7 @@ TERMS = PoolTerms(interval_s=DECIDE_S, patience_s=600.0, turn_s=10.0)
 BATCH_STAYS_S = 30.0  # a run that has just changed is not stopped for another batch
 LOSSES = 3  # without a step between them: then a run has failed
 UNCLEAR_S = 5.0  # a run's record that another node wrote may be so old, after its parts have ended
+SAVE_AGAIN_S = 30.0  # pool.json is written, also where it has not changed
 END_S = 60.0  # in which runs save and end, where the pool ends
 
 
@@ -53,44 +55,57 @@ class Pool:
 
     def __init__(self, folder: Path, *, agent: NodeAgent | None, say: Callable[[str], None]) -> None:
         """Take the folder; raises PlanError where another process has it, or a file of it is damaged."""
-        make_run_directory(folder)
+        make_own_directory(folder)
         self._folder, self._agent, self._say = folder, agent, say
-        if not run_lock.hold(folder):
+        if not pool_lock.hold(folder):
             before = PoolRecord.load(folder)
             raise PlanError(f"{folder} is in use: process {before.pid} on {before.host} is its pool.")
-        self._record = PoolRecord.load(folder)
-        self._record.host, self._record.pid, self._record.has_ended = this_host(), os.getpid(), False
-        self._record.pid_started_s = process_started_s(os.getpid()) or 0.0
+        try:
+            self._record, self._newest_term = PoolRecord.load(folder), PoolRecord.term_file(folder)
+            _require_queue(folder, self._record)
+        except BaseException:
+            run_lock.release(folder)
+            raise
+        pid = os.getpid()
+        self._record.take_over(this_host(), pid, process_started_s(pid) or 0.0, now=clock.now())
         self._runs: dict[str, PoolRun] = {}
         self._seen: dict[str, Observed] = {}
         self._target: dict[str, dict[str, int]] = {}  # replicas of each run by node, as decided
         self._gone_since: dict[str, float] = {}  # of runs without parts, whose record says that they run
-        self._told: set[str] = set()
-        self._nodes = Nodes(folder, own=None if agent is None else agent.name, say=say)
+        self._say_once = Notices(say)
+        self._is_dirty, self._saved, self._saved_at = False, "", 0.0
+        self._nodes = Nodes(
+            folder, own=None if agent is None else agent.name, say=say, before_telling=self._before_telling
+        )
         self._parts = PartControl(
-            self._nodes, entries=self._record.runs, seen=self._seen, say_once=self._say_once, changed=self._save
+            self._nodes, entries=self._record.runs, seen=self._seen, say_once=self._say_once, changed=self._changed
         )
         self._next_decision = self._last_look = time.monotonic()
         self._nodes.look()
+        self._note_devices(self._parts.held())  # before it is seen at work: a run that is too large for it is refused
         self._save()
 
-    def run(self, is_asked: Callable[[], bool]) -> None:
-        """Serve until `is_asked()`; then have all runs save and end, for at most a minute.
+    def run(self, is_asked: Callable[[], bool], is_hurried: Callable[[], bool] = lambda: False) -> None:
+        """Serve until `is_asked()`; then have all runs save and end, for at most a minute, or until `is_hurried()`.
 
         Raises PlanError where another process has become the pool: the file server gave it the lock, as this host was
         cut off.
         """
         while not is_asked():
-            self._check_lock()
-            self.look()
+            try:
+                self._require_lock()
+                self.look()
+            except OSError as error:  # the disk is away, for example: all stays as it is until the next look
+                self._say_once(f"the pool's files cannot be read: {error}")
             time.sleep(LOOK_S)
-        self._end()
+        self._end(is_hurried)
 
-    def _check_lock(self) -> None:
-        with contextlib.suppress(OSError):
-            now = PoolRecord.load(self._folder)
-            if now.pid and (now.host, now.pid) != (self._record.host, self._record.pid):
-                raise PlanError(f"{self._folder} has another pool now: process {now.pid} on {now.host}. This one ends.")
+    def _require_lock(self) -> None:
+        """Raises PlanError where another process is the pool, and OSError where that cannot be seen."""
+        newest = self._newest_term.read()
+        pool_lock.require(self._folder, self._record.term, newest)
+        if newest < self._record.term:  # one that was the pool before has come back, and has written what it knows
+            self._is_dirty, self._saved = True, ""
 
     def close(self) -> None:
         """Give the folder back."""
@@ -101,6 +116,8 @@ class Pool:
         self._turn_agent()
         changed = self._nodes.look()
         changed |= self._read_queue()
+        for name in self._seen.keys() - self._runs.keys():
+            del self._seen[name]  # another run may come by this name
         passed_s, self._last_look = min(time.monotonic() - self._last_look, MOST_PASSED_S), time.monotonic()
         for name, run in self._runs.items():
             changed |= self._observe(name, run, passed_s)
@@ -109,6 +126,7 @@ class Pool:
             self._decide()
         self._change_batches()
         self._parts.bring_about(self._runs, self._target)
+        self._save_changes()
         self._turn_agent()
 
     def _turn_agent(self) -> None:
@@ -139,9 +157,13 @@ class Pool:
     def _observe(self, name: str, run: PoolRun, passed_s: float) -> bool:
         """Look at a run; returns whether there is something to decide anew."""
         entry = self._entry(name)
-        if entry.is_over:
+        if entry.is_over or (entry.phase == "waiting" and name in self._seen):  # nothing runs that could change it
             return False
-        seen = self._seen[name] = observe(run)
+        try:
+            seen = self._seen[name] = observe(run)
+        except OSError as error:  # it is as it was seen last; the other runs are looked at all the same
+            self._say_once(f"{name} cannot be looked at: {error}")
+            return False
         if seen.step > entry.step:
             entry.step, entry.losses = seen.step, 0
         entry.last_step = seen.last_step if seen.last_step is not None else entry.last_step
@@ -176,12 +198,14 @@ class Pool:
         """The run's parts are gone: for good, or because they were asked, or lost."""
         was_leaving, entry.replicas, entry.devices = entry.phase == "leaving", 0, 0
         code = seen.exit_code if presence.exit_code is None else presence.exit_code
-        is_lost = seen.state == "lost" or seen.is_running or (code is not None and code < 0)
+        # Without a record it has never begun: its node left, say, or its agent was killed before it started the part.
+        never_began = seen.state == "" and code is None and not presence.problem
+        is_lost = never_began or seen.state == "lost" or seen.is_running or (code is not None and code < 0)
         if seen.state == "finished" and code in (0, None):
             phase, word = "finished", f"finished at step {seen.step}"
         elif was_leaving or code in (PREEMPTED, TOO_FEW):
             phase, word = "waiting", f"has saved step {seen.step} and waits"
-        elif presence.lost_node and is_lost:
+        elif presence.lost_node and (is_lost or presence.exit_code is None):  # its record may be of an earlier start
             phase, word = "waiting", f"was lost at step {seen.step} with node {presence.lost_node}; it is started again"
         elif is_lost:
             entry.losses += 1
@@ -194,6 +218,8 @@ class Pool:
         else:
             phase, word = "failed", f"failed with exit status {code}: see {local_path(console_of(self._folder, run))}"
         entry.phase, entry.exit_code, entry.since = phase, code, clock.now()
+        self._seen.pop(name, None)
+        self._changed()
         if entry.is_over:
             entry.ended = clock.now()
         self._say(f"{name} {word}")
@@ -222,7 +248,7 @@ class Pool:
             entry.moves = shares if entry.moves else {}
             if name in decision.waiting:
                 entry.why = decision.waiting[name]
-        self._save()
+        self._changed()
 
     def _change_batches(self) -> None:
         """Have runs save and end that are to go on with another batch; they keep their devices meanwhile."""
@@ -244,9 +270,12 @@ class Pool:
         """
         held = self._parts.held()
         silent = {node: count for node, count in held.items() if not self._nodes.is_here(node)}
+        self._note_devices(held)
+        return {name: node.slots for name, node in self._nodes.here.items()} | silent
+
+    def _note_devices(self, held: Mapping[str, int]) -> None:
         self._record.nodes = self._nodes.entries(held)
         self._record.slots = sum(node.slots for node in self._nodes.here.values())
-        return {name: node.slots for name, node in self._nodes.here.items()} | silent
 
     def _placed(self, name: str, places: Sequence[str]) -> dict[str, int]:
         """Return the replicas by node; none where too few of them are whole on a node."""
@@ -293,20 +322,35 @@ class Pool:
             self._say_once(f"decisions.jsonl cannot be written: {error}")
         self._say(why or f"{name}: {sizes['before']} -> {sizes['after']} replicas")
 
+    def _changed(self) -> None:
+        """Note that something is to be written: at the end of the turn, or before a node is told something."""
+        self._is_dirty = True
+
+    def _before_telling(self) -> None:
+        self._require_lock()
+        self._save_changes()
+
+    def _save_changes(self) -> None:
+        if self._is_dirty:
+            self._save()
+
     def _save(self) -> None:
+        """Write what the pool knows, unless it is on the disk as it is; then once in `SAVE_AGAIN_S`."""
+        text = self._record.text()
+        if text == self._saved and time.monotonic() < self._saved_at + SAVE_AGAIN_S:
+            self._is_dirty = False
+            return
         try:
+            self._require_lock()
+            self._record.updated = clock.now()
             self._record.save(self._folder)
+            self._is_dirty, self._saved, self._saved_at = False, self._record.text(), time.monotonic()
         except OSError as error:  # the disk is full, for example; runs go on, and so does the pool
             self._say_once(f"pool.json cannot be written: {error}")
 
-    def _say_once(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
-            self._say(text)
-
     # The end.
 
-    def _end(self) -> None:
+    def _end(self, is_hurried: Callable[[], bool]) -> None:
         """All runs save and end."""
         running = [name for name in self._runs if self._entry(name).phase in ("running", "leaving")]
         if running:
@@ -318,19 +362,38 @@ class Pool:
             entry.phase = "leaving"
             self._parts.leave(name, entry)
         deadline = time.monotonic() + END_S
-        while running and time.monotonic() < deadline:
-            self._parts.bring_about(self._runs, {})
-            self._turn_agent()
-            self._nodes.look()
-            for name in running:
-                self._observe(name, self._runs[name], 0.0)
+        while running and time.monotonic() < deadline and not is_hurried():
+            try:
+                self._look_at_ending(running)
+            except OSError as error:
+                self._say_once(f"the pool's files cannot be read: {error}")
             running = [name for name in running if self._entry(name).phase == "leaving"]
             time.sleep(LOOK_S)
-        for name in running:
-            self._say(f"{name} has not ended in {END_S:.0f} s: it goes on")
+        if running and is_hurried():
+            self._say(f"asked again: the pool does not wait until {', '.join(running)} have saved and ended")
+        elif running:
+            self._say(f"{', '.join(running)} have not ended in {END_S:.0f} s: they go on")
         self._parts.tell(self._runs)
         self._record.has_ended = True
         self._save()
+
+    def _look_at_ending(self, running: Sequence[str]) -> None:
+        self._parts.bring_about(self._runs, {})
+        self._turn_agent()
+        self._nodes.look()
+        for name in running:
+            self._observe(name, self._runs[name], 0.0)
+        self._save_changes()
+
+
+def _require_queue(folder: Path, record: PoolRecord) -> None:
+    """Raise PlanError where the pool has runs and their queue is gone: they would all be taken out."""
+    going_on = sorted(name for name, entry in record.runs.items() if not entry.is_over)
+    if going_on and not (folder / QUEUE).is_dir():
+        raise PlanError(
+            f"{folder} has runs ({', '.join(going_on[:5])}{', ...' if len(going_on) > 5 else ''}), and their queue "
+            f"{folder / QUEUE} is not there: is the disk mounted? To begin anew without them, move {folder} away."
+        )
 
 
 def _replicas_text(run: PoolRun) -> str:

@@ -76,7 +76,7 @@ class Sweep:
             raise
         self._followed: dict[int, RunMetrics] = {}
         self._in_pool: set[int] = set()  # trials whose run this process has seen there
-        self._pool_record = PoolRecord()
+        self._pool_file, self._pool_record = PoolRecord.file(study.pool), PoolRecord()
         self._began = time.monotonic()
         self._num_good = self._num_failed = 0  # trials that ended in this start
         self._told: set[str] = set()
@@ -158,7 +158,7 @@ class Sweep:
         if self._own_pool is not None:
             self._own_pool.keep()
         self._queued = queued_runs(self._study.pool, known=self._queued, problem=self._say_once)
-        self._pool_record = PoolRecord.load(self._study.pool)
+        self._pool_record = self._pool_file.read()
         if self._num_asked:
             return
         if not self._pool_record.is_alive(self._study.pool):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import os
 import stat
 import subprocess
@@ -16,7 +18,7 @@ from paceline.pool.devices import NodeOffer
 from paceline.pool.follow import pool_lines
 from paceline.pool.pool_run import PoolRun, queued_runs
 from paceline.pool.pool_state import NodeEntry, PartEntry, PoolRecord, RunEntry
-from paceline.pool.serve import serve
+from paceline.pool.serve import serve, serve_node
 from paceline.pool.service import Pool
 
 ONE = PoolRun(
@@ -72,6 +74,60 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         PoolRecord.load(tmp_path)
 
 
+def test_runs_stay_where_the_queue_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    second = dataclasses.replace(ONE, name="second", submitted=3.0)
+    for run in (ONE, second):
+        run.add_to(tmp_path)
+    known = {"first": ONE, "second": second}
+    told: list[str] = []
+    assert queued_runs(tmp_path / "none", known={}) == {}, "nothing was ever queued there"
+    (tmp_path / "queue").rename(tmp_path / "away")
+    assert queued_runs(tmp_path, known=known, problem=told.append) == known
+    (tmp_path / "away").rename(tmp_path / "queue")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "scandir", _refuses)
+        assert queued_runs(tmp_path, known=known, problem=told.append) == known
+        with pytest.raises(PlanError, match="cannot be listed"):
+            queued_runs(tmp_path, known=known)
+    assert [text.count("runs stay as they are") for text in told] == [1, 1]
+    with monkeypatch.context() as patched:  # a listing that misses what is there
+        patched.setattr(os, "scandir", lambda path: contextlib.nullcontext(iter(())))
+        second.remove_from(tmp_path)
+        assert queued_runs(tmp_path, known=known) == {"first": ONE}
+
+
+def _refuses(path: Path) -> None:
+    raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o720])
+def test_a_folder_into_which_others_may_write_is_no_pool(tmp_path: Path, mode: int) -> None:
+    pool = tmp_path / "pool"
+    pool.mkdir()
+    pool.chmod(mode)
+    PoolRecord(host="forged", pid=7).save(pool)
+    offer = NodeOffer(slots=1, cores=1)
+    uses = (
+        lambda: ONE.add_to(pool),
+        lambda: Pool(pool, agent=None, say=print),
+        lambda: serve(pool, offer, say=print),
+        lambda: serve_node(pool, offer, say=print),
+    )
+    for use in uses:
+        with pytest.raises(PlanError, match=f"Other users may write to .*mode {mode:04o}.*chmod go-w"):
+            use()
+    assert [path.name for path in pool.iterdir()] == ["pool.json"]
+    pool.chmod(0o755)
+    ONE.add_to(pool)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
+def test_another_users_folder_is_no_pool(tmp_path: Path) -> None:
+    os.chown(tmp_path, 12345, -1)
+    with pytest.raises(PlanError, match="belongs to user 12345, not to you"):
+        ONE.add_to(tmp_path)
+
+
 def test_what_the_pool_knows_outlives_it(tmp_path: Path) -> None:
     assert PoolRecord.load(tmp_path) == PoolRecord()
     record = PoolRecord(host="a", pid=1, slots=4, runs={"first": RunEntry(phase="running", step_s={"2": 0.5})})
@@ -82,12 +138,31 @@ def test_what_the_pool_knows_outlives_it(tmp_path: Path) -> None:
     assert not again.is_alive(tmp_path), "on another host"
 
 
+def test_another_hosts_clock_is_not_compared_with_that_of_the_next_pool() -> None:
+    def taken_over(host: str) -> tuple[float, float, float]:
+        runs = {"first": RunEntry(since=40.0, let_in=10.0), "second": RunEntry()}
+        record = PoolRecord(host="a", pid=1, term=3, updated=100.0, has_ended=True, runs=runs)
+        record.take_over(host, 7, 1.0, now=9100.0)
+        assert (record.host, record.pid, record.pid_started_s, record.term, record.has_ended) == (
+            host,
+            7,
+            1.0,
+            4,
+            False,
+        )
+        assert record.runs["second"].let_in == 0.0, "it never had devices"
+        return record.runs["first"].since, record.runs["first"].let_in, record.runs["second"].since
+
+    assert taken_over("b") == (9040.0, 9010.0, 0.0), "60 s and 90 s ago, as it was when the other pool wrote last"
+    assert taken_over("a") == (40.0, 10.0, 0.0)
+
+
 def test_a_pool_that_has_lost_its_folder_to_another_one_ends_and_writes_nothing(tmp_path: Path) -> None:
     said: list[str] = []
     pool = Pool(tmp_path, agent=None, say=said.append)
     try:
         pool.look()
-        other = PoolRecord(host="elsewhere", pid=7)
+        other = PoolRecord(host="elsewhere", pid=7, term=2)
         other.save(tmp_path)
         with pytest.raises(PlanError, match="has another pool now: process 7 on elsewhere"):
             pool.run(lambda: False)
