@@ -40,7 +40,7 @@ MOVE_S = 1.0  # a run stands still for so long when it is resized while it goes 
 RESTART_S = 20.0  # and for so long when it saves, ends and goes on with other replicas
 SPREAD = 0.9  # the pace of replicas on several nodes over that on one, until steps are measured there
 # A start and a stop take some seconds: a run that was let in is not paused for twice a decision.
-TERMS = PoolTerms(interval_s=DECIDE_S, patience_s=600.0, turn_s=10.0)
+TERMS = PoolTerms(interval_s=DECIDE_S, patience_s=300.0, turn_s=10.0)
 BATCH_STAYS_S = 30.0  # a run that has just changed is not stopped for another batch
 LOSSES = 3  # without a step between them: then a run has failed
 UNCLEAR_S = 5.0  # a run's record that another node wrote may be so old, after its parts have ended
@@ -201,9 +201,10 @@ class Pool:
         # Without a record it has never begun: its node left, say, or its agent was killed before it started the part.
         never_began = seen.state == "" and code is None and not presence.problem
         is_lost = never_began or seen.state == "lost" or seen.is_running or (code is not None and code < 0)
+        has_failed = seen.state == "failed" and code is not None and code > 0 and code not in (PREEMPTED, TOO_FEW)
         if seen.state == "finished" and code in (0, None):
             phase, word = "finished", f"finished at step {seen.step}"
-        elif was_leaving or code in (PREEMPTED, TOO_FEW):
+        elif (was_leaving and not has_failed) or code in (PREEMPTED, TOO_FEW):
             phase, word = "waiting", f"has saved step {seen.step} and waits"
         elif presence.lost_node and (is_lost or presence.exit_code is None):  # its record may be of an earlier start
             phase, word = "waiting", f"was lost at step {seen.step} with node {presence.lost_node}; it is started again"

@@ -138,6 +138,22 @@ def test_what_becomes_of_a_run_whose_parts_are_gone(
     assert (entry.phase, entry.losses) == (phase, losses), scene.said
 
 
+@pytest.mark.parametrize(
+    ("state", "code", "phase"),
+    [("stopped", 75, "waiting"), ("stopped", 143, "waiting"), ("finished", 0, "finished"), ("failed", 1, "failed")],
+)
+def test_what_becomes_of_a_run_that_was_asked_to_leave(
+    scene: PoolScene, monkeypatch: pytest.MonkeyPatch, state: str, code: int, phase: str
+) -> None:
+    scene.pool.look()
+    entry = scene.pool._entry("first")
+    entry.phase = "leaving"
+    monkeypatch.setattr(service, "observe", lambda run: Observed(state=state, exit_code=code))
+    monkeypatch.setattr(scene.pool._parts, "look_at", lambda *of: Presence(is_there=False, exit_code=code))
+    scene.pool.look()
+    assert entry.phase == phase, "an error of the script is no save"
+
+
 def test_a_run_that_never_begins_fails_at_the_third_time(scene: PoolScene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scene.pool._parts, "look_at", lambda *of: Presence(is_there=False))
     scene.pool.look()
