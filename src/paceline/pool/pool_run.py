@@ -18,7 +18,7 @@ from paceline.plain_data import fitted, read_object
 from paceline.pool.batch_growth import BatchGrowth
 from paceline.private_files import make_own_directory, read_private, write_private
 
-__all__ = ["QUEUE", "PoolRun", "queued_runs"]
+__all__ = ["QUEUE", "PoolRun", "is_taken_out", "queued_runs"]
 
 QUEUE, SUFFIX = "queue", ".json"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -106,7 +106,7 @@ def queued_runs(
         try:
             if name not in known:
                 found.append(PoolRun.load(path))
-            elif name in names or _is_there(path):
+            elif name in names or not is_taken_out(pool, name):
                 found.append(known[name])
         except FileNotFoundError:
             continue  # it was taken out meanwhile
@@ -116,22 +116,22 @@ def queued_runs(
     return {one.name: one for one in sorted(found, key=lambda one: (one.submitted, one.name))}
 
 
+def is_taken_out(pool: Path, name: str) -> bool:
+    """Whether the queue has no such run. False where that cannot be told: the folder is away, or cannot be read."""
+    try:
+        os.stat(_path(pool, name))
+    except FileNotFoundError:
+        return (pool / QUEUE).is_dir()
+    except OSError:
+        pass
+    return False
+
+
 def _names(pool: Path) -> set[str]:
     """The names of the files in the queue's folder; raises OSError where it cannot be listed."""
     with os.scandir(pool / QUEUE) as entries:
         files = [entry.name for entry in entries]
     return {name.removesuffix(SUFFIX) for name in files if name.endswith(SUFFIX) and not name.startswith(".")}
-
-
-def _is_there(path: Path) -> bool:
-    """Whether a file that a listing has not shown is there: only "no such file" says that it is not."""
-    try:
-        path.lstat()
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def _report(text: str, error: Exception, problem: Callable[[str], None] | None) -> None:

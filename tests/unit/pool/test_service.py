@@ -313,12 +313,12 @@ def test_a_pool_whose_disk_fails_while_it_ends_waits_for_its_runs_all_the_same(
 ) -> None:
     scene.node("a", slots=1)
     scene.pool.look()
-    real, fails = scene.pool._nodes.look, [True, False]
+    real, fails, start = scene.pool._nodes.look, [True, False], scene.entry("first").parts["a"].start
 
     def look() -> bool:
         if fails.pop(0):
             raise OSError(errno.EIO, "Input/output error")
-        part = NodeRecord(name="a", host="a", slots=1, beat=2, parts={"first": PartRecord(start=1, has_ended=True)})
+        part = NodeRecord(name="a", host="a", slots=1, beat=2, parts={"first": PartRecord(start=start, has_ended=True)})
         part.save(scene.folder)
         return real()
 
