@@ -10,9 +10,10 @@ count as there while the run says so.
 from __future__ import annotations
 
 import dataclasses
+import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 
 from paceline import clock, run_lock
@@ -35,6 +36,7 @@ OVER_S = 60.0  # and where that one has finished or failed: perhaps only it coul
 # A part on a node that does not answer is gone when for so long its run, which goes on, has had no workers there; or,
 LOST_S = 3.0
 GONE_S = 15.0  # of a run that goes on nowhere else, when no process has had the run's lock
+START_BITS = 52  # of random numbers: no two starts have the same, and JSON readers keep them
 STUCK_S = 30.0  # a run that can neither give nor take for so long is paused, and goes on as it should be
 
 
@@ -55,20 +57,22 @@ class Presence:
 
 
 class PartControl:
-    """The parts of all runs. `entries` and `seen` are the pool's, by run; `changed` is called when an entry changes."""
+    """The parts of all runs. `entries` and `seen` are the pool's, by run. `taken_out`: entries of runs that were taken
+    out of the queue; they stay here until their parts have ended. `changed` is called when an entry changes.
+    """
 
     def __init__(
         self,
         nodes: Nodes,
         *,
         entries: Mapping[str, RunEntry],
+        taken_out: MutableMapping[str, RunEntry],
         seen: Mapping[str, Observed],
         say_once: Callable[[str], None],
         changed: Callable[[], None],
     ) -> None:
-        self._nodes, self._entries, self._seen = nodes, entries, seen
+        self._nodes, self._entries, self._taken_out, self._seen = nodes, entries, taken_out, seen
         self._say_once, self._changed = say_once, changed
-        self._parting: dict[str, tuple[PoolRun, RunEntry]] = {}  # taken out, and perhaps still there
         self._asked_at: dict[tuple[str, str], float] = {}  # by run and node
         self._quiet_since: dict[tuple[str, str], float] = {}  # of parts on nodes that do not answer
         self._stuck_since: dict[str, float] = {}
@@ -76,14 +80,18 @@ class PartControl:
 
     # What is there.
 
-    def look_at(self, name: str, run: PoolRun, entry: RunEntry) -> Presence:
+    def look_at(self, name: str, entry: RunEntry) -> Presence:
         """See which parts of a run are there, and forget those that have ended."""
         presence = self._presence.setdefault(name, Presence())
+        self._look_at(name, entry, self._seen.get(name, Observed()), presence)
+        return presence
+
+    def _look_at(self, name: str, entry: RunEntry, seen: Observed, presence: Presence) -> None:
         for node, part in list(entry.parts.items()):
             view = self._nodes.get(node)
             said = None if view is None else view.part(name, part.start)
             if said is not None and said.problem and not said.has_ended:
-                self._refused(name, run, entry, node, said.problem)
+                self._refused(name, entry, node, said.problem)
             if said is not None and said.has_ended:
                 presence.lost_node = ""
                 if said.exit_code is not None and (not part.leaves or entry.ends_run):
@@ -92,29 +100,28 @@ class PartControl:
                     goes_on = said.exit_code is None or said.exit_code < 0 or said.exit_code in (PREEMPTED, TOO_FEW)
                     presence.changes_after = time.monotonic() + (ENDS_S if goes_on else OVER_S)
                 presence.problem = said.problem if said.pid == 0 else presence.problem
-            elif (view is not None and view.is_here) or not self._is_gone(name, run, entry, node):
+            elif (view is not None and view.is_here) or not self._is_gone(name, entry, node, seen):
                 continue
             else:
                 presence.lost_node = node
-                self._say_once(f"{name} has lost its part on node {node}, its number {part.start}")
+                self._say_once(f"{name} has lost its part on node {node}, after {entry.starts} starts of parts")
             del entry.parts[node]
             self._asked_at.pop((name, node), None)
             self._quiet_since.pop((name, node), None)
             entry.settled = -1
-            self._count(run, entry)
+            self._count(entry)
             self._changed()
         presence.is_there = bool(entry.parts)
-        return presence
 
-    def _refused(self, name: str, run: PoolRun, entry: RunEntry, node: str, problem: str) -> None:
+    def _refused(self, name: str, entry: RunEntry, node: str, problem: str) -> None:
         """A run does not take the replicas that it was given. On one node it is taken to have those that it shows; on
         several it may only lack a part that is still to join.
         """
         self._say_once(f"{name} keeps its replicas on {node}: {problem}")
-        has = self._seen.get(name, Observed()).workers_on.get(self._host(node), 0) // run.workers_each
+        has = self._seen.get(name, Observed()).workers_on.get(self._host(node), 0) // entry.workers_each
         if not entry.is_open and has and has != entry.parts[node].replicas:
             entry.parts[node].replicas = has
-            self._count(run, entry)
+            self._count(entry)
             self._changed()
 
     def held(self) -> dict[str, int]:
@@ -122,7 +129,7 @@ class PartControl:
         found = Counter[str]()
         for name, entry in self._entries.items():
             self._count_held(found, entry, self._seen.get(name))
-        for _, entry in self._parting.values():
+        for entry in self._taken_out.values():
             self._count_held(found, entry, None)
         return dict(found)
 
@@ -131,29 +138,34 @@ class PartControl:
             workers = 0 if seen is None else seen.workers_on.get(self._host(node), 0)
             found[node] += max(part.replicas * entry.workers_each, workers)
 
-    def part_with(self, name: str, run: PoolRun, entry: RunEntry) -> None:
-        """A run was taken out of the queue: its parts are to end."""
-        self.leave(name, entry)
-        self._parting[name] = run, entry
+    def part_with(self, name: str, entry: RunEntry) -> None:
+        """A run was taken out of the queue: its parts are to end, and hold their devices until they have."""
+        self._stuck_since.pop(name, None)
+        self._presence.pop(name, None)
+        if entry.parts:
+            self._taken_out[name] = entry
+            self.leave(name, entry)
 
     def look_at_parting(self) -> None:
         """Forget runs that were taken out and have ended."""
-        for name, (run, entry) in list(self._parting.items()):
-            if not self.look_at(name, run, entry).is_there:
-                del self._parting[name]
+        for name, entry in list(self._taken_out.items()):
+            self._look_at(name, entry, Observed(), Presence())
+            if not entry.parts:
+                del self._taken_out[name]
+                self._changed()
 
-    def _is_gone(self, name: str, run: PoolRun, entry: RunEntry, node: str) -> bool:
+    def _is_gone(self, name: str, entry: RunEntry, node: str, seen: Observed) -> bool:
         """Whether a part on a node that does not answer is gone with it, as far as the run shows. Its agent alone may
         have been killed: then the part goes on.
         """
-        view, seen = self._nodes.get(node), self._seen.get(name)
+        view = self._nodes.get(node)
         if view is not None and view.state == LEFT:  # in good order, with all its parts
             return True
         others = [one for one in entry.parts if one != node and self._nodes.is_here(one)]
-        if others and seen is not None and seen.is_running:
+        if others and seen.is_running:
             shows_life, limit_s = seen.workers_on.get(self._host(node), 0) > 0, LOST_S
         else:
-            shows_life, limit_s = run_lock.is_held(Path(run.run_dir)), GONE_S
+            shows_life, limit_s = bool(entry.run_dir) and run_lock.is_held(Path(entry.run_dir)), GONE_S
         if shows_life:
             self._quiet_since.pop((name, node), None)
             return False
@@ -172,15 +184,14 @@ class PartControl:
         for name, run in runs.items():
             if self._entries[name].phase == "waiting" and target.get(name):
                 self._give(free, name, lambda name=name, run=run: self._start(name, run, target[name], free))
-        for name in [*runs, *self._parting]:
-            self._ask_again(name, self._entries[name] if name in runs else self._parting[name][1])
-        self.tell(runs)
+        for name, entry in [*self._entries.items(), *self._taken_out.items()]:
+            self._ask_again(name, entry)
+        self.tell()
 
-    def tell(self, runs: Mapping[str, PoolRun]) -> None:
-        """Write what each node should have."""
+    def tell(self) -> None:
+        """Write what each node should have. A run and one that was taken out never both have parts under one name."""
         wanted: dict[str, dict[str, WantedPart]] = {}
-        entries = {name: self._entries[name] for name in runs if self._entries[name].parts}
-        for name, entry in [*entries.items(), *((name, one) for name, (_, one) in self._parting.items())]:
+        for name, entry in [*self._entries.items(), *self._taken_out.items()]:
             for node, part in entry.parts.items():
                 wanted.setdefault(node, {})[name] = self._wanted(entry, part)
         try:
@@ -239,7 +250,7 @@ class PartControl:
                 entry.parts[node].replicas = replicas
             else:
                 entry.parts[node] = self._new_part(entry, node, replicas, run)
-        self._resized(run, entry)
+        self._resized(entry)
 
     def pause(self, name: str, entry: RunEntry) -> None:
         """Have a run save and end; it waits then."""
@@ -253,7 +264,10 @@ class PartControl:
         shares = startable(target, free, least=run.least if run.is_elastic else run.most, workers_each=run.workers_each)
         if not shares:
             return
-        if entry.starts and run_lock.is_held(Path(run.run_dir)):
+        if name in self._taken_out:
+            entry.why = f"{name} waits: the run that had its name before has not ended yet."
+            return
+        if run_lock.is_held(Path(run.run_dir)):
             entry.why = (
                 f"{name} waits: another process works in its directory still, perhaps on a node that is cut off."
             )
@@ -263,7 +277,7 @@ class PartControl:
         entry.is_live = run.is_elastic and entry.fixed is None
         first = first_nodes(shares, run.least) if entry.is_live else shares
         self._presence[name] = Presence()
-        entry.workers_each = run.workers_each
+        entry.submitted, entry.run_dir, entry.workers_each = run.submitted, run.run_dir, run.workers_each
         entry.hosts, entry.workers = len(first), sum(first.values()) * run.workers_each
         entry.is_open = entry.is_live and len(self._nodes.here) > 1
         entry.ends_run = False
@@ -271,12 +285,12 @@ class PartControl:
         entry.batch = RunPace.of(run, entry).best_batch(sum(shares.values()))
         entry.phase, entry.let_in = "running", entry.let_in if entry.moves else clock.now()
         entry.moves = {}
-        self._resized(run, entry)
+        self._resized(entry)
 
     def _new_part(self, entry: RunEntry, node: str, replicas: int, run: PoolRun) -> PartEntry:
         entry.starts += 1
         gpus = self._gpus(node, replicas * run.workers_each, run)
-        return PartEntry(replicas=replicas, start=entry.starts, gpus=gpus)
+        return PartEntry(replicas=replicas, start=secrets.randbits(START_BITS), gpus=gpus)
 
     def _give(self, free: dict[str, int], name: str, give: Callable[[], None]) -> None:
         """Let a run take devices, and count them as taken."""
@@ -298,7 +312,7 @@ class PartControl:
         gpus = self._nodes.here[node].gpus
         if gpus is None or not uses_gpus(run):
             return None if gpus is None else ()
-        everyone = [*self._entries.values(), *(entry for _, entry in self._parting.values())]
+        everyone = [*self._entries.values(), *self._taken_out.values()]
         taken = [gpu for entry in everyone if node in entry.parts for gpu in entry.parts[node].gpus or ()]
         return free_gpus(gpus, taken, count)
 
@@ -317,6 +331,7 @@ class PartControl:
         shares = {self._host(node): replicas for node, replicas in entry.shares.items()} if entry.is_live else {}
         return WantedPart(
             start=part.start,
+            submitted=entry.submitted,
             replicas=part.replicas,
             hosts=entry.hosts,
             workers=entry.workers,
@@ -330,15 +345,15 @@ class PartControl:
             shares=shares,
         )
 
-    def _resized(self, run: PoolRun, entry: RunEntry) -> None:
+    def _resized(self, entry: RunEntry) -> None:
         entry.changes += 1
         entry.since, entry.settled = clock.now(), -1
-        self._count(run, entry)
+        self._count(entry)
         self._changed()
 
-    def _count(self, run: PoolRun, entry: RunEntry) -> None:
+    def _count(self, entry: RunEntry) -> None:
         entry.replicas = sum(entry.shares.values())
-        entry.devices = entry.replicas * run.workers_each
+        entry.devices = entry.replicas * entry.workers_each
 
     def _host(self, node: str) -> str:
         view = self._nodes.get(node)

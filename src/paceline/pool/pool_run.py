@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from paceline.plain_data import fitted, read_object
 from paceline.pool.batch_growth import BatchGrowth
 from paceline.private_files import make_run_directory, read_private, write_private
 
-__all__ = ["PoolRun", "queued_runs"]
+__all__ = ["PoolRun", "is_taken_out", "queued_runs"]
 
 QUEUE = "queue"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -102,6 +103,17 @@ def queued_runs(
                 raise PlanError(text) from error
             problem(text)
     return {one.name: one for one in sorted(found, key=lambda one: (one.submitted, one.name))}
+
+
+def is_taken_out(pool: Path, name: str) -> bool:
+    """Whether the queue has no such run. False where that cannot be told: the folder is away, or cannot be read."""
+    try:
+        os.stat(_path(pool, name))
+    except FileNotFoundError:
+        return (pool / QUEUE).is_dir()
+    except OSError:
+        pass
+    return False
 
 
 def _path(pool: Path, name: str) -> Path:

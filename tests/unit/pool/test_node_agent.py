@@ -86,16 +86,16 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 
 
 def test_a_part_is_started_once_asked_to_leave_once_and_forgotten_when_it_is_not_wanted(site: Site) -> None:
-    site.want(run=WantedPart(start=1, replicas=2))
+    site.want(run=WantedPart(start=1, submitted=1.0, replicas=2))
     site.agent.look()
     assert site.started == [{"run": "run", "start": 1}]
     assert not site.part().has_ended
-    site.want(run=WantedPart(start=1, replicas=2, leaves=True, asked=1))
+    site.want(run=WantedPart(start=1, submitted=1.0, replicas=2, leaves=True, asked=1))
     site.until_ended()
     assert (site.part().has_ended, site.part().exit_code, site.part().asked) == (True, -signal.SIGTERM, 1)
-    site.want(run=WantedPart(start=1, replicas=2))
+    site.want(run=WantedPart(start=1, submitted=1.0, replicas=2))
     assert len(site.started) == 1, "a start that has ended is not repeated"
-    site.want(run=WantedPart(start=2, replicas=2))
+    site.want(run=WantedPart(start=2, submitted=1.0, replicas=2))
     assert len(site.started) == 2
     site.want()
     site.until_ended()
@@ -104,12 +104,12 @@ def test_a_part_is_started_once_asked_to_leave_once_and_forgotten_when_it_is_not
 
 
 def test_what_leaves_before_it_was_started_never_is(site: Site) -> None:
-    site.want(run=WantedPart(start=1, replicas=2, leaves=True, asked=1))
+    site.want(run=WantedPart(start=1, submitted=1.0, replicas=2, leaves=True, asked=1))
     assert site.part().has_ended and site.started == []
 
 
 def test_an_agent_that_was_killed_finds_its_parts_again(site: Site) -> None:
-    site.want(run=WantedPart(start=1, replicas=2))
+    site.want(run=WantedPart(start=1, submitted=1.0, replicas=2))
     children, site.agent._children = site.agent._children, {}
     pid = children["run"].pid
     site.killed()
@@ -133,8 +133,8 @@ def test_an_agent_that_was_killed_finds_its_parts_again(site: Site) -> None:
 
 
 def test_a_part_that_the_pool_had_given_up_ends_before_another_one_starts(site: Site) -> None:
-    site.want(run=WantedPart(start=1, replicas=2))
-    site.want(run=WantedPart(start=2, replicas=1))
+    site.want(run=WantedPart(start=1, submitted=1.0, replicas=2))
+    site.want(run=WantedPart(start=2, submitted=1.0, replicas=1))
     assert len(site.started) == 1
     site.until_ended()
     site.agent.look()
@@ -173,8 +173,14 @@ def test_a_part_gets_the_gpus_of_the_pool_and_says_what_the_run_began_with(
 
     monkeypatch.setattr(run_control.subprocess, "Popen", popen)
     node = NodeRecord(name="n", host="n", slots=4, cores=8, gpus=("0", "1", "2", "3"))
-    start_part(tmp_path, RUN, WantedPart(start=1, replicas=2, workers=2, gpus=("1", "3"), fixed=2), mark="m", node=node)
-    joins = WantedPart(start=2, replicas=1, hosts=1, workers=2, is_open=True)
+    start_part(
+        tmp_path,
+        RUN,
+        WantedPart(start=1, submitted=1.0, replicas=2, workers=2, gpus=("1", "3"), fixed=2),
+        mark="m",
+        node=node,
+    )
+    joins = WantedPart(start=2, submitted=1.0, replicas=1, hosts=1, workers=2, is_open=True)
     start_part(tmp_path, RUN, joins, mark="m", node=node)
     start_part(tmp_path, RUN, joins, mark="m", node=node)
     (first, variables), (second, others), (third, _) = asked

@@ -17,7 +17,7 @@ from paceline.pool.node_files import NodeRecord, PartRecord, WantedPart
 from paceline.pool.nodes import NodeView
 from paceline.pool.part_control import GONE_S, LEAVE_S, LOST_S, OVER_S, STUCK_S, PartControl
 from paceline.pool.pool_run import PoolRun
-from paceline.pool.pool_state import RunEntry
+from paceline.pool.pool_state import PoolRecord, RunEntry
 from paceline.pool.run_control import Observed
 
 RUN = PoolRun(
@@ -35,7 +35,7 @@ RUN = PoolRun(
 
 
 class FakeNodes:
-    """Nodes whose agents do at once what is wanted."""
+    """Nodes whose agents do at once what is wanted, or not before `act()`: where `is_slow`."""
 
     def __init__(self, **gpus: tuple[str, ...] | None) -> None:
         self.views = {
@@ -43,6 +43,8 @@ class FakeNodes:
             for name, own in gpus.items()
         }
         self.wanted: Mapping[str, Mapping[str, WantedPart]] = {}
+        self.is_slow = False
+        self.starts: list[tuple[str, str]] = []
 
     @property
     def here(self) -> dict[str, NodeRecord]:
@@ -56,11 +58,19 @@ class FakeNodes:
 
     def want(self, wanted: Mapping[str, Mapping[str, WantedPart]]) -> None:
         self.wanted = wanted
-        for node, parts in wanted.items():
+        if not self.is_slow:
+            self.act()
+
+    def act(self) -> None:
+        """Start what is wanted and is not there, where no former part of the run goes on; forget what has ended."""
+        for node, view in self.views.items():
+            parts, has = self.wanted.get(node, {}), view.record.parts
+            for run in [run for run in has if run not in parts and has[run].has_ended]:
+                del has[run]
             for run, part in parts.items():
-                has = self.views[node].record.parts
-                if run not in has or has[run].start != part.start:
-                    has[run] = PartRecord(start=part.start, pid=1)
+                if run not in has or (has[run].start != part.start and has[run].has_ended):
+                    has[run] = PartRecord(start=part.start, pid=0 if part.leaves else 1, has_ended=part.leaves)
+                    self.starts += [] if part.leaves else [(node, run)]
 
     def ends(self, node: str, run: str, code: int) -> None:
         part = self.views[node].record.parts[run]
@@ -80,10 +90,35 @@ class Scene:
         self.runs = {
             name: dataclasses.replace(run, name=name, run_dir=f"/nowhere/{name}") for name, run in runs.items()
         }
-        self.entries = {name: RunEntry() for name in runs}
+        self.record = PoolRecord(runs={name: RunEntry() for name in runs})
         self.seen: dict[str, Observed] = {}
-        more: dict[str, Any] = {"entries": self.entries, "seen": self.seen, "say_once": self.said.append}
-        self.parts = PartControl(nodes, **more, changed=lambda: None)  # type: ignore[arg-type]  # pretended nodes
+        self.num_changes = 0
+        self.parts = self._new_parts()
+
+    def _new_parts(self) -> PartControl:
+        more: dict[str, Any] = {"seen": self.seen, "say_once": self.said.append, "changed": self._changed}
+        record = self.record
+        return PartControl(self.nodes, entries=record.runs, taken_out=record.taken_out, **more)  # type: ignore[arg-type]  # pretended nodes
+
+    def _changed(self) -> None:
+        self.num_changes += 1
+
+    def restart(self, folder: Path) -> None:
+        """The pool is killed, and another one goes on with what is on disk."""
+        self.record.save(folder)
+        self.record = PoolRecord.load(folder)
+        self.seen = {}
+        self.parts = self._new_parts()
+
+    @property
+    def entries(self) -> dict[str, RunEntry]:
+        return self.record.runs
+
+    def take_out(self, name: str) -> None:
+        """What the pool does when a run has left the queue."""
+        self.runs.pop(name)
+        self.seen.pop(name, None)
+        self.parts.part_with(name, self.entries.pop(name))
 
     def to(self, **target: Mapping[str, int]) -> None:
         self.parts.bring_about(self.runs, target)
@@ -98,7 +133,7 @@ class Scene:
         )
 
     def look(self, run: str = "run") -> Any:
-        return self.parts.look_at(run, self.runs[run], self.entries[run])
+        return self.parts.look_at(run, self.entries[run])
 
     def shares(self, run: str = "run") -> dict[str, int]:
         return self.entries[run].shares
@@ -151,7 +186,8 @@ def test_an_elastic_run_begins_on_one_node_and_others_join_it(monkeypatch: pytes
     scene.at_work("run", a=2)
     scene.to(run=both)
     first, second = scene.nodes.wanted["a"]["run"], scene.nodes.wanted["b"]["run"]
-    assert (second.hosts, second.workers, second.is_open, second.start) == (1, 2, True, 2)
+    assert (second.hosts, second.workers, second.is_open) == (1, 2, True)
+    assert first.start != second.start
     assert first.shares == second.shares == both
     scene.at_work("run", a=2, b=2)
     scene.to(run={"b": 2})
@@ -215,7 +251,6 @@ def test_a_part_on_a_silent_node_counts_while_its_run_shows_life(monkeypatch: py
 
 def test_a_run_is_not_started_while_another_process_works_in_its_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch, FakeNodes(a=None, b=None), run=RUN)
-    scene.entries["run"].starts = 1
     scene.locked.add(Path("/nowhere/run"))
     scene.to(run={"a": 2})
     assert (
@@ -239,18 +274,78 @@ def test_a_run_that_can_neither_give_nor_take_is_paused_at_last(monkeypatch: pyt
     assert scene.entries["run"].phase == "leaving"
 
 
-def test_a_run_that_was_taken_out_holds_its_devices_until_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(monkeypatch, FakeNodes(a=None), run=RUN, next=RUN)
+def test_a_run_that_was_taken_out_holds_its_devices_until_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scene = Scene(monkeypatch, FakeNodes(a=("0", "1")), run=RUN, next=RUN)
     scene.to(run={"a": 2})
-    run, entry = scene.runs.pop("run"), scene.entries.pop("run")
-    scene.parts.part_with("run", run, entry)
+    scene.take_out("run")
+    for _ in range(2):
+        scene.to(next={"a": 2})
+        scene.parts.look_at_parting()
+        assert scene.entries["next"].phase == "waiting"
+        assert scene.nodes.wanted["a"]["run"].ends_run
+        assert scene.parts.held() == {"a": 2}
+        scene.restart(tmp_path)
     scene.to(next={"a": 2})
-    assert scene.entries["next"].phase == "waiting"
-    assert scene.nodes.wanted["a"]["run"].ends_run
+    scene.now += LEAVE_S + 1
+    scene.to(next={"a": 2})
+    assert scene.nodes.wanted["a"]["run"].asked == 2, "a pool that was killed meanwhile asks once more, too"
     scene.nodes.ends("a", "run", 75)
     scene.parts.look_at_parting()
     scene.to(next={"a": 2})
     assert scene.entries["next"].phase == "running" and "run" not in scene.nodes.wanted["a"]
+    assert scene.record.taken_out == {}
+
+
+def test_a_run_that_was_taken_out_on_a_lost_node_is_gone_when_its_lock_is_free(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scene = Scene(monkeypatch, FakeNodes(a=None), run=RUN)
+    scene.to(run={"a": 2})
+    scene.at_work("run", a=2)
+    scene.locked.add(Path("/nowhere/run"))
+    scene.restart(tmp_path)
+    scene.take_out("run")
+    scene.nodes.silence("a")
+    for _ in range(3):
+        scene.parts.look_at_parting()
+        assert scene.parts.held() == {"a": 2}, "a process has its lock"
+        scene.now += GONE_S + 1
+    scene.locked.clear()
+    scene.parts.look_at_parting()
+    scene.now += GONE_S + 1
+    scene.parts.look_at_parting()
+    assert scene.parts.held() == {}
+
+
+def test_a_name_that_is_queued_again_is_another_run_and_waits_for_the_end_of_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = Scene(monkeypatch, FakeNodes(a=None), run=RUN)
+    scene.to(run={"a": 1})
+    first = scene.nodes.wanted["a"]["run"]
+    run = scene.runs["run"]
+    scene.take_out("run")
+    scene.runs["run"], scene.record.runs["run"] = dataclasses.replace(run, submitted=2.0), RunEntry()
+    scene.to(run={"a": 1})
+    assert scene.entries["run"].phase == "waiting" and "had its name before" in scene.entries["run"].why
+    assert (scene.nodes.wanted["a"]["run"].start, scene.nodes.wanted["a"]["run"].leaves) == (first.start, True)
+    scene.nodes.ends("a", "run", 0)
+    scene.parts.look_at_parting()
+    scene.to(run={"a": 1})
+    second = scene.nodes.wanted["a"]["run"]
+    assert (second.leaves, second.submitted, first.submitted) == (False, 2.0, 1.0)
+    assert scene.nodes.starts == [("a", "run"), ("a", "run")], "its part is another one than that which has ended"
+    presence = scene.look()
+    assert (presence.is_there, presence.exit_code) == (True, None), "it has not inherited the end of the first"
+
+
+def test_the_first_start_of_a_run_waits_for_its_directory_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, FakeNodes(a=None), run=RUN)
+    scene.locked.add(Path("/nowhere/run"))
+    scene.to(run={"a": 1})
+    assert scene.entries["run"].starts == 0
 
 
 def test_a_run_that_refuses_its_replicas_has_those_that_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +399,9 @@ def test_a_part_is_started_with_its_batch_and_the_micro_batch_of_the_plan(
     node = NodeRecord(name="a", host="a", slots=2)
     grows = dataclasses.replace(RUN, growth=BatchGrowth(least=64, most=256, micro=8))
     for run, batch in ((RUN, 0), (grows, 0), (grows, 128)):
-        part_process.start_part(tmp_path, run, WantedPart(start=1, replicas=1, batch=batch), mark="m", node=node)
+        part_process.start_part(
+            tmp_path, run, WantedPart(start=1, submitted=1.0, replicas=1, batch=batch), mark="m", node=node
+        )
     assert started[0] == []
     assert started[1] == ["--set", "plan.batch.size=64", "--set", "plan.batch.micro=8"]
     assert started[2] == ["--set", "plan.batch.size=128", "--set", "plan.batch.micro=8"]
