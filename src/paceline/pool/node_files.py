@@ -49,7 +49,8 @@ class WantedPart:
     """What a node should have of a run: `replicas` of it, or nothing any more (`leaves`).
 
     `start` is the random number of one start of a part: one that the node has seen end is not started again.
-    `submitted`: of the run in the queue, which tells it from another one that had its name. The run began on `hosts`
+    `submitted`: of the run in the queue, which tells it from another one that had its name; `run_dir`: where what it
+    leaves is found, also when it is not in the queue any more. The run began on `hosts`
     hosts with `workers` workers, which all of its parts say. `is_open`: parts may join it. `gpus`: the GPUs of the
     part, as CUDA_VISIBLE_DEVICES names them; None where the node has none. `fixed`: replicas of an elastic plan that
     this start is to keep; None: as the plan says. `asked`: how often it has been asked to leave, and `ends_run`: that
@@ -60,6 +61,7 @@ class WantedPart:
     start: int
     submitted: float
     replicas: int
+    run_dir: str = ""
     hosts: int = 1
     workers: int = 1
     is_open: bool = False

@@ -20,7 +20,6 @@ from paceline import clock, run_lock
 from paceline.elastic.membership_messages import PREEMPTED, TOO_FEW
 from paceline.pool.node_files import WantedPart
 from paceline.pool.nodes import LEFT, Nodes
-from paceline.pool.part_process import uses_gpus
 from paceline.pool.pool_run import PoolRun
 from paceline.pool.pool_state import PartEntry, RunEntry
 from paceline.pool.run_control import Observed
@@ -272,7 +271,7 @@ class PartControl:
                 f"{name} waits: another process works in its directory still, perhaps on a node that is cut off."
             )
             return
-        has_gpus = uses_gpus(run) and any(self._nodes.here[node].gpus for node in shares)
+        has_gpus = run.uses_gpus and any(self._nodes.here[node].gpus for node in shares)
         entry.fixed = sum(shares.values()) if run.is_elastic and has_gpus else None
         entry.is_live = run.is_elastic and entry.fixed is None
         first = first_nodes(shares, run.least) if entry.is_live else shares
@@ -310,7 +309,7 @@ class PartControl:
 
     def _gpus(self, node: str, count: int, run: PoolRun) -> tuple[str, ...] | None:
         gpus = self._nodes.here[node].gpus
-        if gpus is None or not uses_gpus(run):
+        if gpus is None or not run.uses_gpus:
             return None if gpus is None else ()
         everyone = [*self._entries.values(), *self._taken_out.values()]
         taken = [gpu for entry in everyone if node in entry.parts for gpu in entry.parts[node].gpus or ()]
@@ -332,6 +331,7 @@ class PartControl:
         return WantedPart(
             start=part.start,
             submitted=entry.submitted,
+            run_dir=entry.run_dir,
             replicas=part.replicas,
             hosts=entry.hosts,
             workers=entry.workers,
