@@ -18,10 +18,11 @@ from pathlib import Path
 
 from paceline import clock, run_lock
 from paceline.elastic.membership_messages import PREEMPTED, TOO_FEW
-from paceline.pool.node_files import WantedPart
-from paceline.pool.nodes import LEFT, Nodes
+from paceline.pool.node_files import PartRecord, WantedPart
+from paceline.pool.nodes import LEFT, Nodes, NodeView
 from paceline.pool.pool_run import PoolRun
 from paceline.pool.pool_state import PartEntry, RunEntry
+from paceline.pool.retries import Retries
 from paceline.pool.run_control import Observed
 from paceline.pool.run_pace import RunPace
 from paceline.pool.shares import first_nodes, free_gpus, next_shares, startable
@@ -35,6 +36,10 @@ OVER_S = 60.0  # and where that one has finished or failed: perhaps only it coul
 # A part on a node that does not answer is gone when for so long its run, which goes on, has had no workers there; or,
 LOST_S = 3.0
 GONE_S = 15.0  # of a run that goes on nowhere else, when no process has had the run's lock
+START_S = 60.0  # in which a node that answers says that it has a part that it was given; else that is given up
+# A node on which a part could not be started, or could not join its run, gets none of that run for so long. And a run
+# that has refused other replicas is not offered any; its node's agent has taken the refusal back by then.
+START_AGAIN_S, RESIZE_AGAIN_S, MOST_AGAIN_S = 60.0, 10.0, 3600.0
 START_BITS = 52  # of random numbers: no two starts have the same, and JSON readers keep them
 STUCK_S = 30.0  # a run that can neither give nor take for so long is paused, and goes on as it should be
 
@@ -75,6 +80,10 @@ class PartControl:
         self._asked_at: dict[tuple[str, str], float] = {}  # by run and node
         self._quiet_since: dict[tuple[str, str], float] = {}  # of parts on nodes that do not answer
         self._stuck_since: dict[str, float] = {}
+        self._unheard_since: dict[int, float] = {}  # by start: parts of which their node has not said anything
+        self._joining: set[int] = set()  # starts of parts that have taken no step with their run yet
+        self._start_tries = Retries[tuple[str, str]](first_s=START_AGAIN_S, most_s=MOST_AGAIN_S)  # by run and node
+        self._resize_tries = Retries[str](first_s=RESIZE_AGAIN_S, most_s=MOST_AGAIN_S)
         self._presence: dict[str, Presence] = {}  # of runs since their start
 
     # What is there.
@@ -89,39 +98,91 @@ class PartControl:
         for node, part in list(entry.parts.items()):
             view = self._nodes.get(node)
             said = None if view is None else view.part(name, part.start)
-            if said is not None and said.problem and not said.has_ended:
-                self._refused(name, entry, node, said.problem)
             if said is not None and said.has_ended:
-                presence.lost_node = ""
-                if said.exit_code is not None and (not part.leaves or entry.ends_run):
-                    presence.exit_code = said.exit_code
-                if not part.leaves:
-                    goes_on = said.exit_code is None or said.exit_code < 0 or said.exit_code in (PREEMPTED, TOO_FEW)
-                    presence.changes_after = time.monotonic() + (ENDS_S if goes_on else OVER_S)
-                presence.problem = said.problem if said.pid == 0 else presence.problem
-            elif (view is not None and view.is_here) or not self._is_gone(name, entry, node, seen):
-                continue
-            else:
+                self._note_end(name, entry, node, said, presence)
+            elif view is not None and view.is_here:
+                if said is not None:
+                    self._goes_on(name, entry, node, said, seen)
+                    continue
+                if not self._is_unheard(name, entry, node, view):
+                    continue
+            elif self._is_gone(name, entry, node, seen):
                 presence.lost_node = node
                 self._say_once(f"{name} has lost its part on node {node}, after {entry.starts} starts of parts")
-            del entry.parts[node]
-            self._asked_at.pop((name, node), None)
-            self._quiet_since.pop((name, node), None)
-            entry.settled = -1
-            self._count(entry)
-            self._changed()
+            else:
+                continue
+            self._forget(name, entry, node)
         presence.is_there = bool(entry.parts)
 
-    def _refused(self, name: str, entry: RunEntry, node: str, problem: str) -> None:
+    def _forget(self, name: str, entry: RunEntry, node: str) -> None:
+        """A part is not there any more."""
+        part = entry.parts.pop(node)
+        self._asked_at.pop((name, node), None)
+        self._quiet_since.pop((name, node), None)
+        self._unheard_since.pop(part.start, None)
+        self._joining.discard(part.start)
+        entry.settled = -1
+        self._count(entry)
+        self._changed()
+
+    def _note_end(self, name: str, entry: RunEntry, node: str, said: PartRecord, presence: Presence) -> None:
+        part = entry.parts[node]
+        presence.lost_node = ""
+        if said.exit_code is not None and (not part.leaves or entry.ends_run):
+            presence.exit_code = said.exit_code
+        if not part.leaves:
+            goes_on = said.exit_code is None or said.exit_code < 0 or said.exit_code in (PREEMPTED, TOO_FEW)
+            presence.changes_after = time.monotonic() + (ENDS_S if goes_on else OVER_S)
+            if part.start in self._joining and len(entry.parts) > 1 and said.exit_code not in (0, PREEMPTED):
+                why = said.problem or f"its exit status is {said.exit_code}; its console says more"
+                self._failed_on(name, node, f"a part of {name} could not join it on node {node}: {why}")
+        presence.problem = said.problem if said.pid == 0 else presence.problem
+
+    def _goes_on(self, name: str, entry: RunEntry, node: str, said: PartRecord, seen: Observed) -> None:
+        part = entry.parts[node]
+        self._unheard_since.pop(part.start, None)
+        if seen.at_work_on.get(self._host(node), 0):
+            self._joining.discard(part.start)
+            self._start_tries.forget((name, node))
+        if said.problem and not part.leaves:
+            self._refused(name, entry, node, said.problem, seen)
+
+    def _refused(self, name: str, entry: RunEntry, node: str, problem: str, seen: Observed) -> None:
         """A run does not take the replicas that it was given. On one node it is taken to have those that it shows; on
         several it may only lack a part that is still to join.
         """
         self._say_once(f"{name} keeps its replicas on {node}: {problem}")
-        has = self._seen.get(name, Observed()).workers_on.get(self._host(node), 0) // entry.workers_each
+        has = seen.workers_on.get(self._host(node), 0) // entry.workers_each
         if not entry.is_open and has and has != entry.parts[node].replicas:
+            self._resize_tries.failed(name)
             entry.parts[node].replicas = has
             self._count(entry)
             self._changed()
+
+    def _is_unheard(self, name: str, entry: RunEntry, node: str, view: NodeView) -> bool:
+        """A node that answers says nothing of a part: its agent cannot read what it should start, or still has a former
+        part. Give the part up after a while. Returns whether it can be forgotten then: an agent that finds that a part
+        is to leave says so, and if it does not for long, and has no former one, it has never started it.
+        """
+        part = entry.parts[node]
+        waited_s = time.monotonic() - self._unheard_since.setdefault(part.start, time.monotonic())
+        if not part.leaves and waited_s > START_S:
+            text = f"node {node} has not started its part of {name} in {START_S:.0f} s; its agent says why"
+            entry.why = self._failed_on(name, node, text)
+            if entry.is_open and any(one.start not in self._unheard_since for one in entry.parts.values()):
+                self._ask_to_leave(name, entry, node)
+                self._resized(entry)
+            else:
+                self.pause(name, entry)
+        former = view.record.parts.get(name)
+        return part.leaves and waited_s > START_S + LEAVE_S and (former is None or former.has_ended)
+
+    def _failed_on(self, name: str, node: str, text: str) -> str:
+        """Say that a node does not get a part of a run to work, and for how long it gets no other one."""
+        wait_s = self._start_tries.failed((name, node))
+        text += f". It is tried there again in {wait_s:.0f} s"
+        self._say_once(text)
+        return text
 
     def held(self) -> dict[str, int]:
         """Return the devices of each node that runs have, or have not freed yet."""
@@ -174,7 +235,8 @@ class PartControl:
 
     def bring_about(self, runs: Mapping[str, PoolRun], target: Mapping[str, Mapping[str, int]]) -> None:
         """Take first, then give what is free, and tell the nodes."""
-        running = [name for name in runs if self._entries[name].phase == "running" and name in target]
+        target = {name: self._offered(name, runs[name], target[name]) for name in runs if name in target}
+        running = [name for name in target if self._entries[name].phase == "running"]
         for name in running:
             self._resize(name, runs[name], target[name], {})
         free = self._free()
@@ -201,11 +263,24 @@ class PartControl:
     def leave(self, name: str, entry: RunEntry) -> None:
         """Have a run save and end, on all nodes."""
         entry.ends_run = True
-        for node, part in entry.parts.items():
-            part.leaves, part.asked = True, max(1, part.asked)
-            self._asked_at[name, node] = time.monotonic()
+        for node in entry.parts:
+            self._ask_to_leave(name, entry, node)
         entry.replicas = 0
         self._changed()
+
+    def _offered(self, name: str, run: PoolRun, target: Mapping[str, int]) -> Mapping[str, int]:
+        """Return a run's target without the nodes that do not get a part of it to work now. It stays as it is where it
+        cannot do without them.
+        """
+        entry = self._entries[name]
+        rest = {
+            node: replicas
+            for node, replicas in target.items()
+            if node in entry.parts or self._start_tries.is_due((name, node))
+        }
+        if len(rest) == len(target) or entry.phase != "running":
+            return rest
+        return rest if entry.is_open and sum(rest.values()) >= run.least else entry.shares
 
     def _resize(self, name: str, run: PoolRun, target: Mapping[str, int], free: Mapping[str, int]) -> None:
         """Bring a run closer to its target, with what is free."""
@@ -214,8 +289,10 @@ class PartControl:
         if not target:
             self._stuck_since.pop(name, None)
             self.pause(name, entry)
-        elif now == target or not self.may_resize(name, entry):
+        elif now == target or not self.may_resize(name, entry) or not self._resize_tries.is_due(name):
             self._stuck_since.pop(name, None)
+            if now == target and seen.replicas == entry.replicas:
+                self._resize_tries.forget(name)
         elif not entry.is_live or (not entry.is_open and set(target) != set(now)):
             self.pause(name, entry)
         else:
@@ -241,15 +318,19 @@ class PartControl:
 
     def _set_shares(self, name: str, run: PoolRun, entry: RunEntry, shares: Mapping[str, int]) -> None:
         for node in entry.shares.keys() - shares.keys():
-            part = entry.parts[node]
-            part.leaves, part.asked = True, 1
-            self._asked_at[name, node] = time.monotonic()
+            self._ask_to_leave(name, entry, node)
         for node, replicas in shares.items():
             if node in entry.parts:
                 entry.parts[node].replicas = replicas
             else:
                 entry.parts[node] = self._new_part(entry, node, replicas, run)
+                self._joining.add(entry.parts[node].start)
         self._resized(entry)
+
+    def _ask_to_leave(self, name: str, entry: RunEntry, node: str) -> None:
+        part = entry.parts[node]
+        part.leaves, part.asked = True, max(1, part.asked)
+        self._asked_at[name, node] = time.monotonic()
 
     def pause(self, name: str, entry: RunEntry) -> None:
         """Have a run save and end; it waits then."""
@@ -276,6 +357,7 @@ class PartControl:
         entry.is_live = run.is_elastic and entry.fixed is None
         first = first_nodes(shares, run.least) if entry.is_live else shares
         self._presence[name] = Presence()
+        self._resize_tries.forget(name)
         entry.submitted, entry.run_dir, entry.workers_each = run.submitted, run.run_dir, run.workers_each
         entry.hosts, entry.workers = len(first), sum(first.values()) * run.workers_each
         entry.is_open = entry.is_live and len(self._nodes.here) > 1
