@@ -18,6 +18,7 @@ from pathlib import Path
 
 from paceline import clock, run_lock
 from paceline.elastic.membership_messages import PREEMPTED, TOO_FEW
+from paceline.pool.leave_requests import LEAVE_S, LeaveRequests
 from paceline.pool.node_files import PartRecord, WantedPart
 from paceline.pool.nodes import LEFT, Nodes, NodeView
 from paceline.pool.pool_run import PoolRun
@@ -29,8 +30,6 @@ from paceline.pool.shares import first_nodes, free_gpus, next_shares, startable
 
 __all__ = ["PartControl", "Presence"]
 
-LEAVE_S = 90.0  # in which a part saves and ends; then it is asked once more, which ends its workers at once
-RUN_ENDS_S = 20.0  # in which a coordinator has told the other parts that the run ends; then each is asked
 ENDS_S = 5.0  # in which all parts of a run have ended that ends, once one of them has
 OVER_S = 60.0  # and where that one has finished or failed: perhaps only it could not join
 # A part on a node that does not answer is gone when for so long its run, which goes on, has had no workers there; or,
@@ -38,7 +37,7 @@ LOST_S = 3.0
 GONE_S = 15.0  # of a run that goes on nowhere else, when no process has had the run's lock
 START_S = 60.0  # in which a node that answers says that it has a part that it was given; else that is given up
 # A node on which a part could not be started, or could not join its run, gets none of that run for so long. And a run
-# that has refused other replicas is not offered any; its node's agent has taken the refusal back by then.
+# is not offered replicas that it has refused; its node's agent has taken the refusal back by then.
 START_AGAIN_S, RESIZE_AGAIN_S, MOST_AGAIN_S = 60.0, 10.0, 3600.0
 START_BITS = 52  # of random numbers: no two starts have the same, and JSON readers keep them
 STUCK_S = 30.0  # a run that can neither give nor take for so long is paused, and goes on as it should be
@@ -77,12 +76,13 @@ class PartControl:
     ) -> None:
         self._nodes, self._entries, self._taken_out, self._seen = nodes, entries, taken_out, seen
         self._say_once, self._changed = say_once, changed
-        self._asked_at: dict[tuple[str, str], float] = {}  # by run and node
-        self._quiet_since: dict[tuple[str, str], float] = {}  # of parts on nodes that do not answer
+        self._leave_requests = LeaveRequests(say_once)
+        self._quiet_since: dict[tuple[str, str], float] = {}  # by run and node, of parts on nodes that do not answer
         self._stuck_since: dict[str, float] = {}
         self._unheard_since: dict[int, float] = {}  # by start: parts of which their node has not said anything
         self._joining: set[int] = set()  # starts of parts that have taken no step with their run yet
         self._start_tries = Retries[tuple[str, str]](first_s=START_AGAIN_S, most_s=MOST_AGAIN_S)  # by run and node
+        self._refused_shares: dict[str, dict[str, int]] = {}  # by run, those that it refused last
         self._resize_tries = Retries[str](first_s=RESIZE_AGAIN_S, most_s=MOST_AGAIN_S)
         self._presence: dict[str, Presence] = {}  # of runs since their start
 
@@ -117,7 +117,7 @@ class PartControl:
     def _forget(self, name: str, entry: RunEntry, node: str) -> None:
         """A part is not there any more."""
         part = entry.parts.pop(node)
-        self._asked_at.pop((name, node), None)
+        self._leave_requests.forget(name, node)
         self._quiet_since.pop((name, node), None)
         self._unheard_since.pop(part.start, None)
         self._joining.discard(part.start)
@@ -155,6 +155,7 @@ class PartControl:
         has = seen.workers_on.get(self._host(node), 0) // entry.workers_each
         if not entry.is_open and has and has != entry.parts[node].replicas:
             self._resize_tries.failed(name)
+            self._refused_shares[name] = entry.shares
             entry.parts[node].replicas = has
             self._count(entry)
             self._changed()
@@ -170,7 +171,7 @@ class PartControl:
             text = f"node {node} has not started its part of {name} in {START_S:.0f} s; its agent says why"
             entry.why = self._failed_on(name, node, text)
             if entry.is_open and any(one.start not in self._unheard_since for one in entry.parts.values()):
-                self._ask_to_leave(name, entry, node)
+                self._leave_requests.ask(name, entry, node)
                 self._resized(entry)
             else:
                 self.pause(name, entry)
@@ -246,7 +247,7 @@ class PartControl:
             if self._entries[name].phase == "waiting" and target.get(name):
                 self._give(free, name, lambda name=name, run=run: self._start(name, run, target[name], free))
         for name, entry in [*self._entries.items(), *self._taken_out.items()]:
-            self._ask_again(name, entry)
+            self._leave_requests.ask_again(name, entry)
         self.tell()
 
     def tell(self) -> None:
@@ -264,7 +265,7 @@ class PartControl:
         """Have a run save and end, on all nodes."""
         entry.ends_run = True
         for node in entry.parts:
-            self._ask_to_leave(name, entry, node)
+            self._leave_requests.ask(name, entry, node)
         entry.replicas = 0
         self._changed()
 
@@ -289,10 +290,10 @@ class PartControl:
         if not target:
             self._stuck_since.pop(name, None)
             self.pause(name, entry)
-        elif now == target or not self.may_resize(name, entry) or not self._resize_tries.is_due(name):
+        elif now == target or not self.may_resize(name, entry):
             self._stuck_since.pop(name, None)
             if now == target and seen.replicas == entry.replicas:
-                self._resize_tries.forget(name)
+                self._forget_refusal(name)
         elif not entry.is_live or (not entry.is_open and set(target) != set(now)):
             self.pause(name, entry)
         else:
@@ -300,11 +301,18 @@ class PartControl:
             then = next_shares(
                 now, target, present, self._without_parting(entry, free), least=run.least, workers_each=run.workers_each
             )
-            if then != now:
+            is_refused = then == self._refused_shares.get(name) and not self._resize_tries.is_due(name)
+            if then != now and not is_refused:
                 self._stuck_since.pop(name, None)
                 self._set_shares(name, run, entry, then)
+            elif is_refused and sum(then.values()) > sum(now.values()):  # it goes on with what it has
+                self._stuck_since.pop(name, None)
             elif time.monotonic() - self._stuck_since.setdefault(name, time.monotonic()) > STUCK_S:
                 self.pause(name, entry)
+
+    def _forget_refusal(self, name: str) -> None:
+        self._resize_tries.forget(name)
+        self._refused_shares.pop(name, None)
 
     def may_resize(self, name: str, entry: RunEntry) -> bool:
         """Whether a run has taken its first step, is not about to end, and is on nodes that answer."""
@@ -318,7 +326,7 @@ class PartControl:
 
     def _set_shares(self, name: str, run: PoolRun, entry: RunEntry, shares: Mapping[str, int]) -> None:
         for node in entry.shares.keys() - shares.keys():
-            self._ask_to_leave(name, entry, node)
+            self._leave_requests.ask(name, entry, node)
         for node, replicas in shares.items():
             if node in entry.parts:
                 entry.parts[node].replicas = replicas
@@ -326,11 +334,6 @@ class PartControl:
                 entry.parts[node] = self._new_part(entry, node, replicas, run)
                 self._joining.add(entry.parts[node].start)
         self._resized(entry)
-
-    def _ask_to_leave(self, name: str, entry: RunEntry, node: str) -> None:
-        part = entry.parts[node]
-        part.leaves, part.asked = True, max(1, part.asked)
-        self._asked_at[name, node] = time.monotonic()
 
     def pause(self, name: str, entry: RunEntry) -> None:
         """Have a run save and end; it waits then."""
@@ -357,7 +360,7 @@ class PartControl:
         entry.is_live = run.is_elastic and entry.fixed is None
         first = first_nodes(shares, run.least) if entry.is_live else shares
         self._presence[name] = Presence()
-        self._resize_tries.forget(name)
+        self._forget_refusal(name)
         entry.submitted, entry.run_dir, entry.workers_each = run.submitted, run.run_dir, run.workers_each
         entry.hosts, entry.workers = len(first), sum(first.values()) * run.workers_each
         entry.is_open = entry.is_live and len(self._nodes.here) > 1
@@ -396,17 +399,6 @@ class PartControl:
         everyone = [*self._entries.values(), *self._taken_out.values()]
         taken = [gpu for entry in everyone if node in entry.parts for gpu in entry.parts[node].gpus or ()]
         return free_gpus(gpus, taken, count)
-
-    def _ask_again(self, name: str, entry: RunEntry) -> None:
-        for node, part in entry.parts.items():
-            if not part.leaves:
-                continue
-            limit_s = RUN_ENDS_S if entry.ends_run and entry.is_open and part.asked == 1 else LEAVE_S
-            if time.monotonic() - self._asked_at.setdefault((name, node), time.monotonic()) > limit_s:
-                if limit_s == LEAVE_S:
-                    self._say_once(f"{name} has not ended {LEAVE_S:.0f} s after it was asked to: its workers are ended")
-                part.asked += 1
-                self._asked_at[name, node] = time.monotonic()
 
     def _wanted(self, entry: RunEntry, part: PartEntry) -> WantedPart:
         shares = {self._host(node): replicas for node, replicas in entry.shares.items()} if entry.is_live else {}

@@ -13,12 +13,12 @@ import pytest
 from paceline import run_lock
 from paceline.pool import part_control, part_process
 from paceline.pool.batch_growth import BatchGrowth
+from paceline.pool.leave_requests import LEAVE_S
 from paceline.pool.node_files import NodeRecord, PartRecord, WantedPart
 from paceline.pool.nodes import NodeView
 from paceline.pool.part_control import (
     ENDS_S,
     GONE_S,
-    LEAVE_S,
     LOST_S,
     OVER_S,
     RESIZE_AGAIN_S,
@@ -387,6 +387,32 @@ def test_a_run_that_refuses_its_replicas_has_those_that_it_shows(monkeypatch: py
     scene.nodes.ends("a", "run", 0)
     presence = scene.look()
     assert (presence.exit_code, presence.problem) == (0, ""), "it was started, and has ended by itself"
+
+
+def test_a_run_that_has_refused_to_grow_gives_what_it_has_and_one_that_refuses_that_is_paused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = Scene(monkeypatch, FakeNodes(a=None), run=RUN)
+    scene.nodes.views["a"].record.slots = 4
+    scene.to(run={"a": 2})
+    scene.at_work("run", a=2)
+    part = scene.nodes.views["a"].record.parts["run"]
+
+    def pass_time(replicas: int, seconds: int) -> int:
+        """Return how often the run refuses so many replicas meanwhile."""
+        times = 0
+        for _ in range(seconds):
+            scene.now += 1.0
+            scene.to(run={"a": replicas})
+            is_offered = scene.shares() == {"a": replicas}
+            part.problem, times = "no" if is_offered else "", times + is_offered
+            scene.look()
+        return times
+
+    assert (pass_time(3, 600), scene.shares(), scene.entries["run"].phase) == (6, {"a": 2}, "running")
+    assert pass_time(1, 1) == 1, "less was not refused"
+    assert pass_time(1, int(STUCK_S) + 2) == 0
+    assert scene.entries["run"].phase == "leaving", "others need what it does not give"
 
 
 def test_a_run_that_cannot_be_started_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
