@@ -234,15 +234,18 @@ class NodeAgent:
         return True
 
     def _queued(self, name: str, wanted: WantedPart) -> PoolRun | None:
-        """Return the run that is wanted; None where the queue does not show it (any more), but another one of its name,
-        perhaps. It is looked for again until the pool gives it up.
+        """Return the run that is wanted, or None where the queue does not show it: it was taken out meanwhile, or the
+        folder is late here. Then it is looked for again until the pool gives it up.
         """
         try:
             run = queued_run(self._pool, name)
         except PlanError as error:
             self._say_once(str(error))
             return None
-        return run if run is not None and run.submitted == wanted.submitted else None
+        if run is not None and run.submitted == wanted.submitted:
+            return run
+        self._say_once(f"{name} is not started: the queue does not show it on {self.name}")
+        return None
 
     def _save(self) -> bool:
         self.record.beat += 1

@@ -133,7 +133,8 @@ class PartControl:
         if not part.leaves:
             goes_on = said.exit_code is None or said.exit_code < 0 or said.exit_code in (PREEMPTED, TOO_FEW)
             presence.changes_after = time.monotonic() + (ENDS_S if goes_on else OVER_S)
-            if part.start in self._joining and len(entry.parts) > 1 and said.exit_code not in (0, PREEMPTED):
+            others_are_here = any(one != node and self._nodes.is_here(one) for one in entry.parts)
+            if part.start in self._joining and others_are_here and said.exit_code not in (0, PREEMPTED):
                 why = said.problem or f"its exit status is {said.exit_code}; its console says more"
                 self._failed_on(name, node, f"a part of {name} could not join it on node {node}: {why}")
         presence.problem = said.problem if said.pid == 0 else presence.problem

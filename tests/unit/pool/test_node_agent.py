@@ -151,7 +151,8 @@ def test_a_part_is_started_by_the_command_of_its_own_run_and_not_of_one_that_had
     site.want(run=WantedPart(start=1, submitted=1.0, replicas=1, leaves=True, asked=1))
     RUN.remove_from(site.pool)
     site.want(run=WantedPart(start=2, submitted=2.0, replicas=1))
-    assert site.commands == [], "the queue does not show it yet"
+    assert site.commands == []
+    assert site.said == [f"run is not started: the queue does not show it on {site.agent.name}"]
     dataclasses.replace(RUN, submitted=2.0, command=("new.py",)).add_to(site.pool)
     site.agent.look()
     assert site.commands == [("new.py",)]
