@@ -9,6 +9,7 @@ started twice: what is about to be started is written down first.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import subprocess
@@ -28,14 +29,15 @@ from paceline.pool.node_files import (
     node_dir,
     node_name,
 )
-from paceline.pool.part_process import ask_part, process_with, share_out, start_part
-from paceline.pool.pool_run import PoolRun, queued_runs
+from paceline.pool.part_process import ask_part, leads_here, process_with, share_out, start_part
+from paceline.pool.pool_run import PoolRun, queued_run
 from paceline.processes import is_same_process, process_started_s, this_host
 
 __all__ = ["NodeAgent"]
 
 BEAT_S = 2.0
-SHARE_AGAIN_S = 5.0  # a coordinator that took over does not know of the shares yet
+SHARE_AGAIN_S = 5.0  # a coordinator that took over, or refused, is told the shares again
+ASK_AGAIN_S = 90.0  # a part that is not wanted any more is asked again, which ends its workers at once
 END_S = 60.0  # in which parts save and end, where the agent ends
 LOOK_S = 0.25
 
@@ -67,9 +69,8 @@ class NodeAgent:
             parts={} if before is None else before.parts,
         )
         self._children: dict[str, subprocess.Popen[bytes]] = {}
-        self._runs: dict[str, PoolRun] = {}
+        self._asked_at: dict[str, float] = {}  # parts that are not wanted any more, by run
         self._shared: dict[str, tuple[dict[str, int], float]] = {}  # by run: the shares that were sent, and when
-        self._wanted = WantedParts()
         self._next_beat = 0.0
         self._find_again()
         self._save()
@@ -84,7 +85,6 @@ class NodeAgent:
                 self._say_once(str(error))
                 wanted = None
             if wanted is not None:
-                self._wanted = wanted
                 for run, part in wanted.parts.items():
                     changed |= self._bring_about(run, part)
                 changed |= self._end_others(wanted)
@@ -92,15 +92,17 @@ class NodeAgent:
             self._save()
 
     def leave(self, is_hurried: Callable[[], bool]) -> None:
-        """Have all parts save and end, for at most a minute, and give the node back. `is_hurried()`: asked again."""
-        for part in self._present.values():
-            ask_part(part)
+        """Have all parts save and end, for at most a minute, and give the node back.
+
+        Parts that have been asked already are left to save. Where `is_hurried()`, all are asked again, which ends their
+        workers at once.
+        """
+        self._ask_all(lambda part: part.asked == 0)
         deadline, was_hurried = time.monotonic() + END_S, False
         while self._present and time.monotonic() < deadline:
             if is_hurried() and not was_hurried:
                 was_hurried = True
-                for part in self._present.values():
-                    ask_part(part)
+                self._ask_all(lambda _: True)
             if self._observe() or time.monotonic() >= self._next_beat:
                 self._save()
             time.sleep(LOOK_S)
@@ -109,6 +111,11 @@ class NodeAgent:
         self.record.has_left = not self._present
         self._save()
         run_lock.release(node_dir(self._pool, self.name))
+
+    def _ask_all(self, is_meant: Callable[[PartRecord], bool]) -> None:
+        for part in filter(is_meant, self._present.values()):
+            ask_part(part)
+            part.asked += 1
 
     @property
     def _present(self) -> dict[str, PartRecord]:
@@ -136,6 +143,7 @@ class NodeAgent:
             part.has_ended, part.exit_code = True, code
             self._children.pop(run, None)
             self._shared.pop(run, None)
+            self._asked_at.pop(run, None)
             changed = True
         return changed
 
@@ -150,35 +158,45 @@ class NodeAgent:
         if part.has_ended:
             return False
         if part.start != wanted.start:  # the pool had given it up, and it runs still
-            is_first, part.asked = part.asked == 0, 1
-            if is_first:
-                ask_part(part)
-            return is_first
+            return self._end_unwanted(run, part)
         if wanted.leaves and part.asked < wanted.asked:
-            ask_part(part, self._run(run) if wanted.ends_run and wanted.is_open and wanted.asked == 1 else None)
+            self._ask(part, wanted)
             part.asked = wanted.asked
             return True
         return not wanted.leaves and bool(wanted.shares) and self._share(run, part, wanted)
 
+    def _ask(self, part: PartRecord, wanted: WantedPart) -> None:
+        """Have a part leave, as often as the pool has asked.
+
+        Where a whole run ends, its coordinator is asked first, and then the other parts. That one is not asked a second
+        time as long as it has not had the time to save: its workers would end at once.
+        """
+        if not (wanted.ends_run and wanted.is_open) or wanted.asked > 2:
+            ask_part(part)
+        elif wanted.asked == 1 or (part.asked == 0 and leads_here(wanted.run_dir)):
+            ask_part(part, run_dir=wanted.run_dir)
+        elif not leads_here(wanted.run_dir):
+            ask_part(part)
+
     def _share(self, run: str, part: PartRecord, wanted: WantedPart) -> bool:
         """Resize a run whose coordinator is on this host."""
-        shares, (sent, at) = dict(wanted.shares), self._shared.get(run, ({}, 0.0))
-        if shares == sent and (not wanted.is_open or time.monotonic() < at + SHARE_AGAIN_S):
+        shares, (sent, at) = dict(wanted.shares), self._shared.get(run, ({}, -math.inf))
+        is_due = time.monotonic() >= at + SHARE_AGAIN_S
+        if not is_due and (shares == sent or not sent):
             return False
-        if part.problem and time.monotonic() < at + SHARE_AGAIN_S:
+        if shares == sent and not wanted.is_open:
             return False
-        queued = self._run(run)
-        problem = None if queued is None else share_out(queued, shares, is_open=wanted.is_open)
-        if problem is None:  # it is led from another host
+        problem = share_out(wanted.run_dir, shares, is_open=wanted.is_open)
+        self._shared[run] = (shares if problem == "" else {}, time.monotonic())
+        if problem is None:  # it is led from another host, or its coordinator stands still
             return False
-        self._shared[run] = ({} if problem else shares, time.monotonic())
         was, part.problem = part.problem, problem
         return was != problem
 
     def _start(self, run: str, wanted: WantedPart) -> bool:
-        queued = self._run(run)
+        queued = self._queued(run, wanted)
         if queued is None:
-            return False  # it was taken out of the queue meanwhile
+            return False
         part = self.record.parts[run] = PartRecord(start=wanted.start, mark=secrets.token_hex(16))
         if not self._save():
             del self.record.parts[run]  # nothing may be started that would not be found again
@@ -201,16 +219,33 @@ class NodeAgent:
             if part.has_ended:
                 del self.record.parts[run]
                 changed = True
-            elif part.asked == 0:
-                ask_part(part)
-                part.asked = 1
-                changed = True
+            else:
+                changed |= self._end_unwanted(run, part)
         return changed
 
-    def _run(self, name: str) -> PoolRun | None:
-        if name not in self._runs:
-            self._runs = queued_runs(self._pool, known=self._runs, problem=self._say_once)
-        return self._runs.get(name)
+    def _end_unwanted(self, run: str, part: PartRecord) -> bool:
+        """Ask a part to end that the pool does not want any more, and again after a while."""
+        now = time.monotonic()
+        if now < self._asked_at.setdefault(run, now if part.asked else -math.inf) + ASK_AGAIN_S:
+            return False
+        ask_part(part)
+        part.asked += 1
+        self._asked_at[run] = now
+        return True
+
+    def _queued(self, name: str, wanted: WantedPart) -> PoolRun | None:
+        """Return the run that is wanted, or None where the queue does not show it: it was taken out meanwhile, or the
+        folder is late here. Then it is looked for again until the pool gives it up.
+        """
+        try:
+            run = queued_run(self._pool, name)
+        except PlanError as error:
+            self._say_once(str(error))
+            return None
+        if run is not None and run.submitted == wanted.submitted:
+            return run
+        self._say_once(f"{name} is not started: the queue does not show it on {self.name}")
+        return None
 
     def _save(self) -> bool:
         self.record.beat += 1

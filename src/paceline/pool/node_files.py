@@ -49,17 +49,20 @@ Kind = TypeVar("Kind")
 class WantedPart:
     """What a node should have of a run: `replicas` of it, or nothing any more (`leaves`).
 
-    `start` counts the starts of the run's parts: a number that the node has seen end is not started again. The run
-    began on `hosts` hosts with `workers` workers, which all of its parts say. `is_open`: parts may join it. `gpus`:
-    the GPUs of the part, as CUDA_VISIBLE_DEVICES names them; None where it has none. `fixed`: replicas of an
-    elastic plan that this start is to keep; None: as the plan says. `asked`: how often it has been asked to leave,
-    and `ends_run`: that means the whole run. `batch`: samples of its steps, where these may grow; 0: as the plan
-    says. `shares`: the replicas that the run should have on each host, where it is resized while it goes on; empty:
-    it is not.
+    `start` is the random number of one start of a part: one that the node has seen end is not started again.
+    `submitted`: of the run in the queue, which tells it from another one that had its name; `run_dir`: where what it
+    leaves is found, also when it is not in the queue any more. The run began on `hosts`
+    hosts with `workers` workers, which all of its parts say. `is_open`: parts may join it. `gpus`: the GPUs of the
+    part, as CUDA_VISIBLE_DEVICES names them; None where the node has none. `fixed`: replicas of an elastic plan that
+    this start is to keep; None: as the plan says. `asked`: how often it has been asked to leave, and `ends_run`: that
+    means the whole run. `batch`: samples of its steps, where these may grow; 0: as the plan says. `shares`: the
+    replicas that the run should have on each host, where it is resized while it goes on; empty: it is not.
     """
 
     start: int
+    submitted: float
     replicas: int
+    run_dir: str = ""
     hosts: int = 1
     workers: int = 1
     is_open: bool = False

@@ -10,31 +10,36 @@ count as there while the run says so.
 from __future__ import annotations
 
 import dataclasses
+import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 
 from paceline import clock, run_lock
 from paceline.elastic.membership_messages import PREEMPTED, TOO_FEW
-from paceline.pool.node_files import WantedPart
-from paceline.pool.nodes import LEFT, Nodes
-from paceline.pool.part_process import uses_gpus
+from paceline.pool.leave_requests import LEAVE_S, LeaveRequests
+from paceline.pool.node_files import PartRecord, WantedPart
+from paceline.pool.nodes import LEFT, Nodes, NodeView
 from paceline.pool.pool_run import PoolRun
 from paceline.pool.pool_state import PartEntry, RunEntry
+from paceline.pool.retries import Retries
 from paceline.pool.run_control import Observed
 from paceline.pool.run_pace import RunPace
 from paceline.pool.shares import first_nodes, free_gpus, next_shares, startable
 
 __all__ = ["PartControl", "Presence"]
 
-LEAVE_S = 90.0  # in which a part saves and ends; then it is asked once more, which ends its workers at once
-RUN_ENDS_S = 20.0  # in which a coordinator has told the other parts that the run ends; then each is asked
 ENDS_S = 5.0  # in which all parts of a run have ended that ends, once one of them has
 OVER_S = 60.0  # and where that one has finished or failed: perhaps only it could not join
 # A part on a node that does not answer is gone when for so long its run, which goes on, has had no workers there; or,
 LOST_S = 3.0
 GONE_S = 15.0  # of a run that goes on nowhere else, when no process has had the run's lock
+START_S = 60.0  # in which a node that answers says that it has a part that it was given; else that is given up
+# A node on which a part could not be started, or could not join its run, gets none of that run for so long. And a run
+# is not offered replicas that it has refused; its node's agent has taken the refusal back by then.
+START_AGAIN_S, RESIZE_AGAIN_S, MOST_AGAIN_S = 60.0, 10.0, 3600.0
+START_BITS = 52  # of random numbers: no two starts have the same, and JSON readers keep them
 STUCK_S = 30.0  # a run that can neither give nor take for so long is paused, and goes on as it should be
 
 
@@ -55,74 +60,138 @@ class Presence:
 
 
 class PartControl:
-    """The parts of all runs. `entries` and `seen` are the pool's, by run; `changed` is called when an entry changes."""
+    """The parts of all runs. `entries` and `seen` are the pool's, by run. `taken_out`: entries of runs that were taken
+    out of the queue; they stay here until their parts have ended. `changed` is called when an entry changes.
+    """
 
     def __init__(
         self,
         nodes: Nodes,
         *,
         entries: Mapping[str, RunEntry],
+        taken_out: MutableMapping[str, RunEntry],
         seen: Mapping[str, Observed],
         say_once: Callable[[str], None],
         changed: Callable[[], None],
     ) -> None:
-        self._nodes, self._entries, self._seen = nodes, entries, seen
+        self._nodes, self._entries, self._taken_out, self._seen = nodes, entries, taken_out, seen
         self._say_once, self._changed = say_once, changed
-        self._parting: dict[str, tuple[PoolRun, RunEntry]] = {}  # taken out, and perhaps still there
-        self._asked_at: dict[tuple[str, str], float] = {}  # by run and node
-        self._quiet_since: dict[tuple[str, str], float] = {}  # of parts on nodes that do not answer
+        self._leave_requests = LeaveRequests(say_once)
+        self._quiet_since: dict[tuple[str, str], float] = {}  # by run and node, of parts on nodes that do not answer
         self._stuck_since: dict[str, float] = {}
+        self._unheard_since: dict[int, float] = {}  # by start: parts of which their node has not said anything
+        self._joining: set[int] = set()  # starts of parts that have taken no step with their run yet
+        self._start_tries = Retries[tuple[str, str]](first_s=START_AGAIN_S, most_s=MOST_AGAIN_S)  # by run and node
+        self._refused_shares: dict[str, dict[str, int]] = {}  # by run, those that it refused last
+        self._resize_tries = Retries[str](first_s=RESIZE_AGAIN_S, most_s=MOST_AGAIN_S)
         self._presence: dict[str, Presence] = {}  # of runs since their start
 
     # What is there.
 
-    def look_at(self, name: str, run: PoolRun, entry: RunEntry) -> Presence:
+    def look_at(self, name: str, entry: RunEntry) -> Presence:
         """See which parts of a run are there, and forget those that have ended."""
         presence = self._presence.setdefault(name, Presence())
+        self._look_at(name, entry, self._seen.get(name, Observed()), presence)
+        return presence
+
+    def _look_at(self, name: str, entry: RunEntry, seen: Observed, presence: Presence) -> None:
         for node, part in list(entry.parts.items()):
             view = self._nodes.get(node)
             said = None if view is None else view.part(name, part.start)
-            if said is not None and said.problem and not said.has_ended:
-                self._refused(name, run, entry, node, said.problem)
             if said is not None and said.has_ended:
-                presence.lost_node = ""
-                if said.exit_code is not None and (not part.leaves or entry.ends_run):
-                    presence.exit_code = said.exit_code
-                if not part.leaves:
-                    goes_on = said.exit_code is None or said.exit_code < 0 or said.exit_code in (PREEMPTED, TOO_FEW)
-                    presence.changes_after = time.monotonic() + (ENDS_S if goes_on else OVER_S)
-                presence.problem = said.problem if said.pid == 0 else presence.problem
-            elif (view is not None and view.is_here) or not self._is_gone(name, run, entry, node):
-                continue
-            else:
+                self._note_end(name, entry, node, said, presence)
+            elif view is not None and view.is_here:
+                if said is not None:
+                    self._goes_on(name, entry, node, said, seen)
+                    continue
+                if not self._is_unheard(name, entry, node, view):
+                    continue
+            elif self._is_gone(name, entry, node, seen):
                 presence.lost_node = node
-                self._say_once(f"{name} has lost its part on node {node}, its number {part.start}")
-            del entry.parts[node]
-            self._asked_at.pop((name, node), None)
-            self._quiet_since.pop((name, node), None)
-            entry.settled = -1
-            self._count(run, entry)
-            self._changed()
+                self._say_once(f"{name} has lost its part on node {node}, after {entry.starts} starts of parts")
+            else:
+                continue
+            self._forget(name, entry, node)
         presence.is_there = bool(entry.parts)
-        return presence
 
-    def _refused(self, name: str, run: PoolRun, entry: RunEntry, node: str, problem: str) -> None:
+    def _forget(self, name: str, entry: RunEntry, node: str) -> None:
+        """A part is not there any more."""
+        part = entry.parts.pop(node)
+        self._leave_requests.forget(name, node)
+        self._quiet_since.pop((name, node), None)
+        self._unheard_since.pop(part.start, None)
+        self._joining.discard(part.start)
+        entry.settled = -1
+        self._count(entry)
+        self._changed()
+
+    def _note_end(self, name: str, entry: RunEntry, node: str, said: PartRecord, presence: Presence) -> None:
+        part = entry.parts[node]
+        presence.lost_node = ""
+        if said.exit_code is not None and (not part.leaves or entry.ends_run):
+            presence.exit_code = said.exit_code
+        if not part.leaves:
+            goes_on = said.exit_code is None or said.exit_code < 0 or said.exit_code in (PREEMPTED, TOO_FEW)
+            presence.changes_after = time.monotonic() + (ENDS_S if goes_on else OVER_S)
+            others_are_here = any(one != node and self._nodes.is_here(one) for one in entry.parts)
+            if part.start in self._joining and others_are_here and said.exit_code not in (0, PREEMPTED):
+                why = said.problem or f"its exit status is {said.exit_code}; its console says more"
+                self._failed_on(name, node, f"a part of {name} could not join it on node {node}: {why}")
+        presence.problem = said.problem if said.pid == 0 else presence.problem
+
+    def _goes_on(self, name: str, entry: RunEntry, node: str, said: PartRecord, seen: Observed) -> None:
+        part = entry.parts[node]
+        self._unheard_since.pop(part.start, None)
+        if seen.at_work_on.get(self._host(node), 0):
+            self._joining.discard(part.start)
+            self._start_tries.forget((name, node))
+        if said.problem and not part.leaves:
+            self._refused(name, entry, node, said.problem, seen)
+
+    def _refused(self, name: str, entry: RunEntry, node: str, problem: str, seen: Observed) -> None:
         """A run does not take the replicas that it was given. On one node it is taken to have those that it shows; on
         several it may only lack a part that is still to join.
         """
         self._say_once(f"{name} keeps its replicas on {node}: {problem}")
-        has = self._seen.get(name, Observed()).workers_on.get(self._host(node), 0) // run.workers_each
+        has = seen.workers_on.get(self._host(node), 0) // entry.workers_each
         if not entry.is_open and has and has != entry.parts[node].replicas:
+            self._resize_tries.failed(name)
+            self._refused_shares[name] = entry.shares
             entry.parts[node].replicas = has
-            self._count(run, entry)
+            self._count(entry)
             self._changed()
+
+    def _is_unheard(self, name: str, entry: RunEntry, node: str, view: NodeView) -> bool:
+        """A node that answers says nothing of a part: its agent cannot read what it should start, or still has a former
+        part. Give the part up after a while. Returns whether it can be forgotten then: an agent that finds that a part
+        is to leave says so, and if it does not for long, and has no former one, it has never started it.
+        """
+        part = entry.parts[node]
+        waited_s = time.monotonic() - self._unheard_since.setdefault(part.start, time.monotonic())
+        if not part.leaves and waited_s > START_S:
+            text = f"node {node} has not started its part of {name} in {START_S:.0f} s; its agent says why"
+            entry.why = self._failed_on(name, node, text)
+            if entry.is_open and any(one.start not in self._unheard_since for one in entry.parts.values()):
+                self._leave_requests.ask(name, entry, node)
+                self._resized(entry)
+            else:
+                self.pause(name, entry)
+        former = view.record.parts.get(name)
+        return part.leaves and waited_s > START_S + LEAVE_S and (former is None or former.has_ended)
+
+    def _failed_on(self, name: str, node: str, text: str) -> str:
+        """Say that a node does not get a part of a run to work, and for how long it gets no other one."""
+        wait_s = self._start_tries.failed((name, node))
+        text += f". It is tried there again in {wait_s:.0f} s"
+        self._say_once(text)
+        return text
 
     def held(self) -> dict[str, int]:
         """Return the devices of each node that runs have, or have not freed yet."""
         found = Counter[str]()
         for name, entry in self._entries.items():
             self._count_held(found, entry, self._seen.get(name))
-        for _, entry in self._parting.values():
+        for entry in self._taken_out.values():
             self._count_held(found, entry, None)
         return dict(found)
 
@@ -131,29 +200,34 @@ class PartControl:
             workers = 0 if seen is None else seen.workers_on.get(self._host(node), 0)
             found[node] += max(part.replicas * entry.workers_each, workers)
 
-    def part_with(self, name: str, run: PoolRun, entry: RunEntry) -> None:
-        """A run was taken out of the queue: its parts are to end."""
-        self.leave(name, entry)
-        self._parting[name] = run, entry
+    def part_with(self, name: str, entry: RunEntry) -> None:
+        """A run was taken out of the queue: its parts are to end, and hold their devices until they have."""
+        self._stuck_since.pop(name, None)
+        self._presence.pop(name, None)
+        if entry.parts:
+            self._taken_out[name] = entry
+            self.leave(name, entry)
 
     def look_at_parting(self) -> None:
         """Forget runs that were taken out and have ended."""
-        for name, (run, entry) in list(self._parting.items()):
-            if not self.look_at(name, run, entry).is_there:
-                del self._parting[name]
+        for name, entry in list(self._taken_out.items()):
+            self._look_at(name, entry, Observed(), Presence())
+            if not entry.parts:
+                del self._taken_out[name]
+                self._changed()
 
-    def _is_gone(self, name: str, run: PoolRun, entry: RunEntry, node: str) -> bool:
+    def _is_gone(self, name: str, entry: RunEntry, node: str, seen: Observed) -> bool:
         """Whether a part on a node that does not answer is gone with it, as far as the run shows. Its agent alone may
         have been killed: then the part goes on.
         """
-        view, seen = self._nodes.get(node), self._seen.get(name)
+        view = self._nodes.get(node)
         if view is not None and view.state == LEFT:  # in good order, with all its parts
             return True
         others = [one for one in entry.parts if one != node and self._nodes.is_here(one)]
-        if others and seen is not None and seen.is_running:
+        if others and seen.is_running:
             shows_life, limit_s = seen.workers_on.get(self._host(node), 0) > 0, LOST_S
         else:
-            shows_life, limit_s = run_lock.is_held(Path(run.run_dir)), GONE_S
+            shows_life, limit_s = bool(entry.run_dir) and run_lock.is_held(Path(entry.run_dir)), GONE_S
         if shows_life:
             self._quiet_since.pop((name, node), None)
             return False
@@ -163,7 +237,8 @@ class PartControl:
 
     def bring_about(self, runs: Mapping[str, PoolRun], target: Mapping[str, Mapping[str, int]]) -> None:
         """Take first, then give what is free, and tell the nodes."""
-        running = [name for name in runs if self._entries[name].phase == "running" and name in target]
+        target = {name: self._offered(name, runs[name], target[name]) for name in runs if name in target}
+        running = [name for name in target if self._entries[name].phase == "running"]
         for name in running:
             self._resize(name, runs[name], target[name], {})
         free = self._free()
@@ -172,15 +247,14 @@ class PartControl:
         for name, run in runs.items():
             if self._entries[name].phase == "waiting" and target.get(name):
                 self._give(free, name, lambda name=name, run=run: self._start(name, run, target[name], free))
-        for name in [*runs, *self._parting]:
-            self._ask_again(name, self._entries[name] if name in runs else self._parting[name][1])
-        self.tell(runs)
+        for name, entry in [*self._entries.items(), *self._taken_out.items()]:
+            self._leave_requests.ask_again(name, entry)
+        self.tell()
 
-    def tell(self, runs: Mapping[str, PoolRun]) -> None:
-        """Write what each node should have."""
+    def tell(self) -> None:
+        """Write what each node should have. A run and one that was taken out never both have parts under one name."""
         wanted: dict[str, dict[str, WantedPart]] = {}
-        entries = {name: self._entries[name] for name in runs if self._entries[name].parts}
-        for name, entry in [*entries.items(), *((name, one) for name, (_, one) in self._parting.items())]:
+        for name, entry in [*self._entries.items(), *self._taken_out.items()]:
             for node, part in entry.parts.items():
                 wanted.setdefault(node, {})[name] = self._wanted(entry, part)
         try:
@@ -191,11 +265,24 @@ class PartControl:
     def leave(self, name: str, entry: RunEntry) -> None:
         """Have a run save and end, on all nodes."""
         entry.ends_run = True
-        for node, part in entry.parts.items():
-            part.leaves, part.asked = True, max(1, part.asked)
-            self._asked_at[name, node] = time.monotonic()
+        for node in entry.parts:
+            self._leave_requests.ask(name, entry, node)
         entry.replicas = 0
         self._changed()
+
+    def _offered(self, name: str, run: PoolRun, target: Mapping[str, int]) -> Mapping[str, int]:
+        """Return a run's target without the nodes that do not get a part of it to work now. It stays as it is where it
+        cannot do without them.
+        """
+        entry = self._entries[name]
+        rest = {
+            node: replicas
+            for node, replicas in target.items()
+            if node in entry.parts or self._start_tries.is_due((name, node))
+        }
+        if len(rest) == len(target) or entry.phase != "running":
+            return rest
+        return rest if entry.is_open and sum(rest.values()) >= run.least else entry.shares
 
     def _resize(self, name: str, run: PoolRun, target: Mapping[str, int], free: Mapping[str, int]) -> None:
         """Bring a run closer to its target, with what is free."""
@@ -206,6 +293,8 @@ class PartControl:
             self.pause(name, entry)
         elif now == target or not self.may_resize(name, entry):
             self._stuck_since.pop(name, None)
+            if now == target and seen.replicas == entry.replicas:
+                self._forget_refusal(name)
         elif not entry.is_live or (not entry.is_open and set(target) != set(now)):
             self.pause(name, entry)
         else:
@@ -213,11 +302,18 @@ class PartControl:
             then = next_shares(
                 now, target, present, self._without_parting(entry, free), least=run.least, workers_each=run.workers_each
             )
-            if then != now:
+            is_refused = then == self._refused_shares.get(name) and not self._resize_tries.is_due(name)
+            if then != now and not is_refused:
                 self._stuck_since.pop(name, None)
                 self._set_shares(name, run, entry, then)
+            elif is_refused and sum(then.values()) > sum(now.values()):  # it goes on with what it has
+                self._stuck_since.pop(name, None)
             elif time.monotonic() - self._stuck_since.setdefault(name, time.monotonic()) > STUCK_S:
                 self.pause(name, entry)
+
+    def _forget_refusal(self, name: str) -> None:
+        self._resize_tries.forget(name)
+        self._refused_shares.pop(name, None)
 
     def may_resize(self, name: str, entry: RunEntry) -> bool:
         """Whether a run has taken its first step, is not about to end, and is on nodes that answer."""
@@ -231,15 +327,14 @@ class PartControl:
 
     def _set_shares(self, name: str, run: PoolRun, entry: RunEntry, shares: Mapping[str, int]) -> None:
         for node in entry.shares.keys() - shares.keys():
-            part = entry.parts[node]
-            part.leaves, part.asked = True, 1
-            self._asked_at[name, node] = time.monotonic()
+            self._leave_requests.ask(name, entry, node)
         for node, replicas in shares.items():
             if node in entry.parts:
                 entry.parts[node].replicas = replicas
             else:
                 entry.parts[node] = self._new_part(entry, node, replicas, run)
-        self._resized(run, entry)
+                self._joining.add(entry.parts[node].start)
+        self._resized(entry)
 
     def pause(self, name: str, entry: RunEntry) -> None:
         """Have a run save and end; it waits then."""
@@ -253,17 +348,21 @@ class PartControl:
         shares = startable(target, free, least=run.least if run.is_elastic else run.most, workers_each=run.workers_each)
         if not shares:
             return
-        if entry.starts and run_lock.is_held(Path(run.run_dir)):
+        if name in self._taken_out:
+            entry.why = f"{name} waits: the run that had its name before has not ended yet."
+            return
+        if run_lock.is_held(Path(run.run_dir)):
             entry.why = (
                 f"{name} waits: another process works in its directory still, perhaps on a node that is cut off."
             )
             return
-        has_gpus = uses_gpus(run) and any(self._nodes.here[node].gpus for node in shares)
+        has_gpus = run.uses_gpus and any(self._nodes.here[node].gpus for node in shares)
         entry.fixed = sum(shares.values()) if run.is_elastic and has_gpus else None
         entry.is_live = run.is_elastic and entry.fixed is None
         first = first_nodes(shares, run.least) if entry.is_live else shares
         self._presence[name] = Presence()
-        entry.workers_each = run.workers_each
+        self._forget_refusal(name)
+        entry.submitted, entry.run_dir, entry.workers_each = run.submitted, run.run_dir, run.workers_each
         entry.hosts, entry.workers = len(first), sum(first.values()) * run.workers_each
         entry.is_open = entry.is_live and len(self._nodes.here) > 1
         entry.ends_run = False
@@ -271,12 +370,12 @@ class PartControl:
         entry.batch = RunPace.of(run, entry).best_batch(sum(shares.values()))
         entry.phase, entry.let_in = "running", entry.let_in if entry.moves else clock.now()
         entry.moves = {}
-        self._resized(run, entry)
+        self._resized(entry)
 
     def _new_part(self, entry: RunEntry, node: str, replicas: int, run: PoolRun) -> PartEntry:
         entry.starts += 1
         gpus = self._gpus(node, replicas * run.workers_each, run)
-        return PartEntry(replicas=replicas, start=entry.starts, gpus=gpus)
+        return PartEntry(replicas=replicas, start=secrets.randbits(START_BITS), gpus=gpus)
 
     def _give(self, free: dict[str, int], name: str, give: Callable[[], None]) -> None:
         """Let a run take devices, and count them as taken."""
@@ -296,27 +395,18 @@ class PartControl:
 
     def _gpus(self, node: str, count: int, run: PoolRun) -> tuple[str, ...] | None:
         gpus = self._nodes.here[node].gpus
-        if gpus is None or not uses_gpus(run):
+        if gpus is None or not run.uses_gpus:
             return None if gpus is None else ()
-        everyone = [*self._entries.values(), *(entry for _, entry in self._parting.values())]
+        everyone = [*self._entries.values(), *self._taken_out.values()]
         taken = [gpu for entry in everyone if node in entry.parts for gpu in entry.parts[node].gpus or ()]
         return free_gpus(gpus, taken, count)
-
-    def _ask_again(self, name: str, entry: RunEntry) -> None:
-        for node, part in entry.parts.items():
-            if not part.leaves:
-                continue
-            limit_s = RUN_ENDS_S if entry.ends_run and entry.is_open and part.asked == 1 else LEAVE_S
-            if time.monotonic() - self._asked_at.setdefault((name, node), time.monotonic()) > limit_s:
-                if limit_s == LEAVE_S:
-                    self._say_once(f"{name} has not ended {LEAVE_S:.0f} s after it was asked to: its workers are ended")
-                part.asked += 1
-                self._asked_at[name, node] = time.monotonic()
 
     def _wanted(self, entry: RunEntry, part: PartEntry) -> WantedPart:
         shares = {self._host(node): replicas for node, replicas in entry.shares.items()} if entry.is_live else {}
         return WantedPart(
             start=part.start,
+            submitted=entry.submitted,
+            run_dir=entry.run_dir,
             replicas=part.replicas,
             hosts=entry.hosts,
             workers=entry.workers,
@@ -330,15 +420,15 @@ class PartControl:
             shares=shares,
         )
 
-    def _resized(self, run: PoolRun, entry: RunEntry) -> None:
+    def _resized(self, entry: RunEntry) -> None:
         entry.changes += 1
         entry.since, entry.settled = clock.now(), -1
-        self._count(run, entry)
+        self._count(entry)
         self._changed()
 
-    def _count(self, run: PoolRun, entry: RunEntry) -> None:
+    def _count(self, entry: RunEntry) -> None:
         entry.replicas = sum(entry.shares.values())
-        entry.devices = entry.replicas * run.workers_each
+        entry.devices = entry.replicas * entry.workers_each
 
     def _host(self, node: str) -> str:
         view = self._nodes.get(node)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import secrets
 import signal
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from paceline import environment
 from paceline.launch.coordinator.control_socket import ask_to_end, send_command
@@ -17,14 +17,15 @@ from paceline.monitor.records.run_record import RUNNING, RunRecord
 from paceline.plan.job import AUTO
 from paceline.pool.node_files import NodeRecord, PartRecord, WantedPart
 from paceline.pool.pool_run import PoolRun
-from paceline.pool.run_control import resize, start
+from paceline.pool.run_control import start
 from paceline.private_files import make_run_directory, write_private
 from paceline.processes import is_same_process, process_started_s
 from paceline.world_detection import CHOICE
 
-__all__ = ["ask_part", "process_with", "share_out", "start_part", "uses_gpus"]
+__all__ = ["ask_part", "leads_here", "process_with", "share_out", "start_part"]
 
 TOKENS = "tokens"
+ANSWER_S = 0.3  # for a coordinator to answer: the agent, and a pool beside it, stand still meanwhile
 PART = "PACELINE_POOL_PART"  # in the environment of a part: the mark by which it is found again
 
 
@@ -40,19 +41,10 @@ def start_part(pool: Path, run: PoolRun, wanted: WantedPart, *, mark: str, node:
         more += ["--hosts", str(wanted.hosts), "--slots", str(wanted.replicas * run.workers_each), "--head", AUTO]
         more += ["--token-file", str(_token(pool, run))]
         variables[environment.ENGINE] = "pool"  # one console shows the whole run: the coordinator's
-    if wanted.gpus is not None:
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(wanted.gpus)
+    variables["CUDA_VISIBLE_DEVICES"] = ",".join(wanted.gpus or ())  # none, too, where they are hidden from the pool
     threads = max(1, node.cores // node.slots)
     replicas = wanted.workers // run.workers_each
     return start(pool, run, replicas=replicas, threads=threads, more=more, variables=variables)
-
-
-def uses_gpus(run: PoolRun) -> bool:
-    """Return whether a run takes GPUs where a node has some: all but those whose command says --device cpu."""
-    words = run.command[: run.command.index("--") if "--" in run.command else None]
-    said = [word.partition("=")[2] for word in words if word.startswith("--device=")]
-    said += [after for word, after in itertools.pairwise(words) if word == "--device"]
-    return "cpu" not in said
 
 
 def process_with(mark: str) -> int | None:
@@ -66,40 +58,48 @@ def process_with(mark: str) -> int | None:
     return min(found)[1] if found else None
 
 
-def ask_part(part: PartRecord, run: PoolRun | None = None) -> None:
+def ask_part(part: PartRecord, *, run_dir: str = "") -> None:
     """Have a part finish the step in hand, save and leave; does not wait for it.
 
-    With `run` the whole run is to end on all nodes. Its coordinator alone is asked then, which tells the others.
+    With `run_dir` the whole run is to end on all nodes. Its coordinator alone is asked then, which tells the others.
     """
-    record = None if run is None else _running(run)
-    if record is not None:
-        if record.is_here():
-            ask_to_end(record.pid)
+    record = _running(run_dir)
+    if record is not None and (not record.is_here() or ask_to_end(record.pid, answer_s=ANSWER_S)):
         return
     if part.pid and is_same_process(part.pid, part.pid_started_s):
         with contextlib.suppress(ProcessLookupError):
             os.kill(part.pid, signal.SIGTERM)
 
 
-def share_out(run: PoolRun, shares: Mapping[str, int], *, is_open: bool) -> str | None:
+def leads_here(run_dir: str) -> bool:
+    """Return whether the coordinator of the run that goes on in this directory is on this host."""
+    record = _running(run_dir)
+    return record is not None and record.is_here()
+
+
+def share_out(run_dir: str, shares: Mapping[str, int], *, is_open: bool) -> str | None:
     """Have the run's coordinator give each host so many replicas. Returns "" when it agrees, else why not; None where
-    it is on another host, or on its way there.
+    it is on another host, or on its way there, or does not answer.
     """
-    record = _running(run)
+    record = _running(run_dir)
     if record is None or not record.is_here():
         return None
-    if not is_open:
-        return resize(run, sum(shares.values()))
+    request: dict[str, Any] = {"op": "resize", "replicas": sum(shares.values())}
+    if is_open:
+        request["hosts"] = dict(shares)
     try:
-        answer = send_command(record.pid, {"op": "resize", "replicas": sum(shares.values()), "hosts": dict(shares)})
+        answer = send_command(record.pid, request, answer_s=ANSWER_S)
     except ConnectionError:
         return None
     return str(answer.get("error", ""))
 
 
-def _running(run: PoolRun) -> RunRecord | None:
+def _running(run_dir: str) -> RunRecord | None:
+    """Return the record of a run that goes on, as far as it says; None for any other one, and without a directory."""
+    if not run_dir:
+        return None
     with contextlib.suppress(ValueError):
-        record = RunRecord.load(run.run_dir)
+        record = RunRecord.load(run_dir)
         return record if record.state == RUNNING else None
     return None
 

@@ -7,6 +7,7 @@ it is readable by its user alone.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from paceline.plain_data import fitted, read_object
 from paceline.pool.batch_growth import BatchGrowth
 from paceline.private_files import make_own_directory, read_private, write_private
 
-__all__ = ["QUEUE", "PoolRun", "is_taken_out", "queued_runs"]
+__all__ = ["QUEUE", "PoolRun", "is_taken_out", "queued_run", "queued_runs"]
 
 QUEUE, SUFFIX = "queue", ".json"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -55,6 +56,14 @@ class PoolRun:
     @property
     def is_elastic(self) -> bool:
         return self.least < self.most
+
+    @property
+    def uses_gpus(self) -> bool:
+        """Whether it takes GPUs where a node has some: all runs but those whose command says --device cpu."""
+        words = self.command[: self.command.index("--") if "--" in self.command else None]
+        said = [word.partition("=")[2] for word in words if word.startswith("--device=")]
+        said += [after for word, after in itertools.pairwise(words) if word == "--device"]
+        return "cpu" not in said
 
     def add_to(self, pool: Path) -> None:
         """Queue it. Raises PlanError where the pool has a run of this name, or others may write to its folder."""
@@ -114,6 +123,19 @@ def queued_runs(
             text = f"{path} is no queued run ({error}). It is damaged or of another version: move it away."
             _report(text, error, problem)
     return {one.name: one for one in sorted(found, key=lambda one: (one.submitted, one.name))}
+
+
+def queued_run(pool: Path, name: str) -> PoolRun | None:
+    """Read one run of a pool; None where there is none. Raises PlanError where its file is damaged or not readable."""
+    path = _path(pool, name)
+    try:
+        return PoolRun.load(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, LaunchError) as error:
+        raise PlanError(
+            f"{path} is no queued run ({error}). It is damaged or of another version: move it away."
+        ) from error
 
 
 def is_taken_out(pool: Path, name: str) -> bool:

@@ -26,7 +26,7 @@ ENDED = ("finished", "failed", "stopped")
 @dataclasses.dataclass(kw_only=True, slots=True)
 class PartEntry:
     """What a run has on one node: `replicas`, and where there are GPUs which ones. `leaves`: it was asked to, and has
-    its devices until it has ended. `asked`: how often. `start`: its number among all parts that the run ever had.
+    its devices until it has ended. `asked`: how often. `start`: a random number, which no other part of any run has.
     """
 
     replicas: int
@@ -49,6 +49,7 @@ class NodeEntry:
 @dataclasses.dataclass(kw_only=True, slots=True)
 class RunEntry:
     """`phase`: waiting (nothing runs), running, leaving (it saves and ends, and will wait), or one of `ENDED`.
+    `submitted` and `run_dir`: of the run in the queue that this is about; another one may get its name later.
 
     `replicas` and their `devices`: that it has been given. `attained`: device-seconds so far. `changes`: of its
     replicas, with starts. `step_s`: measured seconds of a step, by replicas. `since`: the last change, and `let_in`:
@@ -67,6 +68,8 @@ class RunEntry:
     """
 
     phase: str = "waiting"
+    submitted: float = 0.0
+    run_dir: str = ""
     replicas: int = 0
     devices: int = 0
     attained: float = 0.0
@@ -113,6 +116,7 @@ class RunEntry:
 class PoolRecord:
     """The pool's process, its devices, its nodes and its runs by name. `has_ended`: in good order, by its user.
     `term`: the number of this process among all that were the pool. `updated`: when this was written, by its clock.
+    `taken_out`: runs that are not in the queue any more, until all of their parts have ended.
     """
 
     host: str = ""
@@ -124,6 +128,7 @@ class PoolRecord:
     updated: float = 0.0
     nodes: dict[str, NodeEntry] = dataclasses.field(default_factory=dict[str, NodeEntry])
     runs: dict[str, RunEntry] = dataclasses.field(default_factory=dict[str, RunEntry])
+    taken_out: dict[str, RunEntry] = dataclasses.field(default_factory=dict[str, RunEntry])
 
     @classmethod
     def load(cls, pool: Path) -> PoolRecord:

@@ -1,5 +1,5 @@
-"""Starts, resizes and stops the runs of a pool, and reads how they do, through what every run has: its command, its
-directory and its control socket. Runs are processes of their own, and go on if the pool's process is killed.
+"""Starts and stops the runs of a pool, and reads how they do, through what every run has: its command and its
+directory. Runs are processes of their own, and go on if the pool's process is killed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.launch.coordinator.control_socket import ask_to_end, send_command
+from paceline.launch.coordinator.control_socket import ask_to_end
 from paceline.logs.log_reader import last_lines
 from paceline.logs.metric_rows import read_row
 from paceline.monitor.records.run_record import RUNNING, RunRecord
@@ -27,7 +27,7 @@ from paceline.private_files import make_run_directory
 from paceline.processes import is_same_process
 from paceline.runs.go_on import words_to_go_on
 
-__all__ = ["NewestSteps", "Observed", "ask_to_stop", "console_of", "measured_step", "observe", "resize", "start"]
+__all__ = ["NewestSteps", "Observed", "ask_to_stop", "console_of", "measured_step", "observe", "start"]
 
 CONSOLES = "consoles"
 ROWS, LEAST_ROWS = 40, 3  # newest steps of which the median is taken
@@ -158,15 +158,6 @@ def start(
 def _sizes(run: PoolRun, replicas: int, threads: int) -> list[str]:
     own = any(word.partition("=")[0] == "--threads" for word in run.command)
     return ["--workers", str(replicas * run.workers_each), *([] if own else ["--threads", str(threads)])]
-
-
-def resize(run: PoolRun, replicas: int) -> str:
-    """Ask a run for another number of replicas; returns "" when it agrees, else why not."""
-    try:
-        answer = send_command(RunRecord.load(run.run_dir).pid, {"op": "resize", "replicas": replicas})
-    except (ValueError, ConnectionError) as error:
-        return str(error)
-    return str(answer.get("error", ""))
 
 
 def ask_to_stop(run: PoolRun) -> str:

@@ -24,7 +24,7 @@ from paceline.pool.nodes import Nodes
 from paceline.pool.notices import Notices
 from paceline.pool.part_control import PartControl, Presence
 from paceline.pool.policy import decide
-from paceline.pool.pool_run import QUEUE, PoolRun, queued_runs
+from paceline.pool.pool_run import QUEUE, PoolRun, is_taken_out, queued_runs
 from paceline.pool.pool_state import PoolRecord, RunEntry
 from paceline.pool.run_control import Observed, console_of, measured_step, observe
 from paceline.pool.run_pace import RunPace
@@ -78,7 +78,12 @@ class Pool:
             folder, own=None if agent is None else agent.name, say=say, before_telling=self._before_telling
         )
         self._parts = PartControl(
-            self._nodes, entries=self._record.runs, seen=self._seen, say_once=self._say_once, changed=self._changed
+            self._nodes,
+            entries=self._record.runs,
+            taken_out=self._record.taken_out,
+            seen=self._seen,
+            say_once=self._say_once,
+            changed=self._changed,
         )
         self._next_decision = self._last_look = time.monotonic()
         self._nodes.look()
@@ -139,20 +144,32 @@ class Pool:
         return self._record.runs.setdefault(name, RunEntry())
 
     def _read_queue(self) -> bool:
-        before = self._runs
-        self._runs = queued_runs(self._folder, known=before, problem=self._say_once)
+        """Note what has come and what was taken out, while no pool was there, too; returns whether anything has."""
+        before, entries = self._runs, self._record.runs
+        queued = queued_runs(self._folder, known=before, problem=self._say_once)
+        lost = {name: run for name, run in before.items() if name not in queued}
+        self._runs = queued | {name: run for name, run in lost.items() if not is_taken_out(self._folder, name)}
+        for name in (before.keys() | entries.keys()) - self._runs.keys():
+            if is_taken_out(self._folder, name):
+                self._take_out(name)
         for name in self._runs.keys() - before.keys():
             run = self._runs[name]
-            if name not in self._record.runs:
+            if name in entries and entries[name].submitted not in (0.0, run.submitted):
+                self._take_out(name)  # and queued again, as another run, while no pool was there
+            if name not in entries:
                 self._say(f"{name} is queued: {_replicas_text(run)}")
-                self._record.runs[name] = RunEntry(since=clock.now())
-        for name in before.keys() - self._runs.keys():  # taken out
-            self._target.pop(name, None)
-            entry = self._record.runs.pop(name, None)
-            if entry is not None and not entry.is_over:
-                self._say(f"{name} is taken out")
-                self._parts.part_with(name, before[name], entry)
+                entries[name] = RunEntry(since=clock.now())
+            entries[name].submitted, entries[name].run_dir = run.submitted, run.run_dir
         return self._runs.keys() != before.keys()
+
+    def _take_out(self, name: str) -> None:
+        self._target.pop(name, None)
+        self._seen.pop(name, None)
+        self._gone_since.pop(name, None)
+        entry = self._record.runs.pop(name, None)
+        if entry is not None and not entry.is_over:
+            self._say(f"{name} is taken out")
+            self._parts.part_with(name, entry)
 
     def _observe(self, name: str, run: PoolRun, passed_s: float) -> bool:
         """Look at a run; returns whether there is something to decide anew."""
@@ -171,7 +188,7 @@ class Pool:
         if entry.phase == "waiting":
             return False
         num_parts = len(entry.parts)
-        presence = self._parts.look_at(name, run, entry)
+        presence = self._parts.look_at(name, entry)
         if presence.is_there:
             entry.attained += passed_s * seen.replicas * run.workers_each
             # Workers that are there and have not taken a step yet do not carry the run.
@@ -374,7 +391,7 @@ class Pool:
             self._say(f"asked again: the pool does not wait until {', '.join(running)} have saved and ended")
         elif running:
             self._say(f"{', '.join(running)} have not ended in {END_S:.0f} s: they go on")
-        self._parts.tell(self._runs)
+        self._parts.tell()
         self._record.has_ended = True
         self._save()
 

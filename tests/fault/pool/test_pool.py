@@ -65,6 +65,30 @@ def test_after_kill_9_of_the_pool_runs_go_on_and_the_next_one_finds_them(pool: P
 
 @pytest.mark.further
 @pytest.mark.timeout(180)
+def test_a_run_that_was_taken_out_while_no_pool_was_there_ends_and_the_next_one_gets_its_devices(
+    pool: PoolFolder,
+) -> None:
+    file = pool.folder / "pool" / "queue" / "run.json"
+    with pool.served() as serving:
+        pool.queue("run", "--steps", "2000")
+        pool.until(lambda: pool.entry("run")["replicas"] == 2 and pool.entry("run")["step"] > 3, what="under way")
+        serving.kill()
+        serving.wait()
+    file.unlink()  # and its process is not asked to end, as if that were on another host
+    with pool.served() as serving:
+        pool.until(lambda: "run" in pool.facts().get("taken_out", {}), what="noticed")
+        serving.kill()
+        serving.wait()
+    with pool.served():
+        pool.queue("next", "--steps", "20", replicas="2")
+        pool.until(lambda: is_over(pool, "next"), what="the next one done", limit_s=90)
+    record = RunRecord.load(pool.folder / "runs" / "run")
+    assert (record.attempt, record.state, record.exit_code) == (1, "stopped", 75), "it has saved"
+    assert (pool.entry("next")["phase"], pool.facts()["taken_out"]) == ("finished", {})
+
+
+@pytest.mark.further
+@pytest.mark.timeout(180)
 def test_a_pool_that_is_stopped_has_its_runs_save_and_goes_on_with_them_later(pool: PoolFolder) -> None:
     with pool.served() as serving:
         pool.queue("run", "--steps", "80")

@@ -82,7 +82,7 @@ def test_where_the_disk_has_no_locks_counters_alone_tell(watched: Watched) -> No
 def test_what_is_wanted_is_written_when_it_changes(watched: Watched) -> None:
     watched.beat("b", 1)
     watched.after(0.1)
-    part = WantedPart(start=1, replicas=2, gpus=("0", "1"), shares={"b": 2})
+    part = WantedPart(start=1, submitted=1.0, replicas=2, gpus=("0", "1"), shares={"b": 2})
     watched.nodes.want({"b": {"run": part}})
     file = node_dir(watched.pool, "b") / "wanted.json"
     before = file.stat().st_ino

@@ -13,11 +13,21 @@ import pytest
 from paceline import run_lock
 from paceline.pool import part_control, part_process
 from paceline.pool.batch_growth import BatchGrowth
+from paceline.pool.leave_requests import LEAVE_S
 from paceline.pool.node_files import NodeRecord, PartRecord, WantedPart
 from paceline.pool.nodes import NodeView
-from paceline.pool.part_control import GONE_S, LEAVE_S, LOST_S, OVER_S, STUCK_S, PartControl
+from paceline.pool.part_control import (
+    ENDS_S,
+    GONE_S,
+    LOST_S,
+    OVER_S,
+    RESIZE_AGAIN_S,
+    START_S,
+    STUCK_S,
+    PartControl,
+)
 from paceline.pool.pool_run import PoolRun
-from paceline.pool.pool_state import RunEntry
+from paceline.pool.pool_state import PoolRecord, RunEntry
 from paceline.pool.run_control import Observed
 
 RUN = PoolRun(
@@ -35,7 +45,7 @@ RUN = PoolRun(
 
 
 class FakeNodes:
-    """Nodes whose agents do at once what is wanted."""
+    """Nodes whose agents do at once what is wanted, or not before `act()`: where `is_slow`."""
 
     def __init__(self, **gpus: tuple[str, ...] | None) -> None:
         self.views = {
@@ -43,6 +53,8 @@ class FakeNodes:
             for name, own in gpus.items()
         }
         self.wanted: Mapping[str, Mapping[str, WantedPart]] = {}
+        self.is_slow = False
+        self.starts: list[tuple[str, str]] = []
 
     @property
     def here(self) -> dict[str, NodeRecord]:
@@ -56,11 +68,19 @@ class FakeNodes:
 
     def want(self, wanted: Mapping[str, Mapping[str, WantedPart]]) -> None:
         self.wanted = wanted
-        for node, parts in wanted.items():
+        if not self.is_slow:
+            self.act()
+
+    def act(self) -> None:
+        """Start what is wanted and is not there, where no former part of the run goes on; forget what has ended."""
+        for node, view in self.views.items():
+            parts, has = self.wanted.get(node, {}), view.record.parts
+            for run in [run for run in has if run not in parts and has[run].has_ended]:
+                del has[run]
             for run, part in parts.items():
-                has = self.views[node].record.parts
-                if run not in has or has[run].start != part.start:
-                    has[run] = PartRecord(start=part.start, pid=1)
+                if run not in has or (has[run].start != part.start and has[run].has_ended):
+                    has[run] = PartRecord(start=part.start, pid=0 if part.leaves else 1, has_ended=part.leaves)
+                    self.starts += [] if part.leaves else [(node, run)]
 
     def ends(self, node: str, run: str, code: int) -> None:
         part = self.views[node].record.parts[run]
@@ -80,10 +100,35 @@ class Scene:
         self.runs = {
             name: dataclasses.replace(run, name=name, run_dir=f"/nowhere/{name}") for name, run in runs.items()
         }
-        self.entries = {name: RunEntry() for name in runs}
+        self.record = PoolRecord(runs={name: RunEntry() for name in runs})
         self.seen: dict[str, Observed] = {}
-        more: dict[str, Any] = {"entries": self.entries, "seen": self.seen, "say_once": self.said.append}
-        self.parts = PartControl(nodes, **more, changed=lambda: None)  # type: ignore[arg-type]  # pretended nodes
+        self.num_changes = 0
+        self.parts = self._new_parts()
+
+    def _new_parts(self) -> PartControl:
+        more: dict[str, Any] = {"seen": self.seen, "say_once": self.said.append, "changed": self._changed}
+        record = self.record
+        return PartControl(self.nodes, entries=record.runs, taken_out=record.taken_out, **more)  # type: ignore[arg-type]  # pretended nodes
+
+    def _changed(self) -> None:
+        self.num_changes += 1
+
+    def restart(self, folder: Path) -> None:
+        """The pool is killed, and another one goes on with what is on disk."""
+        self.record.save(folder)
+        self.record = PoolRecord.load(folder)
+        self.seen = {}
+        self.parts = self._new_parts()
+
+    @property
+    def entries(self) -> dict[str, RunEntry]:
+        return self.record.runs
+
+    def take_out(self, name: str) -> None:
+        """What the pool does when a run has left the queue."""
+        self.runs.pop(name)
+        self.seen.pop(name, None)
+        self.parts.part_with(name, self.entries.pop(name))
 
     def to(self, **target: Mapping[str, int]) -> None:
         self.parts.bring_about(self.runs, target)
@@ -98,7 +143,7 @@ class Scene:
         )
 
     def look(self, run: str = "run") -> Any:
-        return self.parts.look_at(run, self.runs[run], self.entries[run])
+        return self.parts.look_at(run, self.entries[run])
 
     def shares(self, run: str = "run") -> dict[str, int]:
         return self.entries[run].shares
@@ -151,7 +196,8 @@ def test_an_elastic_run_begins_on_one_node_and_others_join_it(monkeypatch: pytes
     scene.at_work("run", a=2)
     scene.to(run=both)
     first, second = scene.nodes.wanted["a"]["run"], scene.nodes.wanted["b"]["run"]
-    assert (second.hosts, second.workers, second.is_open, second.start) == (1, 2, True, 2)
+    assert (second.hosts, second.workers, second.is_open) == (1, 2, True)
+    assert first.start != second.start
     assert first.shares == second.shares == both
     scene.at_work("run", a=2, b=2)
     scene.to(run={"b": 2})
@@ -215,7 +261,6 @@ def test_a_part_on_a_silent_node_counts_while_its_run_shows_life(monkeypatch: py
 
 def test_a_run_is_not_started_while_another_process_works_in_its_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch, FakeNodes(a=None, b=None), run=RUN)
-    scene.entries["run"].starts = 1
     scene.locked.add(Path("/nowhere/run"))
     scene.to(run={"a": 2})
     assert (
@@ -239,18 +284,78 @@ def test_a_run_that_can_neither_give_nor_take_is_paused_at_last(monkeypatch: pyt
     assert scene.entries["run"].phase == "leaving"
 
 
-def test_a_run_that_was_taken_out_holds_its_devices_until_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(monkeypatch, FakeNodes(a=None), run=RUN, next=RUN)
+def test_a_run_that_was_taken_out_holds_its_devices_until_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scene = Scene(monkeypatch, FakeNodes(a=("0", "1")), run=RUN, next=RUN)
     scene.to(run={"a": 2})
-    run, entry = scene.runs.pop("run"), scene.entries.pop("run")
-    scene.parts.part_with("run", run, entry)
+    scene.take_out("run")
+    for _ in range(2):
+        scene.to(next={"a": 2})
+        scene.parts.look_at_parting()
+        assert scene.entries["next"].phase == "waiting"
+        assert scene.nodes.wanted["a"]["run"].ends_run
+        assert scene.parts.held() == {"a": 2}
+        scene.restart(tmp_path)
     scene.to(next={"a": 2})
-    assert scene.entries["next"].phase == "waiting"
-    assert scene.nodes.wanted["a"]["run"].ends_run
+    scene.now += LEAVE_S + 1
+    scene.to(next={"a": 2})
+    assert scene.nodes.wanted["a"]["run"].asked == 2, "a pool that was killed meanwhile asks once more, too"
     scene.nodes.ends("a", "run", 75)
     scene.parts.look_at_parting()
     scene.to(next={"a": 2})
     assert scene.entries["next"].phase == "running" and "run" not in scene.nodes.wanted["a"]
+    assert scene.record.taken_out == {}
+
+
+def test_a_run_that_was_taken_out_on_a_lost_node_is_gone_when_its_lock_is_free(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scene = Scene(monkeypatch, FakeNodes(a=None), run=RUN)
+    scene.to(run={"a": 2})
+    scene.at_work("run", a=2)
+    scene.locked.add(Path("/nowhere/run"))
+    scene.restart(tmp_path)
+    scene.take_out("run")
+    scene.nodes.silence("a")
+    for _ in range(3):
+        scene.parts.look_at_parting()
+        assert scene.parts.held() == {"a": 2}, "a process has its lock"
+        scene.now += GONE_S + 1
+    scene.locked.clear()
+    scene.parts.look_at_parting()
+    scene.now += GONE_S + 1
+    scene.parts.look_at_parting()
+    assert scene.parts.held() == {}
+
+
+def test_a_name_that_is_queued_again_is_another_run_and_waits_for_the_end_of_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = Scene(monkeypatch, FakeNodes(a=None), run=RUN)
+    scene.to(run={"a": 1})
+    first = scene.nodes.wanted["a"]["run"]
+    run = scene.runs["run"]
+    scene.take_out("run")
+    scene.runs["run"], scene.record.runs["run"] = dataclasses.replace(run, submitted=2.0), RunEntry()
+    scene.to(run={"a": 1})
+    assert scene.entries["run"].phase == "waiting" and "had its name before" in scene.entries["run"].why
+    assert (scene.nodes.wanted["a"]["run"].start, scene.nodes.wanted["a"]["run"].leaves) == (first.start, True)
+    scene.nodes.ends("a", "run", 0)
+    scene.parts.look_at_parting()
+    scene.to(run={"a": 1})
+    second = scene.nodes.wanted["a"]["run"]
+    assert (second.leaves, second.submitted, first.submitted) == (False, 2.0, 1.0)
+    assert scene.nodes.starts == [("a", "run"), ("a", "run")], "its part is another one than that which has ended"
+    presence = scene.look()
+    assert (presence.is_there, presence.exit_code) == (True, None), "it has not inherited the end of the first"
+
+
+def test_the_first_start_of_a_run_waits_for_its_directory_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, FakeNodes(a=None), run=RUN)
+    scene.locked.add(Path("/nowhere/run"))
+    scene.to(run={"a": 1})
+    assert scene.entries["run"].starts == 0
 
 
 def test_a_run_that_refuses_its_replicas_has_those_that_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,9 +368,51 @@ def test_a_run_that_refuses_its_replicas_has_those_that_it_shows(monkeypatch: py
     scene.look()
     assert scene.shares() == {"a": 1} and scene.entries["run"].replicas == 1
     assert scene.said == ["run keeps its replicas on a: the run is about to end"]
+    num_changes = scene.num_changes
+    for _ in range(40):
+        scene.now += RESIZE_AGAIN_S / 41
+        scene.to(run={"a": 2})
+        scene.look()
+    assert scene.num_changes == num_changes and scene.shares() == {"a": 1}, "it is left in peace for a while"
+    part.problem = ""  # as its agent notes when the run has agreed to what it has
+    scene.now += RESIZE_AGAIN_S
+    scene.to(run={"a": 2})
+    scene.look()
+    assert scene.shares() == {"a": 2}, "it is asked again"
+    part.problem = "the run is about to end"
+    scene.look()
+    scene.now += RESIZE_AGAIN_S + 1
+    scene.to(run={"a": 2})
+    assert scene.shares() == {"a": 1}, "it is left in peace for longer"
     scene.nodes.ends("a", "run", 0)
     presence = scene.look()
     assert (presence.exit_code, presence.problem) == (0, ""), "it was started, and has ended by itself"
+
+
+def test_a_run_that_has_refused_to_grow_gives_what_it_has_and_one_that_refuses_that_is_paused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = Scene(monkeypatch, FakeNodes(a=None), run=RUN)
+    scene.nodes.views["a"].record.slots = 4
+    scene.to(run={"a": 2})
+    scene.at_work("run", a=2)
+    part = scene.nodes.views["a"].record.parts["run"]
+
+    def pass_time(replicas: int, seconds: int) -> int:
+        """Return how often the run refuses so many replicas meanwhile."""
+        times = 0
+        for _ in range(seconds):
+            scene.now += 1.0
+            scene.to(run={"a": replicas})
+            is_offered = scene.shares() == {"a": replicas}
+            part.problem, times = "no" if is_offered else "", times + is_offered
+            scene.look()
+        return times
+
+    assert (pass_time(3, 600), scene.shares(), scene.entries["run"].phase) == (6, {"a": 2}, "running")
+    assert pass_time(1, 1) == 1, "less was not refused"
+    assert pass_time(1, int(STUCK_S) + 2) == 0
+    assert scene.entries["run"].phase == "leaving", "others need what it does not give"
 
 
 def test_a_run_that_cannot_be_started_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,6 +422,101 @@ def test_a_run_that_cannot_be_started_says_why(monkeypatch: pytest.MonkeyPatch) 
     part.pid, part.problem = 0, "it cannot be started: no such folder"
     scene.nodes.ends("a", "run", 2)
     assert scene.look().problem == "it cannot be started: no such folder"
+
+
+def test_a_run_whose_node_does_not_start_it_gives_its_devices_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, FakeNodes(a=None, b=None), run=RUN, other=RUN)
+    scene.nodes.is_slow = True
+    scene.to(run={"a": 2})
+    for _ in range(int(START_S)):
+        assert scene.look().is_there and scene.entries["run"].phase == "running"
+        scene.now += 1.0
+    scene.now += 1.0
+    scene.look()
+    scene.to(run={"a": 2}, other={"a": 2})
+    assert scene.entries["run"].phase == "leaving" and scene.nodes.wanted["a"]["run"].leaves
+    assert scene.parts.held() == {"a": 2}, "as its agent may be about to start it"
+    assert scene.said == [
+        "node a has not started its part of run in 60 s; its agent says why. It is tried there again in 60 s"
+    ]
+    scene.nodes.act()
+    assert not scene.look().is_there and scene.parts.held() == {} and scene.nodes.starts == []
+    scene.entries["run"].phase = "waiting"
+    scene.to(run={"a": 2})
+    assert scene.entries["run"].phase == "waiting", "not there, for now"
+    scene.to(run={"b": 2})
+    assert scene.shares() == {"b": 2}
+    scene.now += START_S + 1
+    scene.nodes.act()
+    scene.to(run={"b": 2}, other={"a": 2})
+    assert scene.shares("other") == {"a": 2}, "other runs start there"
+
+
+@pytest.mark.parametrize("has_former", [False, True])
+def test_a_node_that_never_does_what_it_is_told_does_not_hold_its_devices_for_ever(
+    monkeypatch: pytest.MonkeyPatch, has_former: bool
+) -> None:
+    scene = Scene(monkeypatch, FakeNodes(a=None), run=RUN)
+    scene.nodes.is_slow = True
+    if has_former:
+        scene.nodes.views["a"].record.parts["run"] = PartRecord(start=-1, pid=1)
+    scene.to(run={"a": 2})
+    for _ in range(int(START_S + LEAVE_S)):
+        assert scene.look().is_there
+        scene.now += 1.0
+    scene.now += 1.0
+    assert scene.look().is_there is has_former, "a former part that goes on has the devices"
+    assert scene.parts.held() == ({"a": 2} if has_former else {})
+
+
+def test_a_run_goes_on_without_a_part_that_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, FakeNodes(a=None, b=None), run=RUN)
+    both = {"a": 2, "b": 2}
+    scene.to(run=both)
+    scene.at_work("run", a=2)
+    scene.look()
+    scene.nodes.is_slow = True
+    scene.to(run=both)
+    scene.look()
+    scene.now += START_S + 1
+    scene.look()
+    scene.to(run=both)
+    assert scene.shares() == {"a": 2} and scene.entries["run"].phase == "running"
+    assert scene.nodes.wanted["b"]["run"].leaves and not scene.nodes.wanted["a"]["run"].leaves
+
+
+def test_a_node_on_which_a_run_cannot_be_joined_is_tried_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, FakeNodes(a=None, b=None), run=RUN)
+    both = {"a": 2, "b": 2}
+    scene.to(run=both)
+    scene.at_work("run", a=2)
+
+    def pass_time(seconds: int) -> int:
+        """Return how many parts b starts meanwhile; each fails at once."""
+        before = len(scene.nodes.starts)
+        for _ in range(seconds):
+            scene.now += 1.0
+            scene.to(run=both)
+            if "run" in scene.nodes.views["b"].record.parts and scene.entries["run"].parts.get("b"):
+                scene.nodes.ends("b", "run", 3)
+            assert scene.look().is_there and scene.entries["run"].phase == "running"
+        return len(scene.nodes.starts) - before
+
+    assert pass_time(1000) == 5
+    assert pass_time(10_000) == 4, "once in an hour at last"
+    first = "a part of run could not join it on node b: its exit status is 3; its console says more."
+    assert scene.said[:2] == [f"{first} It is tried there again in {wait_s} s" for wait_s in (60, 120)]
+    assert pass_time(3600) == 1
+    scene.now += 3600
+    scene.to(run=both)
+    scene.at_work("run", a=2, b=2)
+    scene.look()
+    scene.nodes.ends("b", "run", -9)
+    scene.at_work("run", a=2)
+    scene.look()
+    scene.now += ENDS_S + 1
+    scene.to(run=both)
+    assert scene.shares() == both, "it had joined, and is given another part at once"
 
 
 def test_a_run_goes_on_with_another_batch_on_the_replicas_that_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +546,9 @@ def test_a_part_is_started_with_its_batch_and_the_micro_batch_of_the_plan(
     node = NodeRecord(name="a", host="a", slots=2)
     grows = dataclasses.replace(RUN, growth=BatchGrowth(least=64, most=256, micro=8))
     for run, batch in ((RUN, 0), (grows, 0), (grows, 128)):
-        part_process.start_part(tmp_path, run, WantedPart(start=1, replicas=1, batch=batch), mark="m", node=node)
+        part_process.start_part(
+            tmp_path, run, WantedPart(start=1, submitted=1.0, replicas=1, batch=batch), mark="m", node=node
+        )
     assert started[0] == []
     assert started[1] == ["--set", "plan.batch.size=64", "--set", "plan.batch.micro=8"]
     assert started[2] == ["--set", "plan.batch.size=128", "--set", "plan.batch.micro=8"]

@@ -67,10 +67,12 @@ class ControlSocket:
             self._links.add(link)
 
 
-def send_command(pid: int, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Ask the supervisor with this pid, on this host. Raises ConnectionError where it does not answer."""
+def send_command(pid: int, request: Mapping[str, Any], *, answer_s: float = ANSWER_S) -> dict[str, Any]:
+    """Ask the supervisor with this pid, on this host. Raises ConnectionError where it does not answer: each of its
+    steps, connecting too, is waited for `answer_s`.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.settimeout(ANSWER_S)
+        sock.settimeout(answer_s)
         try:
             sock.connect(_name(pid))
             if os.getuid() not in (_user(sock), ROOT):
@@ -87,10 +89,10 @@ def send_command(pid: int, request: Mapping[str, Any]) -> dict[str, Any]:
             raise ConnectionError(f"process {pid} does not answer: {error.strerror or error}") from error
 
 
-def ask_to_end(pid: int) -> bool:
+def ask_to_end(pid: int, *, answer_s: float = ANSWER_S) -> bool:
     """Have this supervisor end the run on all hosts; False where it takes no commands, and a signal has to do."""
     try:
-        return "error" not in send_command(pid, {"op": "stop"})
+        return "error" not in send_command(pid, {"op": "stop"}, answer_s=answer_s)
     except ConnectionError as error:
         return isinstance(error.__cause__, TimeoutError)  # it stands still, and reads it when it goes on
 
