@@ -88,6 +88,11 @@ class PoolFolder:
         """Return the runs' directories, without links, by their names in the pool."""
         return {one.name: one.run_dir for one in self.queued.values()}
 
+    def phases(self) -> dict[str, tuple[str, float | None]]:
+        """Return each run's phase and when it changed last, by the run's directory without links."""
+        entries = {one.run_dir: self._entry(one.name) for one in self.queued.values()}
+        return {path: (str(one.get("phase", WAITING)), _when(one.get("since"))) for path, one in entries.items()}
+
     def summary(self) -> dict[str, Any]:
         """Return a few values, for the overview."""
         phases = [self._entry(name).get("phase") for name in self.queued]

@@ -17,6 +17,7 @@ from paceline.ui.log_lines import logs_size
 from paceline.ui.metrics_index import FollowedMetrics
 from paceline.ui.plan_facts import plan_parts
 from paceline.ui.run_events import RunEvents
+from paceline.ui.run_place import RunPlace
 from paceline.ui.run_summary import FileStamp, RunSummary, program_text, summary_of
 from paceline.ui.worker_places import worker_places
 from paceline.units import printable
@@ -139,9 +140,10 @@ class RunView:
         self._report.end()
         self._put("report", report)
 
-    def belongs_to(self, groups: list[dict[str, Any]]) -> None:
-        """Take which pools and sweeps it belongs to."""
+    def belongs_to(self, groups: list[dict[str, Any]], place: RunPlace) -> None:
+        """Take which pools and sweeps it belongs to, and where it stands in them."""
         self._put("groups", groups)
+        self._put("place", place.facts())
 
     def close(self) -> None:
         """Close its files."""

@@ -149,12 +149,16 @@ class UiServer:
             if not self.streams.closing.is_set():
                 await self._in_thread(watched.look)
         if watched.is_group_due():
-            await self._in_thread(lambda: view.belongs_to(self._folder.groups_of(view.run_dir)))
+            await self._in_thread(lambda: self._group(view))
         found = await self._in_thread(lambda: view.changes((max(0, seen[0]), max(0, seen[1]))))
         if view.is_report_due() and name not in self._report_tasks:
             view.begin_report()
             self._report_tasks[name] = asyncio.create_task(self._report(name, view))
         return found
+
+    def _group(self, view: RunView) -> None:
+        groups = self._folder.groups_of(view.run_dir)
+        view.belongs_to(groups, self._folder.place_of(view.run_dir, view.summary))
 
     async def _report(self, name: str, view: RunView) -> None:
         try:
@@ -188,10 +192,16 @@ class UiServer:
         for name in names:
             watched = await self._watched(name)
             view = watched.view
-            parts = await self._in_thread(watched.look, lambda view=view: view.changes((0, 0)) or {})
+            parts = await self._in_thread(
+                watched.look, lambda view=view: self._group(view), lambda view=view: view.changes((0, 0)) or {}
+            )
             found.append(parts | {"name": name})
         runs = [
-            {"name": run["name"], "summary": run.get("summary", {}), "evaluations": run.get("evaluations", {})}
+            {
+                "name": run["name"],
+                "summary": run.get("summary", {}) | {"place": run["place"]},
+                "evaluations": run.get("evaluations", {}),
+            }
             | {"curves": run.get("curves", {"series": {}, "is_exact": False})}
             for run in found
         ]

@@ -8,10 +8,11 @@ import { sweepBox } from "./sweep.js";
 
 const AT_ONCE = 150; // rows; more come as the page is scrolled
 const LOG_FROM = 12; // a loss that falls by more than this factor is drawn on a logarithmic axis
-const STATES = ["running", "failed", "lost", "stopped", "finished", "unreadable"];
+const STATES = ["running", "starting", "waiting", "failed", "lost", "stopped", "pruned", "finished", "unreadable"];
+const WORDS = { waiting: "waits", starting: "starts" };
 const COLUMNS = [
   ["name", "Run", (run) => run.name, "text"],
-  ["state", "State", (run) => STATES.indexOf(run.state), "number"],
+  ["state", "State", (run) => STATES.indexOf(stateOf(run)), "number"],
   ["progress", "Progress", (run) => (run.last_step ? run.step / run.last_step : -1), "number"],
   ["left", "Time left", (run) => run.left_s ?? Infinity, "number"],
   ["loss", "Loss", (run) => run.loss ?? Infinity, "number"],
@@ -25,9 +26,13 @@ const SORTS = Object.fromEntries(COLUMNS.map(([key, , of, kind]) => [key, [of, k
 export const runLink = (name) => `#/run/${name.split("/").map(encodeURIComponent).join("/")}`;
 export const compareLink = (names) => `#/compare/${names.map(encodeURIComponent).join("/")}`;
 
-export function stateBadge(run) {
-  const elsewhere = run.state === "running" && !run.is_checked ? "on another host, says its record" : null;
-  return h("span", { class: `state ${run.state}`, title: elsewhere }, run.state);
+/** The state that is shown: what a pool or a sweep says of a run that its own record only knows to be stopped. */
+export const stateOf = (run) => run.place?.state || run.state;
+
+export function stateBadge(run, hasPool = false) {
+  const elsewhere = run.state === "running" && !run.is_checked ? "on another host, says its record" : null, state = stateOf(run);
+  const where = hasPool && WORDS[state] && run.place.pool ? ` in pool ${run.place.pool}` : "";
+  return h("span", { class: `state ${state}`, title: elsewhere }, `${WORDS[state] ?? state}${where}`);
 }
 
 export function progressBar(run) {
@@ -77,7 +82,7 @@ export function overview(page, about) {
   }
 
   function matches(run) {
-    return (!state || run.state === state) && (!text || `${run.name} ${run.program} ${run.plan} ${run.state}`.toLowerCase().includes(text));
+    return (!state || stateOf(run) === state) && (!text || `${run.name} ${run.program} ${run.plan} ${stateOf(run)}`.toLowerCase().includes(text));
   }
 
   function row(run) {
@@ -117,9 +122,9 @@ export function overview(page, about) {
     const present = list.children;
     wanted.forEach((element, place) => { if (present[place] !== element) list.insertBefore(element, present[place] ?? null); });
     while (list.children.length > wanted.length) list.lastChild.remove();
-    const counts = STATES.map((one) => [one, all.filter((run) => run.state === one).length]).filter(([, num]) => num);
+    const counts = STATES.map((one) => [one, all.filter((run) => stateOf(run) === one).length]).filter(([, num]) => num);
     put(chips, [["", all.length], ...(counts.length > 1 ? counts : [])].map(([one, num]) => h("button", { class: `chip ${one}`, "aria-pressed": String(state === one),
-      on: { click: () => { state = one; shown = AT_ONCE; draw(); } } }, one || "all", h("b", null, count(num)))));
+      on: { click: () => { state = one; shown = AT_ONCE; draw(); } } }, WORDS[one] ?? (one || "all"), h("b", null, count(num)))));
     more.hidden = found.length <= shown;
     put(more, `${count(found.length - shown)} more`);
     put(note, [waiting ? `reading ${count(waiting)} more runs` : "", isCut ? "only the first 10,000 runs are shown" : ""].filter(Boolean).join(", "));
@@ -152,10 +157,10 @@ export function overview(page, about) {
 function fillRow(cells, run) {
   put(cells.name, h("a", { href: runLink(run.name), title: run.name }, run.name), h("small", { title: run.program }, run.problem || run.program || NONE));
   cells.name.classList.toggle("wrong", Boolean(run.problem));
-  put(cells.state, stateBadge(run));
+  put(cells.state, stateBadge(run), WORDS[stateOf(run)] && run.place.pool ? h("small", { title: run.place.pool }, `in pool ${run.place.pool.split("/").pop()}`) : null);
   const goal = run.last_step ? `${count(run.step)} of ${count(run.last_step)}` : run.step ? `step ${count(run.step)}` : NONE;
   put(cells.progress, run.last_step ? progressBar(run) : null, h("small", null, goal));
-  const took = run.ended ? duration(run.ended - run.began) : NONE;
+  const took = run.ended && !WORDS[stateOf(run)] ? `took ${duration(run.ended - run.began)}` : NONE;
   put(cells.left, run.state === "running" ? h("b", null, duration(run.left_s)) : h("span", { class: "soft" }, took));
   put(cells.loss, h("b", null, number(run.loss)), spark(run.spark));
   put(cells.speed, rate(run.samples_per_s));

@@ -18,7 +18,7 @@ const LOG_FROM = 12;
 const MOST_CHARTS = 60;
 
 export function run(page, name, about) {
-  const curves = new Map(), charts = new Map(), state = { summary: null, about: null, report: null, evaluations: {}, groups: [], byTime: false };
+  const curves = new Map(), charts = new Map(), state = { summary: null, about: null, report: null, evaluations: {}, groups: [], place: null, byTime: false };
   const head = h("div", { class: "head" }), tiles = h("div", { class: "tiles" }), alerts = h("div", { class: "alerts" });
   const grid = h("div", { class: "charts" }), workers = h("div"), lanes = h("div"), evaluations = h("div");
   const events = h("ol", { class: "events" }), plan = h("div"), time = h("div", { class: "columns" }), after = h("div");
@@ -89,12 +89,12 @@ export function run(page, name, about) {
     if (!summary) return;
     document.title = `${summary.last_step ? `${Math.floor((100 * summary.step) / summary.last_step)} % – ` : ""}${name.split("/").pop()} – Paceline`;
     const epoch = summary.epoch !== null && known?.epochs > 1 ? `epoch ${summary.epoch + 1} of ${known.epochs}` : null;
-    const since = Date.now() / 1000 - summary.at;
+    const since = Date.now() / 1000 - summary.at, waits = ["waiting", "starting"].includes(state.place?.state);
     const words = [summary.last_step ? `step ${count(summary.step)} of ${count(summary.last_step)}` : `step ${count(summary.step)}`, epoch,
       summary.state === "running" && summary.left_s ? `${duration(summary.left_s)} left` : null,
-      summary.state !== "running" && summary.ended ? `took ${duration(summary.ended - summary.began)}` : `for ${duration(Date.now() / 1000 - summary.began)}`,
+      waits && summary.ended ? `ended ${date(summary.ended)}` : summary.state !== "running" && summary.ended ? `took ${duration(summary.ended - summary.began)}` : `for ${duration(Date.now() / 1000 - summary.began)}`,
       summary.state === "running" && summary.at && since > 5 ? `last step ${duration(Math.round(since))} ago` : null].filter(Boolean);
-    const title = h("h1", null, name, " ", stateBadge(summary));
+    const title = h("h1", null, name, " ", stateBadge({ ...summary, place: state.place }, true));
     put(head, title, h("p", { class: "program" }, summary.program || NONE, h("span", { class: "soft" }, `started ${date(summary.began)}`), known?.host ? h("span", { class: "soft" }, `on ${known.host}`) : null, state.groups.map(groupLink)),
       h("p", { class: "plan-line" }, h("code", null, summary.plan || NONE)), h("div", { class: "progress" }, progressBar(summary), h("span", null, words.join("  ·  "))), control?.element);
     if (control) control.show(summary.state === "running");
@@ -151,7 +151,7 @@ export function run(page, name, about) {
 
   const close = listen(`api/run/stream?run=${encodeURIComponent(name)}`, (found) => {
     if (found.is_gone) { put(alerts, h("p", { class: "alert bad" }, "This run's directory has been removed.")); return; }
-    for (const part of ["summary", "about", "report", "evaluations", "groups"]) if (found[part]) state[part] = found[part];
+    for (const part of ["summary", "about", "report", "evaluations", "groups", "place"]) if (found[part]) state[part] = found[part];
     if (found.curves) {
       if (found.curves.whole) curves.clear();
       for (const [key, change] of Object.entries(found.curves.series)) {
@@ -160,7 +160,7 @@ export function run(page, name, about) {
       }
       put(remark, found.curves.is_exact ? (curves.size ? "" : "no step yet") : "some of the steps; reading the rest");
     }
-    if (found.summary || found.groups) drawHead();
+    if (found.summary || found.groups || found.place) drawHead();
     if (found.curves || found.evaluations) drawCurves();
     if (found.summary || found.report || found.evaluations || found.about) drawTiles();
     if (found.summary || found.about) drawAlerts();
