@@ -33,6 +33,7 @@ LOGS_EVERY_S = 0.5
 REPORT_EVERY_S = 30.0
 REPORT_SHARE = 200
 REPORT_SOON_S = 2.0  # after an incident
+REPORT_FRESH_S, REPORT_FRESH_SHARE = 2.0, 4  # a page that is opened has another one made where it is older
 JOB_SHOWN = (
     "program",
     "args",
@@ -67,6 +68,7 @@ class RunView:
         self._looked = _Cadence(STATUS_EVERY_S, SHARE)
         self._logs = _Cadence(LOGS_EVERY_S, SHARE)
         self._report = _Cadence(REPORT_EVERY_S, REPORT_SHARE)
+        self._is_report_wanted = False
         self._reported_incidents = -1
         self._reported_state: str | None = None
 
@@ -117,28 +119,36 @@ class RunView:
         """Whether there are rows that were not read so far."""
         return not self._metrics.is_whole
 
+    def is_opened(self) -> None:
+        """Note that a page was opened: it is to see an account of its time that is not old."""
+        self._is_report_wanted = self._report.is_due(after_s=REPORT_FRESH_S, share=REPORT_FRESH_SHARE)
+
     def is_report_due(self) -> bool:
         """Whether the account of its time is worth another reading: the run goes on, or has ended, or something has
-        happened to it."""
+        happened to it, or a page was opened."""
         state = self.summary.state if self.summary is not None else None
         if state is None or state == "unreadable":
             return False
         if state != self._reported_state:
-            return self._report.is_due(after_s=REPORT_SOON_S)
+            return self._report.is_due(also=state != RUNNING, after_s=REPORT_SOON_S)
         if self._events.num_incidents != self._reported_incidents:
             return self._report.is_due(after_s=REPORT_SOON_S)
-        return state == RUNNING and self._report.is_due()
+        return state == RUNNING and self._report.is_due(also=self._is_report_wanted)
 
     def begin_report(self) -> None:
         """Note that the report is being read; what happens from now on is not in it."""
+        age_s = self._report.age_s
         self._report.begin()
+        self._is_report_wanted = False
         self._reported_incidents = self._events.num_incidents
         self._reported_state = self.summary.state if self.summary is not None else None
+        self._put("reading", {"is_on": True, "age_s": None if age_s is None else round(age_s, 1)})
 
     def end_report(self, report: dict[str, Any]) -> None:
         """Take the report, or `{"problem": ...}`."""
         self._report.end()
         self._put("report", report)
+        self._put("reading", {"is_on": False, "age_s": 0.0})
 
     def belongs_to(self, groups: list[dict[str, Any]], place: RunPlace) -> None:
         """Take which pools and sweeps it belongs to, and where it stands in them."""
@@ -190,12 +200,17 @@ class _Cadence:
         self._began_s = self._ended_s = 0.0
         self._took_s: float | None = None
 
-    def is_due(self, *, also: bool = False, after_s: float | None = None) -> bool:
-        """Whether it is time; `also`: at once; `after_s`: in place of the usual time between two readings."""
+    def is_due(self, *, also: bool = False, after_s: float | None = None, share: float | None = None) -> bool:
+        """Whether it is time; `also`: at once; `after_s`, `share`: in place of the usual ones."""
         if self._took_s is None or also:
             return True
-        every_s = self._every_s if after_s is None else after_s
-        return time.monotonic() - self._ended_s >= max(every_s, self._share * self._took_s)
+        every_s, share = self._every_s if after_s is None else after_s, self._share if share is None else share
+        return time.monotonic() - self._ended_s >= max(every_s, share * self._took_s)
+
+    @property
+    def age_s(self) -> float | None:
+        """Seconds since the reading that was done last began; None: there was none."""
+        return None if self._took_s is None else time.monotonic() - self._began_s
 
     def begin(self) -> None:
         self._began_s = time.monotonic()

@@ -135,8 +135,10 @@ class UiServer:
 
     async def _run_stream(self, request: Request) -> Response:
         name = request.query_params.get("run", "")
-        await self._watched(name)
+        watched = await self._watched(name)
         seen = self.streams.seen(request.headers.get("last-event-id"), 2)
+        if not any(seen):
+            watched.view.is_opened()
         return EventStream(self.streams, functools.partial(self._changed_run, name), seen=seen, every_s=RUN_EVERY_S)
 
     async def _changed_run(self, name: str, seen: Seen) -> dict[str, Any] | None:
@@ -150,11 +152,10 @@ class UiServer:
                 await self._in_thread(watched.look)
         if watched.is_group_due():
             await self._in_thread(lambda: self._group(view))
-        found = await self._in_thread(lambda: view.changes((max(0, seen[0]), max(0, seen[1]))))
-        if view.is_report_due() and name not in self._report_tasks:
+        if name not in self._report_tasks and view.is_report_due():
             view.begin_report()
             self._report_tasks[name] = asyncio.create_task(self._report(name, view))
-        return found
+        return await self._in_thread(lambda: view.changes((max(0, seen[0]), max(0, seen[1]))))
 
     def _group(self, view: RunView) -> None:
         groups = self._folder.groups_of(view.run_dir)

@@ -18,12 +18,12 @@ const LOG_FROM = 12;
 const MOST_CHARTS = 60;
 
 export function run(page, name, about) {
-  const curves = new Map(), charts = new Map(), state = { summary: null, about: null, report: null, evaluations: {}, groups: [], place: null, byTime: false };
+  const curves = new Map(), charts = new Map(), state = { summary: null, about: null, report: null, evaluations: {}, groups: [], place: null, reading: null, readingSince: 0, byTime: false };
   const head = h("div", { class: "head" }), tiles = h("div", { class: "tiles" }), alerts = h("div", { class: "alerts" });
   const grid = h("div", { class: "charts" }), workers = h("div"), lanes = h("div"), evaluations = h("div");
   const events = h("ol", { class: "events" }), plan = h("div"), time = h("div", { class: "columns" }), after = h("div");
   const remark = h("p", { class: "note" }), axis = axisSwitch((byTime) => { state.byTime = byTime; drawCurves(true); });
-  const logs = logsCard(name);
+  const logs = logsCard(name), old = h("span", { class: "note old", role: "status" });
   put(time, card("time", "Where the time went", h("p", { class: "about" }, "being read")), card("receipt", "Receipt", h("p", { class: "about" }, "being read")));
   const sections = [["curves", "Curves"], ["workers", "Workers"], ["time", "Time"], ["receipt", "Receipt"], ["events", "Events"], ["plan", "Plan"], ["logs", "Logs"]];
   const nav = h("nav", { class: "jump" }, sections.map(([id, title]) => h("button", { class: "plain", on: { click: () => document.getElementById(id)?.scrollIntoView({ behavior: "smooth" }) } }, title)), axis);
@@ -82,7 +82,7 @@ export function run(page, name, about) {
     made.set(lines);
   }
 
-  const timer = setInterval(() => drawHead(), 1000);
+  const timer = setInterval(() => { drawHead(); drawReading(); }, 1000);
 
   function drawHead() {
     const { summary, about: known } = state;
@@ -129,10 +129,17 @@ export function run(page, name, about) {
     ].filter(Boolean).map(([kind, text]) => h("p", { class: `alert ${kind}` }, text)));
   }
 
+  /** How old the account is, while another one is made. */
+  function drawReading() {
+    const { reading } = state, isOn = state.report && reading?.is_on && reading.age_s !== null;
+    time.dataset.reading = isOn ? "on" : "";
+    put(old, isOn ? `as it was ${duration(Math.round(reading.age_s + Date.now() / 1000 - state.readingSince))} ago; being read again` : "");
+  }
+
   function drawReport() {
     const report = state.report;
     if (!report || report.problem) { drawAlerts(); time.replaceChildren(); return; }
-    put(time, timeCard(report), receiptCard(report));
+    put(time, timeCard(report, old), receiptCard(report));
     put(after, incidentsCard(report), attemptsCard(report));
     put(lanes, timeline(report));
     drawCurves();
@@ -151,7 +158,7 @@ export function run(page, name, about) {
 
   const close = listen(`api/run/stream?run=${encodeURIComponent(name)}`, (found) => {
     if (found.is_gone) { put(alerts, h("p", { class: "alert bad" }, "This run's directory has been removed.")); return; }
-    for (const part of ["summary", "about", "report", "evaluations", "groups", "place"]) if (found[part]) state[part] = found[part];
+    for (const part of ["summary", "about", "report", "evaluations", "groups", "place", "reading"]) if (found[part]) state[part] = found[part];
     if (found.curves) {
       if (found.curves.whole) curves.clear();
       for (const [key, change] of Object.entries(found.curves.series)) {
@@ -165,7 +172,9 @@ export function run(page, name, about) {
     if (found.summary || found.report || found.evaluations || found.about) drawTiles();
     if (found.summary || found.about) drawAlerts();
     if (found.about) { drawHead(); drawPlan(); }
+    if (found.reading) state.readingSince = Date.now() / 1000;
     if (found.report) drawReport();
+    if (found.reading) drawReading();
     if (found.evaluations && Object.keys(found.evaluations).length) put(evaluations, card("evaluations", "Evaluations", measuresTable(found.evaluations)));
     if (found.workers) put(workers, found.workers.length ? workersTable(found.workers) : h("p", { class: "about" }, "no worker has started yet"));
     if (found.events) eventsList(events, found.events);

@@ -22,11 +22,11 @@ function accountsBar(accounts, whole) {
 }
 
 /** Where every second went, with the share of each account, and how that changed. */
-export function timeCard(report) {
+export function timeCard(report, old = null) {
   const whole = report.duration_s || 1, useful = new Set(report.useful);
   const shown = ACCOUNTS.filter((name) => report.wall_s[name] / whole > 0.0005);
   return card("time", "Where the time went",
-    h("p", { class: "about" }, h("b", { class: "good" }, percent(report.goodput, 1)), ` goodput: the share of ${duration(report.duration_s)} in useful steps`),
+    h("p", { class: "about" }, h("b", { class: "good" }, percent(report.goodput, 1)), ` goodput: the share of ${duration(report.duration_s)} in useful steps`, old),
     accountsBar(report.wall_s, whole), stretches(report),
     h("ul", { class: "keys" }, shown.map((name) => h("li", null, h("span", { class: `key fill-${name}` }), h("span", { class: useful.has(name) ? "" : "soft" }, word(name)),
       h("b", null, percent(report.wall_s[name] / whole, 1)), h("span", { class: "soft" }, duration(report.wall_s[name]))))));
