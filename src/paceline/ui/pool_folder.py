@@ -100,6 +100,11 @@ class PoolFolder:
         entries = {one.run_dir: self._entry(one.name) for one in self.queued.values()}
         return {path: (str(one.get("phase", WAITING)), _when(one.get("since"))) for path, one in entries.items()}
 
+    def decisions_on(self, run_dir: str) -> list[Decision]:
+        """Return what was decided on the run of this directory, without links, by time."""
+        names = {one.name for one in self.queued.values() if one.run_dir == run_dir}
+        return [one for one in self._decisions if one.run in names]
+
     def summary(self) -> dict[str, Any]:
         """Return a few values, for the overview."""
         phases = [self._entry(name).get("phase") for name in self.queued]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.ui.pool_folder import POOL_FILE, PoolFolder
+from paceline.ui.pool_history import Decision
 from paceline.ui.run_place import Membership
 from paceline.ui.run_summary import RunSummary
 from paceline.ui.sweep_folder import SWEEP_FILE, SweepFolder
@@ -93,6 +94,12 @@ class RunGroups:
             if (number := sweep.number_of(real)) is not None
         ]
         return pools + sweeps
+
+    def decisions_on(self, run_dir: Path) -> list[Decision]:
+        """Return what pools have decided on a run, by time."""
+        real = os.path.realpath(run_dir)
+        found = [one for pool in self.pools.values() for one in pool.decisions_on(real)]
+        return sorted(found, key=lambda one: one.time)
 
     def pool_facts(self, name: str, known: Mapping[str, RunSummary]) -> dict[str, Any] | None:
         """Return what a pool's page shows; None where there is no such pool. `known`: runs by their real paths."""

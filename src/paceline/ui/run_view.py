@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from paceline.monitor.status.status import RunStatus, status
 from paceline.ui.log_lines import logs_size
 from paceline.ui.metrics_index import FollowedMetrics
 from paceline.ui.plan_facts import plan_parts
+from paceline.ui.pool_history import Decision
+from paceline.ui.pool_pauses import with_pauses
 from paceline.ui.run_events import RunEvents
 from paceline.ui.run_place import RunPlace
 from paceline.ui.run_summary import FileStamp, RunSummary, program_text, summary_of
@@ -68,6 +71,8 @@ class RunView:
         self._looked = _Cadence(STATUS_EVERY_S, SHARE)
         self._logs = _Cadence(LOGS_EVERY_S, SHARE)
         self._report = _Cadence(REPORT_EVERY_S, REPORT_SHARE)
+        self._read_report: dict[str, Any] | None = None
+        self._decisions: Sequence[Decision] = ()
         self._is_report_wanted = False
         self._reported_incidents = -1
         self._reported_state: str | None = None
@@ -147,13 +152,16 @@ class RunView:
     def end_report(self, report: dict[str, Any]) -> None:
         """Take the report, or `{"problem": ...}`."""
         self._report.end()
-        self._put("report", report)
+        self._read_report = report
+        self._put_report()
         self._put("reading", {"is_on": False, "age_s": 0.0})
 
-    def belongs_to(self, groups: list[dict[str, Any]], place: RunPlace) -> None:
-        """Take which pools and sweeps it belongs to, and where it stands in them."""
+    def belongs_to(self, groups: list[dict[str, Any]], place: RunPlace, decisions: Sequence[Decision] = ()) -> None:
+        """Take which pools and sweeps it belongs to, where it stands in them, and what pools decided on it."""
         self._put("groups", groups)
         self._put("place", place.facts())
+        self._decisions = decisions
+        self._put_report()
 
     def close(self) -> None:
         """Close its files."""
@@ -185,6 +193,11 @@ class RunView:
             "num_metrics_left_out": index.num_metrics_left_out,
             "num_damaged": index.num_damaged,
         }
+
+    def _put_report(self) -> None:
+        report = self._read_report
+        if report is not None:
+            self._put("report", with_pauses(report, self._decisions) if "incidents" in report else report)
 
     def _put(self, name: str, part: Any) -> None:
         if name not in self._parts or self._parts[name][1] != part:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from paceline.ui.pool_history import Decision
 from paceline.ui.run_groups import GROUP_FILES, RunGroups
 from paceline.ui.run_place import NOWHERE, RunPlace, place_of
 from paceline.ui.run_summary import FileStamp, RunSummary, summary_of
@@ -64,6 +65,10 @@ class RunsFolder:
     def place_of(self, run_dir: Path, run: RunSummary | None) -> RunPlace:
         """Return where a run stands in its pool and its sweep, by what was read in the last seconds."""
         return NOWHERE if run is None else place_of(run, self._groups.members().get(os.path.realpath(run_dir)))
+
+    def decisions_on(self, run_dir: Path) -> list[Decision]:
+        """Return what pools have decided on a run, by what was read in the last seconds."""
+        return self._groups.decisions_on(run_dir)
 
     def pool(self, name: str) -> dict[str, Any] | None:
         """Return what a pool's page shows; None where there is no such pool."""

@@ -159,7 +159,8 @@ class UiServer:
 
     def _group(self, view: RunView) -> None:
         groups = self._folder.groups_of(view.run_dir)
-        view.belongs_to(groups, self._folder.place_of(view.run_dir, view.summary))
+        place = self._folder.place_of(view.run_dir, view.summary)
+        view.belongs_to(groups, place, self._folder.decisions_on(view.run_dir))
 
     async def _report(self, name: str, view: RunView) -> None:
         try:

@@ -7,7 +7,7 @@ import { NONE, count, date, duration, metricTitle, number, percent, plural, rate
 import { progressBar, stateBadge } from "./overview.js";
 import { poolLink } from "./pool.js";
 import { sweepLink } from "./sweep.js";
-import { attemptsCard, card, eventsList, facts, incidentsCard, measuresTable, receiptCard, timeCard, timeline, workersTable } from "./run_parts.js";
+import { attemptsCard, card, eventsList, facts, incidentsCard, isCalm, measuresTable, receiptCard, timeCard, timeline, workersTable } from "./run_parts.js";
 import { logsCard } from "./logs.js";
 
 const FIRST = ["lr", "learning_rate", "grad_norm", "gradient_norm"]; // reported names that come first
@@ -33,7 +33,7 @@ export function run(page, name, about) {
     card("workers", "Workers", workers, lanes), time, after,
     h("div", { class: "columns" }, card("events", "What happened", events), card("plan", "Plan and job", plan)), logs.element);
 
-  const marks = () => (state.report?.incidents ?? []).map((one, place) => ({ step: one.at_step ?? one.step, label: String((state.report.num_incidents - state.report.incidents.length) + place + 1), text: one.text, kind: one.kind === "left" ? "calm" : "incident" }))
+  const marks = () => (state.report?.incidents ?? []).map((one, place) => ({ step: one.at_step ?? one.step, label: String((state.report.num_incidents - state.report.incidents.length) + place + 1), text: one.text, kind: isCalm(one) ? "calm" : "incident" }))
     .map((mark) => ({ ...mark, x: place(mark.step) ?? -1 }));
 
   function place(step) {
@@ -104,7 +104,7 @@ export function run(page, name, about) {
     const { summary, about: known, report } = state, noise = curves.get("noise_scale")?.last;
     if (!summary) return;
     const first = summary.first_loss ?? null, best = Object.entries(state.evaluations)[0];
-    const incidents = report ? report.incidents.filter((one) => one.kind !== "left").length : null;
+    const incidents = report ? report.incidents.filter((one) => !isCalm(one)).length : null;
     put(tiles, [
       [number(summary.loss), first === null ? "loss" : `loss, from ${number(first)}`],
       best ? [number(best[1].at(-1)[1]), best[0]] : null,
@@ -139,7 +139,7 @@ export function run(page, name, about) {
   function drawReport() {
     const report = state.report;
     if (!report || report.problem) { drawAlerts(); time.replaceChildren(); return; }
-    put(time, timeCard(report, old), receiptCard(report));
+    put(time, timeCard(report, { old, pool: state.place?.pool }), receiptCard(report));
     put(after, incidentsCard(report), attemptsCard(report));
     put(lanes, timeline(report));
     drawCurves();
@@ -173,7 +173,7 @@ export function run(page, name, about) {
     if (found.summary || found.about) drawAlerts();
     if (found.about) { drawHead(); drawPlan(); }
     if (found.reading) state.readingSince = Date.now() / 1000;
-    if (found.report) drawReport();
+    if (found.report || (found.place && state.report)) drawReport();
     if (found.reading) drawReading();
     if (found.evaluations && Object.keys(found.evaluations).length) put(evaluations, card("evaluations", "Evaluations", measuresTable(found.evaluations)));
     if (found.workers) put(workers, found.workers.length ? workersTable(found.workers) : h("p", { class: "about" }, "no worker has started yet"));
