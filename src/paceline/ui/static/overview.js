@@ -5,7 +5,9 @@ import { listen } from "./live.js";
 import { NONE, count, date, duration, number, plural, rate } from "./format.js";
 import { poolBox } from "./pool.js";
 import { sweepBox } from "./sweep.js";
+import { emptySweepRow, fillSweepRow, sweepAsRun } from "./sweep_rows.js";
 
+const TRIALS = "trials"; // a filter beside those of states
 const AT_ONCE = 150; // rows; more come as the page is scrolled
 const LOG_FROM = 12; // a loss that falls by more than this factor is drawn on a logarithmic axis
 const STATES = ["running", "starting", "waiting", "failed", "lost", "stopped", "pruned", "finished", "unreadable"];
@@ -55,7 +57,8 @@ export function spark(values) {
 }
 
 export function overview(page, about) {
-  const runs = new Map(), rows = new Map(), chosen = new Set();
+  const runs = new Map(), rows = new Map(), chosen = new Set(), opened = new Set(), sweepRows = new Map();
+  let sweeps = [];
   let sort = "", isDown = false, text = "", state = "", shown = AT_ONCE, waiting = 0, isCut = false, isReady = false;
   const list = h("div", { class: "rows", role: "list" }), more = h("div", { class: "more" });
   const heads = COLUMNS.map(([key, title]) => h("button", { class: `head of-${key}`, on: { click: () => order(key) } }, title));
@@ -82,10 +85,31 @@ export function overview(page, about) {
   }
 
   function matches(run) {
-    return (!state || stateOf(run) === state) && (!text || `${run.name} ${run.program} ${run.plan} ${stateOf(run)}`.toLowerCase().includes(text));
+    return (!state || (state === TRIALS ? Boolean(trialOf(run)) : stateOf(run) === state)) && (!text || `${run.name} ${run.program} ${run.plan} ${stateOf(run)}`.toLowerCase().includes(text));
+  }
+
+  /** The sweep whose trial a run is. */
+  const trialOf = (run) => (run.place?.sweep && sweeps.some((one) => one.name === run.place.sweep) ? run.place.sweep : null);
+
+  /** The rows in their order. Without a filter each sweep is one, and its trials come behind it where it is open. */
+  function arranged(found) {
+    if (state || text) return found.sort(compareRuns);
+    const trials = new Map();
+    for (const run of found) if (trialOf(run)) trials.set(trialOf(run), [...(trials.get(trialOf(run)) ?? []), run]);
+    const folded = sweeps.filter((one) => trials.has(one.name)).map((one) => sweepAsRun(one, trials.get(one.name)));
+    return [...found.filter((run) => !trialOf(run)), ...folded].sort(compareRuns)
+      .flatMap((one) => (one.sweep && opened.has(one.name) ? [one, ...trials.get(one.name).sort(compareRuns)] : [one]));
+  }
+
+  function sweepRow(found) {
+    const { name } = found;
+    if (!sweepRows.has(name)) sweepRows.set(name, emptySweepRow(COLUMNS.map(([key]) => key), () => { if (!opened.delete(name)) opened.add(name); draw(); }));
+    fillSweepRow(sweepRows.get(name), found, opened.has(name));
+    return sweepRows.get(name).element;
   }
 
   function row(run) {
+    if (run.sweep) return sweepRow(run);
     let made = rows.get(run.name);
     if (!made) {
       const box = h("input", { type: "checkbox", "aria-label": `compare ${run.name}`, on: { change: () => pick(run.name, box.checked) } });
@@ -113,7 +137,7 @@ export function overview(page, about) {
   }
 
   function draw() {
-    const all = [...runs.values()], found = all.filter(matches).sort(compareRuns);
+    const all = [...runs.values()], found = arranged(all.filter(matches));
     heads.forEach((head, place) => {
       const isOn = COLUMNS[place][0] === sort;
       head.dataset.order = isOn ? (isDown ? "down" : "up") : "";
@@ -122,8 +146,8 @@ export function overview(page, about) {
     const present = list.children;
     wanted.forEach((element, place) => { if (present[place] !== element) list.insertBefore(element, present[place] ?? null); });
     while (list.children.length > wanted.length) list.lastChild.remove();
-    const counts = STATES.map((one) => [one, all.filter((run) => stateOf(run) === one).length]).filter(([, num]) => num);
-    put(chips, [["", all.length], ...(counts.length > 1 ? counts : [])].map(([one, num]) => h("button", { class: `chip ${one}`, "aria-pressed": String(state === one),
+    const counts = STATES.map((one) => [one, all.filter((run) => stateOf(run) === one).length]).filter(([, num]) => num), trials = all.filter(trialOf).length;
+    put(chips, [["", all.length], ...(counts.length > 1 ? counts : []), ...(trials ? [[TRIALS, trials]] : [])].map(([one, num]) => h("button", { class: `chip ${one}`, "aria-pressed": String(state === one),
       on: { click: () => { state = one; shown = AT_ONCE; draw(); } } }, WORDS[one] ?? (one || "all"), h("b", null, count(num)))));
     more.hidden = found.length <= shown;
     put(more, `${count(found.length - shown)} more`);
@@ -144,6 +168,7 @@ export function overview(page, about) {
     for (const run of found.runs) runs.set(run.name, run);
     for (const name of found.gone) { runs.delete(name); rows.delete(name); chosen.delete(name); }
     if (found.pools) {
+      sweeps = found.sweeps;
       groups.hidden = !found.pools.length && !found.sweeps.length;
       put(groups, found.pools.map(poolBox), found.sweeps.map(sweepBox));
     }

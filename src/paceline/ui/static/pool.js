@@ -25,7 +25,7 @@ const TONES = [...CURVES, ...CURVES.map((one) => `color-mix(in srgb, ${one} 55%,
 function hashOf(name) {
   let found = 2166136261;
   for (const letter of name) found = Math.imul(found ^ letter.codePointAt(0), 16777619) >>> 0;
-  return found ^ (found >>> 15);
+  return (found ^ (found >>> 15)) >>> 0;
 }
 
 /** Colors of runs: a name asks for the same one each time, and the next free one is for those that come later. */

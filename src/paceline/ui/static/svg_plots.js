@@ -58,7 +58,8 @@ export class Scatter extends Figure {
     const x = words ? axisOf([-0.5, words.length - 0.5], false, LEFT, width - RIGHT, false) : axisOf(known.map((one) => one.x), isLogX, LEFT, width - RIGHT);
     const y = axisOf(known.map((one) => one.y), isLogY, height - BOTTOM, TOP);
     const counted = (tick) => !this.isCounted || Number.isInteger(tick);
-    const across = words ? words.map((word, place) => [place, word]) : ticksOf(x, isLogX, Math.max(2, Math.floor(width / LABEL) - 1)).filter(counted).map((tick) => [tick, brief(tick)]);
+    const few = words || this.isCounted ? null : fewOf(known.map((one) => one.x));
+    const across = words ? words.map((word, place) => [place, word]) : few ? apart(few, x).map((value) => [value, brief(value)]) : ticksOf(x, isLogX, Math.max(2, Math.floor(width / LABEL) - 1)).filter(counted).map((tick) => [tick, brief(tick)]);
     const room = words ? (width - LEFT - RIGHT) / words.length / 6.2 : Infinity; // characters of a label
     const up = ticksOf(y, isLogY, TICKS);
     return svg("svg", { class: "plot", width, height, viewBox: `0 0 ${width} ${height}`, role: "img" },
@@ -78,6 +79,24 @@ const shortened = (text, most) => (text.length > most ? `${text.slice(0, Math.ma
 function wordsOf(values) {
   if (values.every((value) => typeof value === "number")) return null;
   return [...new Set(values.map(String))].sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
+}
+
+const MOST_VALUES = 6, OFTEN = 3, TICK_ROOM = 30; // pixels
+
+/** The values of an axis where they are few, and each comes often: choices, not places of a range. Else null. */
+export function fewOf(values) {
+  const found = [...new Set(values)].sort((a, b) => a - b);
+  return found.length <= MOST_VALUES && values.length >= OFTEN * found.length ? found : null;
+}
+
+/** Values whose ticks do not lie over each other. */
+function apart(values, axis) {
+  let last = -Infinity;
+  return values.filter((value) => {
+    const isFree = axis.at(value) - last >= TICK_ROOM;
+    if (isFree) last = axis.at(value);
+    return isFree;
+  });
 }
 
 function axisOf(values, isLog, from, to, hasRoom = true) {
