@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.ui.pool_folder import POOL_FILE, PoolFolder
 from paceline.ui.pool_history import Decision
-from paceline.ui.run_place import Membership
+from paceline.ui.run_place import GroupEntry
 from paceline.ui.run_summary import RunSummary
 from paceline.ui.sweep_folder import SWEEP_FILE, SweepFolder
 
@@ -27,7 +27,7 @@ class RunGroups:
         self.pools: dict[str, PoolFolder] = {}
         self.sweeps: dict[str, SweepFolder] = {}
         self.revision = 1
-        self._members: tuple[int, dict[str, Membership]] = (0, {})  # and the revision that they are of
+        self._members: tuple[int, dict[str, GroupEntry]] = (0, {})  # and the revision that they are of
 
     def found(self, folders: Mapping[str, Mapping[str, Path]]) -> None:
         """Take which ones there are: by kind, their names and folders."""
@@ -66,18 +66,18 @@ class RunGroups:
                 if run.is_own and not path.is_relative_to(root):
                     yield prefix + run.name, path
 
-    def members(self) -> Mapping[str, Membership]:
+    def members(self) -> Mapping[str, GroupEntry]:
         """Return what is known of the runs of all pools and sweeps, by their directories without links."""
         if self._members[0] != self.revision:
-            found: dict[str, Membership] = {}
+            found: dict[str, GroupEntry] = {}
             for pool in self.pools.values():
                 for path, (phase, since) in pool.phases().items():
-                    found[path] = Membership(pool=pool.name, phase=phase, since=since)
+                    found[path] = GroupEntry(pool=pool.name, phase=phase, since=since)
             for sweep in self.sweeps.values():
                 own, states = os.path.realpath(sweep.path), sweep.states()
                 for key, name in sweep.run_dirs().items():
                     path = os.path.normpath(os.path.join(own, name))
-                    known = found.get(path, Membership())
+                    known = found.get(path, GroupEntry())
                     found[path] = dataclasses.replace(known, sweep=sweep.name, number=key, trial_state=states[key])
             self._members = (self.revision, found)
         return self._members[1]

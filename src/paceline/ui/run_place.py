@@ -9,14 +9,14 @@ from typing import Any
 from paceline.monitor.records.run_record import RUNNING
 from paceline.ui.run_summary import RunSummary
 
-__all__ = ["NOWHERE", "Membership", "RunPlace", "place_of"]
+__all__ = ["NOWHERE", "GroupEntry", "RunPlace", "place_of"]
 
 WAITING, LEAVING, STARTING, PRUNED = "waiting", "leaving", "starting", "pruned"
 ENDED_EARLY = ("stopped", "lost", "failed")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Membership:
+class GroupEntry:
     """What the files of a pool and of a sweep say of a run. `since`: its last change in the pool, in seconds since
     1970."""
 
@@ -45,14 +45,14 @@ class RunPlace:
 NOWHERE = RunPlace()
 
 
-def place_of(run: RunSummary, found: Membership | None) -> RunPlace:
+def place_of(run: RunSummary, found: GroupEntry | None) -> RunPlace:
     """Return where a run stands; `found` is None where no pool and no sweep names it."""
     if found is None:
         return NOWHERE
     return RunPlace(state=_state(run, found), pool=found.pool, sweep=found.sweep, number=found.number)
 
 
-def _state(run: RunSummary, found: Membership) -> str:
+def _state(run: RunSummary, found: GroupEntry) -> str:
     if run.state not in ENDED_EARLY:
         return ""
     if found.trial_state == PRUNED:

@@ -9,7 +9,7 @@ import pytest
 
 from asgi_calls import AsgiCalls, talk
 from paceline.ui import run_view, runs_folder
-from paceline.ui.run_place import Membership, place_of
+from paceline.ui.run_place import GroupEntry, place_of
 from paceline.ui.run_summary import summary_of
 from paceline.ui.runs_folder import RunsFolder
 from synthetic_groups import queue, write_pool, write_sweep
@@ -53,7 +53,7 @@ def test_a_stopped_run_of_a_queue_waits_and_a_stopped_trial_was_pruned(tmp_path:
 
 def place(tmp_path: Path, state: str, **fields: Any) -> str:
     run = SyntheticRun(path=tmp_path / state, steps=5, state=state).write()
-    return place_of(summary_of(run, state), Membership(**fields)).state
+    return place_of(summary_of(run, state), GroupEntry(**fields)).state
 
 
 def test_the_record_holds_while_the_run_is_on_and_where_the_pool_has_not_looked_yet(tmp_path: Path) -> None:

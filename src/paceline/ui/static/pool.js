@@ -85,7 +85,8 @@ export function pool(page, name, about) {
     put(nodes, known.nodes.map((node) => h("div", { class: "node" }, h("span", { class: node.is_here ? "" : "bad", title: node.name }, node.name, node.is_here ? null : " is not there"), devicesBar(node.holders, node.slots, tones),
       h("span", { class: "soft n" }, `${node.holders.reduce((sum, one) => sum + one.devices, 0)} of ${node.slots}`))));
     put(legend, most.map((one) => h("span", null, h("i", { style: { background: one in history ? tones(one) : "var(--strong)" } }), one)));
-    shares.set({ history, slots: known.slots, now, tones });
+    const isOn = known.state === "running" || Object.values(history).some((changes) => changes.at(-1)?.[1] > 0); // else it ends with the last change
+    shares.set({ history, slots: known.slots, now: isOn ? now : 0, tones });
     const live = runs.filter((one) => !one.is_over), ended = runs.filter((one) => one.is_over).sort((a, b) => (b.ended ?? 0) - (a.ended ?? 0));
     const names = new Set(runs.map((one) => one.name));
     for (const one of rows.keys()) if (!names.has(one)) rows.delete(one);
