@@ -8,12 +8,14 @@ its user, only the named values are kept.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline import clock
+from paceline import clock, run_lock
 from paceline.plain_data import read_object
 from paceline.processes import is_same_process, this_host
 from paceline.regular_files import open_regular, read_regular
@@ -32,6 +34,7 @@ DECISIONS_BYTES = 1 << 18  # the newest of them
 MOST_RUNS = 2000
 MOST_DECISIONS = 200  # that are shown in words
 MOST_TEXT = 600
+SHORTLY_S = 5.0  # between two looks: when a run was taken out is known as exactly
 MOST_DEVICES = 1_000_000
 WAITING, RUNNING, LEAVING = "waiting", "running", "leaving"
 ENDED = ("finished", "failed", "stopped")
@@ -66,7 +69,10 @@ class PoolFolder:
         self._stamps: dict[str, FileStamp] = {}
         self._files: dict[str, tuple[FileStamp, QueuedRun | None]] = {}
         self._known_state = ""
-        self._taken_out: dict[str, tuple[float, int]] = {}  # when a run was no longer there, and workers of a replica
+        # Of runs that are not there any more: when they were missed, where one looked shortly before, and the workers
+        # of a replica.
+        self._taken_out: dict[str, tuple[float | None, int]] = {}
+        self._looked_s = -math.inf
 
     def look(self) -> bool:
         """Read what has changed; returns whether anything has, or its process has come or gone."""
@@ -81,12 +87,23 @@ class PoolFolder:
                 self._stamps[name] = stamp
                 read()
                 is_new = True
+        self._looked_s = time.monotonic()
         state, self._known_state = self._known_state, self._state()
         return is_new or state != self._known_state
 
     def run_dirs(self) -> dict[str, str]:
         """Return the runs' directories, without links, by their names in the pool."""
         return {one.name: one.run_dir for one in self.queued.values()}
+
+    def phases(self) -> dict[str, tuple[str, float | None]]:
+        """Return each run's phase and when it changed last, by the run's directory without links."""
+        entries = {one.run_dir: self._entry(one.name) for one in self.queued.values()}
+        return {path: (str(one.get("phase", WAITING)), _when(one.get("since"))) for path, one in entries.items()}
+
+    def decisions_on(self, run_dir: str) -> list[Decision]:
+        """Return what was decided on the run of this directory, without links, by time."""
+        names = {one.name for one in self.queued.values() if one.run_dir == run_dir}
+        return [one for one in self._decisions if one.run in names]
 
     def summary(self) -> dict[str, Any]:
         """Return a few values, for the overview."""
@@ -122,9 +139,9 @@ class PoolFolder:
                 self._decisions,
                 each={name: each for name, (_, each) in self._taken_out.items()}
                 | {one.name: one.workers_each for one in self.queued.values()},
-                ends={name: when for name, (when, _) in self._taken_out.items()}
-                | {one["name"]: one["gave_back"] for one in runs if one["gave_back"] is not None},
-                slots=self._slots(),
+                ends={one["name"]: one["gave_back"] for one in runs},
+                missed={name: when for name, (when, _) in self._taken_out.items() if when is not None},
+                slots=sum(node["slots"] for node in devices_of(self._record, {})),
             ),
         }
 
@@ -160,9 +177,10 @@ class PoolFolder:
         }
 
     def _state(self) -> str:
-        """`running`; `stopped`: its process is not there; `elsewhere`: on another host, so that nobody can say."""
-        if self._record.get("host") != this_host():
-            return "elsewhere" if self._record.get("host") else "stopped"
+        """`running`, or `stopped`: its process is not at work. That of another host is known by the folder's lock."""
+        host = self._record.get("host")
+        if host and host != this_host():
+            return "stopped" if self._record.get("has_ended") is True or not run_lock.is_held(self.path) else "running"
         started = number(self._record.get("pid_started_s"))
         pid = _whole(self._record.get("pid"))
         return "running" if pid and started is not None and is_same_process(pid, started) else "stopped"
@@ -204,8 +222,9 @@ class PoolFolder:
         runs = [run for _, run in found.values() if run is not None]
         before = self.queued
         self.queued = {run.name: run for run in sorted(runs, key=lambda run: (run.submitted, run.name))}
+        missed = clock.now() if time.monotonic() - self._looked_s < SHORTLY_S else None
         for name in before.keys() - self.queued.keys():
-            self._taken_out[name] = clock.now(), before[name].workers_each
+            self._taken_out[name] = missed, before[name].workers_each
         for name in [*self.queued.keys() & self._taken_out.keys(), *list(self._taken_out)[:-MOST_RUNS]]:
             self._taken_out.pop(name, None)
 

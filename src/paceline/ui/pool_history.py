@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from paceline.plain_data import read_object
@@ -15,6 +16,7 @@ __all__ = ["Decision", "decision_of", "history_of"]
 MOST_REPLICAS = 1_000_000
 MOST_CHANGES = 800  # the newest, of the history
 MOST_TEXT = 600
+AT_ONCE_S = 0.1  # decisions that are so close are of one look: what one run gives, another one gets
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,50 +48,83 @@ def decision_of(line: bytes) -> Decision | None:
     return Decision(time=when, run=printable(run)[:MOST_TEXT], before=before, after=after, why=why)
 
 
+@dataclasses.dataclass(kw_only=True, slots=True)
+class _Stretch:
+    """A run has so many devices `since` a moment, `until` another one; None: it has them still. `is_known`: that is so;
+    otherwise it is the latest that can be."""
+
+    since: float
+    devices: int
+    until: float | None
+    is_known: bool
+
+    def is_at(self, moment: float) -> bool:
+        return self.since <= moment and (self.until is None or moment < self.until)
+
+
 def history_of(
-    decisions: Sequence[Decision], *, each: Mapping[str, int], ends: Mapping[str, float], slots: int
+    decisions: Sequence[Decision],
+    *,
+    each: Mapping[str, int],
+    ends: Mapping[str, float | None],
+    missed: Mapping[str, float],
+    slots: int,
 ) -> dict[str, list[list[float]]]:
     """Return for each run the moments at which its devices changed: `[[time, devices], ...]`, by time.
 
-    `each`: workers of a replica, by run; 1 where that is not known. `ends`: when runs gave all of theirs back, which is
-    no decision: they ended, or their pool did. Of a run that is in neither, which was taken out, no file says when. It
-    counts until others had its devices, of all `slots`, and at the latest until the last decision.
+    `each`: workers of a replica, by run; 1 where that is not known. `ends`: when the runs of the queue gave all of
+    theirs back, which is no decision; None: they have them still. Any other run was taken out, `missed` from some
+    moment on, or not even that is known. It counts until others had its devices, of all `slots`, and at the latest
+    until it was missed, it started again, or the newest decision was made.
     """
     rows = sorted(decisions, key=lambda one: one.time)[-MOST_CHANGES:]
-    found: dict[str, list[list[float]]] = {}
+    by_run: dict[str, list[Decision]] = {}
     for row in rows:
-        changes = found.setdefault(row.run, [])
-        if row.before == 0 and changes and changes[-1][1]:  # it was given back, and no decision says when
-            changes.append([max(changes[-1][0], min(ends.get(row.run, row.time), row.time)), 0])
-        changes.append([row.time, row.after * each.get(row.run, 1)])
-        _end_the_unknown(found, row.time, known=each.keys(), ends=ends, slots=slots)
-    for run, changes in found.items():
-        if not changes[-1][1]:
+        by_run.setdefault(row.run, []).append(row)
+    found: dict[str, list[_Stretch]] = {}
+    for run, own in by_run.items():
+        last = ends[run] if run in ends else missed.get(run, rows[-1].time)
+        found[run] = list(_stretches(own, each.get(run, 1), last, is_known=run in ends))
+    _give_to_others([one for stretches in found.values() for one in stretches], rows, slots)
+    return {run: list(_changes(stretches)) for run, stretches in found.items()}
+
+
+def _stretches(rows: Sequence[Decision], each: int, last: float | None, *, is_known: bool) -> Iterator[_Stretch]:
+    """What a run had from each of its decisions to the next one; after the newest until `last`."""
+    for place, row in enumerate(rows):
+        following = rows[place + 1] if place + 1 < len(rows) else None
+        until, known = last, is_known or row.after == 0
+        if following is not None:
+            is_told = following.before > 0 or row.after == 0
+            given_back = is_known and last is not None and row.time <= last <= following.time
+            until = last if given_back and not is_told else following.time
+            known = is_told or given_back  # else it was given back before it started again, and no file says when
+        until = None if until is None else max(until, row.time)
+        yield _Stretch(since=row.time, devices=row.after * each, until=until, is_known=known)
+
+
+def _give_to_others(stretches: Sequence[_Stretch], rows: Sequence[Decision], slots: int) -> None:
+    """Where more devices are held than there are, stretches whose end is not known have ended, the oldest one first."""
+    waiting = sorted((one for one in stretches if one.devices), key=lambda one: one.since)
+    held: list[_Stretch] = []
+    place = 0
+    for row, following in itertools.zip_longest(rows, rows[1:]):
+        while place < len(waiting) and waiting[place].since <= row.time:
+            held.append(waiting[place])
+            place += 1
+        if following is not None and following.time - row.time < AT_ONCE_S:
             continue
-        if run in ends:
-            changes.append([max(ends[run], changes[-1][0]), 0])
-        elif run not in each:
-            changes.append([max(rows[-1].time, changes[-1][0]), 0])
-    return found
+        held = [one for one in held if one.is_at(row.time)]
+        too_many = sum(one.devices for one in held) - slots
+        for one in held:
+            if too_many > 0 and not one.is_known and one.since < row.time:
+                one.until = row.time
+                too_many -= one.devices
 
 
-def _end_the_unknown(
-    found: Mapping[str, list[list[float]]],
-    now: float,
-    *,
-    known: Collection[str],
-    ends: Mapping[str, float],
-    slots: int,
-) -> None:
-    """Where more devices are held than there are, runs that ended by now have given theirs back, and so have those that
-    nothing more is known of, the one first that changed first."""
-    for run, changes in found.items():
-        if changes[-1][1] and run in ends and changes[-1][0] <= ends[run] <= now:
-            changes.append([ends[run], 0])
-    too_many = sum(changes[-1][1] for changes in found.values()) - slots
-    gone = [one for run, one in found.items() if one[-1][1] and run not in known and run not in ends]
-    for changes in sorted(gone, key=lambda one: one[-1][0]):
-        if too_many <= 0 or changes[-1][0] >= now:
-            return
-        too_many -= changes[-1][1]
-        changes.append([now, 0])
+def _changes(stretches: Sequence[_Stretch]) -> Iterator[list[float]]:
+    for place, one in enumerate(stretches):
+        yield [one.since, one.devices]
+        following = stretches[place + 1].since if place + 1 < len(stretches) else None
+        if one.devices and one.until is not None and (following is None or one.until < following):
+            yield [one.until, 0]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from paceline.ui.pool_folder import POOL_FILE, PoolFolder
+from paceline.ui.pool_history import Decision
+from paceline.ui.run_place import GroupEntry
 from paceline.ui.run_summary import RunSummary
 from paceline.ui.sweep_folder import SWEEP_FILE, SweepFolder
 
@@ -24,6 +27,7 @@ class RunGroups:
         self.pools: dict[str, PoolFolder] = {}
         self.sweeps: dict[str, SweepFolder] = {}
         self.revision = 1
+        self._members: tuple[int, dict[str, GroupEntry]] = (0, {})  # and the revision that they are of
 
     def found(self, folders: Mapping[str, Mapping[str, Path]]) -> None:
         """Take which ones there are: by kind, their names and folders."""
@@ -62,6 +66,22 @@ class RunGroups:
                 if run.is_own and not path.is_relative_to(root):
                     yield prefix + run.name, path
 
+    def members(self) -> Mapping[str, GroupEntry]:
+        """Return what is known of the runs of all pools and sweeps, by their directories without links."""
+        if self._members[0] != self.revision:
+            found: dict[str, GroupEntry] = {}
+            for pool in self.pools.values():
+                for path, (phase, since) in pool.phases().items():
+                    found[path] = GroupEntry(pool=pool.name, phase=phase, since=since)
+            for sweep in self.sweeps.values():
+                own, states = os.path.realpath(sweep.path), sweep.states()
+                for key, name in sweep.run_dirs().items():
+                    path = os.path.normpath(os.path.join(own, name))
+                    known = found.get(path, GroupEntry())
+                    found[path] = dataclasses.replace(known, sweep=sweep.name, number=key, trial_state=states[key])
+            self._members = (self.revision, found)
+        return self._members[1]
+
     def of_run(self, run_dir: Path) -> list[dict[str, Any]]:
         """Return the pools and sweeps that a run belongs to: `kind`, `name`, and of a sweep the trial's `number`."""
         real = Path(os.path.realpath(run_dir))
@@ -74,6 +94,12 @@ class RunGroups:
             if (number := sweep.number_of(real)) is not None
         ]
         return pools + sweeps
+
+    def decisions_on(self, run_dir: Path) -> list[Decision]:
+        """Return what pools have decided on a run, by time."""
+        real = os.path.realpath(run_dir)
+        found = [one for pool in self.pools.values() for one in pool.decisions_on(real)]
+        return sorted(found, key=lambda one: one.time)
 
     def pool_facts(self, name: str, known: Mapping[str, RunSummary]) -> dict[str, Any] | None:
         """Return what a pool's page shows; None where there is no such pool. `known`: runs by their real paths."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from paceline.monitor.status.status import RunStatus, status
 from paceline.ui.log_lines import logs_size
 from paceline.ui.metrics_index import FollowedMetrics
 from paceline.ui.plan_facts import plan_parts
+from paceline.ui.pool_history import Decision
+from paceline.ui.pool_pauses import with_pauses
 from paceline.ui.run_events import RunEvents
+from paceline.ui.run_place import RunPlace
 from paceline.ui.run_summary import FileStamp, RunSummary, program_text, summary_of
 from paceline.ui.worker_places import worker_places
 from paceline.units import printable
@@ -32,6 +36,7 @@ LOGS_EVERY_S = 0.5
 REPORT_EVERY_S = 30.0
 REPORT_SHARE = 200
 REPORT_SOON_S = 2.0  # after an incident
+REPORT_FRESH_S, REPORT_FRESH_SHARE = 2.0, 4  # a page that is opened has another one made where it is older
 JOB_SHOWN = (
     "program",
     "args",
@@ -66,6 +71,9 @@ class RunView:
         self._looked = _Cadence(STATUS_EVERY_S, SHARE)
         self._logs = _Cadence(LOGS_EVERY_S, SHARE)
         self._report = _Cadence(REPORT_EVERY_S, REPORT_SHARE)
+        self._read_report: dict[str, Any] | None = None
+        self._decisions: Sequence[Decision] = ()
+        self._is_report_wanted = False
         self._reported_incidents = -1
         self._reported_state: str | None = None
 
@@ -116,32 +124,44 @@ class RunView:
         """Whether there are rows that were not read so far."""
         return not self._metrics.is_whole
 
+    def is_opened(self) -> None:
+        """Note that a page was opened: it is to see an account of its time that is not old."""
+        self._is_report_wanted = self._report.is_due(after_s=REPORT_FRESH_S, share=REPORT_FRESH_SHARE)
+
     def is_report_due(self) -> bool:
         """Whether the account of its time is worth another reading: the run goes on, or has ended, or something has
-        happened to it."""
+        happened to it, or a page was opened."""
         state = self.summary.state if self.summary is not None else None
         if state is None or state == "unreadable":
             return False
         if state != self._reported_state:
-            return self._report.is_due(after_s=REPORT_SOON_S)
+            return self._report.is_due(also=state != RUNNING, after_s=REPORT_SOON_S)
         if self._events.num_incidents != self._reported_incidents:
             return self._report.is_due(after_s=REPORT_SOON_S)
-        return state == RUNNING and self._report.is_due()
+        return state == RUNNING and self._report.is_due(also=self._is_report_wanted)
 
     def begin_report(self) -> None:
         """Note that the report is being read; what happens from now on is not in it."""
+        age_s = self._report.age_s
         self._report.begin()
+        self._is_report_wanted = False
         self._reported_incidents = self._events.num_incidents
         self._reported_state = self.summary.state if self.summary is not None else None
+        self._put("reading", {"is_on": True, "age_s": None if age_s is None else round(age_s, 1)})
 
     def end_report(self, report: dict[str, Any]) -> None:
         """Take the report, or `{"problem": ...}`."""
         self._report.end()
-        self._put("report", report)
+        self._read_report = report
+        self._put_report()
+        self._put("reading", {"is_on": False, "age_s": 0.0})
 
-    def belongs_to(self, groups: list[dict[str, Any]]) -> None:
-        """Take which pools and sweeps it belongs to."""
+    def belongs_to(self, groups: list[dict[str, Any]], place: RunPlace, decisions: Sequence[Decision] = ()) -> None:
+        """Take which pools and sweeps it belongs to, where it stands in them, and what pools decided on it."""
         self._put("groups", groups)
+        self._put("place", place.facts())
+        self._decisions = decisions
+        self._put_report()
 
     def close(self) -> None:
         """Close its files."""
@@ -174,6 +194,11 @@ class RunView:
             "num_damaged": index.num_damaged,
         }
 
+    def _put_report(self) -> None:
+        report = self._read_report
+        if report is not None:
+            self._put("report", with_pauses(report, self._decisions) if "incidents" in report else report)
+
     def _put(self, name: str, part: Any) -> None:
         if name not in self._parts or self._parts[name][1] != part:
             self.revision += 1
@@ -188,12 +213,17 @@ class _Cadence:
         self._began_s = self._ended_s = 0.0
         self._took_s: float | None = None
 
-    def is_due(self, *, also: bool = False, after_s: float | None = None) -> bool:
-        """Whether it is time; `also`: at once; `after_s`: in place of the usual time between two readings."""
+    def is_due(self, *, also: bool = False, after_s: float | None = None, share: float | None = None) -> bool:
+        """Whether it is time; `also`: at once; `after_s`, `share`: in place of the usual ones."""
         if self._took_s is None or also:
             return True
-        every_s = self._every_s if after_s is None else after_s
-        return time.monotonic() - self._ended_s >= max(every_s, self._share * self._took_s)
+        every_s, share = self._every_s if after_s is None else after_s, self._share if share is None else share
+        return time.monotonic() - self._ended_s >= max(every_s, share * self._took_s)
+
+    @property
+    def age_s(self) -> float | None:
+        """Seconds since the reading that was done last began; None: there was none."""
+        return None if self._took_s is None else time.monotonic() - self._began_s
 
     def begin(self) -> None:
         self._began_s = time.monotonic()

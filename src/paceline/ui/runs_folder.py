@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from paceline.ui.pool_history import Decision
 from paceline.ui.run_groups import GROUP_FILES, RunGroups
+from paceline.ui.run_place import NOWHERE, RunPlace, place_of
 from paceline.ui.run_summary import FileStamp, RunSummary, summary_of
 
 __all__ = ["RunsFolder"]
@@ -60,6 +62,14 @@ class RunsFolder:
             self._look_at_groups()
         return self._groups.of_run(run_dir)
 
+    def place_of(self, run_dir: Path, run: RunSummary | None) -> RunPlace:
+        """Return where a run stands in its pool and its sweep, by what was read in the last seconds."""
+        return NOWHERE if run is None else place_of(run, self._groups.members().get(os.path.realpath(run_dir)))
+
+    def decisions_on(self, run_dir: Path) -> list[Decision]:
+        """Return what pools have decided on a run, by what was read in the last seconds."""
+        return self._groups.decisions_on(run_dir)
+
     def pool(self, name: str) -> dict[str, Any] | None:
         """Return what a pool's page shows; None where there is no such pool."""
         return self._groups.pool_facts(name, self._by_path())
@@ -84,13 +94,26 @@ class RunsFolder:
         if is_scan:
             self._scan()
         self._look_at_groups()
+        self._read_runs(now, budget_s, also_ended=is_scan)
+        self._place_runs()
+
+    def _read_runs(self, now: float, budget_s: float, *, also_ended: bool) -> None:
         deadline = time.perf_counter() + budget_s
-        due = [run for run in self._runs.values() if run.is_due(now, also_ended=is_scan)]
+        due = [run for run in self._runs.values() if run.is_due(now, also_ended=also_ended)]
         for run in sorted(due, key=lambda one: one.changed_ns, reverse=True):
             if run.summary is None and time.perf_counter() > deadline:
                 return
             summary = run.read(now)
             if summary is not None:
+                self.revision += 1
+                run.revision = self.revision
+
+    def _place_runs(self) -> None:
+        members = self._groups.members()
+        for run in self._runs.values():
+            place = NOWHERE if run.summary is None else place_of(run.summary, members.get(run.real))
+            if place != run.place:
+                run.place = place
                 self.revision += 1
                 run.revision = self.revision
 
@@ -100,7 +123,11 @@ class RunsFolder:
         if not whole and since == self.revision:
             return None
         known = [run for run in self._runs.values() if run.summary is not None]
-        new = [run.summary.facts() for run in known if run.summary is not None and (whole or run.revision > since)]
+        new = [
+            run.summary.facts() | {"place": run.place.facts()}
+            for run in known
+            if run.summary is not None and (whole or run.revision > since)
+        ]
         return {
             "revision": self.revision,
             "whole": whole,
@@ -177,6 +204,7 @@ class _KnownRun:
     summary: RunSummary | None = None
     revision: int = 0
     real: str = ""  # its path without links
+    place: RunPlace = NOWHERE
     _stamps: tuple[FileStamp, FileStamp] | None = None
     _checked_s: float = 0.0
 

@@ -135,8 +135,10 @@ class UiServer:
 
     async def _run_stream(self, request: Request) -> Response:
         name = request.query_params.get("run", "")
-        await self._watched(name)
+        watched = await self._watched(name)
         seen = self.streams.seen(request.headers.get("last-event-id"), 2)
+        if not any(seen):
+            watched.view.is_opened()
         return EventStream(self.streams, functools.partial(self._changed_run, name), seen=seen, every_s=RUN_EVERY_S)
 
     async def _changed_run(self, name: str, seen: Seen) -> dict[str, Any] | None:
@@ -149,12 +151,16 @@ class UiServer:
             if not self.streams.closing.is_set():
                 await self._in_thread(watched.look)
         if watched.is_group_due():
-            await self._in_thread(lambda: view.belongs_to(self._folder.groups_of(view.run_dir)))
-        found = await self._in_thread(lambda: view.changes((max(0, seen[0]), max(0, seen[1]))))
-        if view.is_report_due() and name not in self._report_tasks:
+            await self._in_thread(lambda: self._group(view))
+        if name not in self._report_tasks and view.is_report_due():
             view.begin_report()
             self._report_tasks[name] = asyncio.create_task(self._report(name, view))
-        return found
+        return await self._in_thread(lambda: view.changes((max(0, seen[0]), max(0, seen[1]))))
+
+    def _group(self, view: RunView) -> None:
+        groups = self._folder.groups_of(view.run_dir)
+        place = self._folder.place_of(view.run_dir, view.summary)
+        view.belongs_to(groups, place, self._folder.decisions_on(view.run_dir))
 
     async def _report(self, name: str, view: RunView) -> None:
         try:
@@ -188,10 +194,16 @@ class UiServer:
         for name in names:
             watched = await self._watched(name)
             view = watched.view
-            parts = await self._in_thread(watched.look, lambda view=view: view.changes((0, 0)) or {})
+            parts = await self._in_thread(
+                watched.look, lambda view=view: self._group(view), lambda view=view: view.changes((0, 0)) or {}
+            )
             found.append(parts | {"name": name})
         runs = [
-            {"name": run["name"], "summary": run.get("summary", {}), "evaluations": run.get("evaluations", {})}
+            {
+                "name": run["name"],
+                "summary": run.get("summary", {}) | {"place": run["place"]},
+                "evaluations": run.get("evaluations", {}),
+            }
             | {"curves": run.get("curves", {"series": {}, "is_exact": False})}
             for run in found
         ]

@@ -72,6 +72,10 @@ class SweepFolder:
         """Return the trials' run directories below the folder, by number."""
         return {key: trial["run_dir"] for key, trial in self._trials.items() if trial["run_dir"]}
 
+    def states(self) -> dict[int, str]:
+        """Return the trials' states, by number."""
+        return {key: trial["state"] for key, trial in self._trials.items()}
+
     def summary(self) -> dict[str, Any]:
         """Return a few values, for the overview; `values`: of the best so far, over the trials."""
         best, direction = self._best(), self._direction()

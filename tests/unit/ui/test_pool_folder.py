@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,25 @@ def test_what_changes_is_noticed_and_what_does_not_is_not_read_again(
     assert folder.look() and folder.summary()["state"] == "stopped", "its process has gone, and no file says so"
 
 
+def test_a_pool_of_another_host_runs_while_its_folder_is_locked(tmp_path: Path) -> None:
+    pool = write_pool(tmp_path / "pool", {}, host="elsewhere", has_ended=False)
+    folder = PoolFolder(pool, "pool")
+    folder.look()
+    assert folder.summary()["state"] == "stopped"
+    held = subprocess.Popen(
+        [sys.executable, "-c", "import sys; from pathlib import Path; from paceline import run_lock\n"
+         "print(run_lock.hold(Path(sys.argv[1])), flush=True); sys.stdin.read()", str(pool)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    with held:
+        assert held.stdout is not None and held.stdin is not None and held.stdout.readline() == b"True\n"
+        assert folder.look() and folder.summary()["state"] == "running"
+        write_pool(pool, {}, host="elsewhere", has_ended=True)
+        assert folder.look() and folder.summary()["state"] == "stopped", "its user has ended it, and said so"
+        held.stdin.close()
+        held.wait(20)
+
+
 @pytest.mark.parametrize(
     "record",
     [b"", b"{", b"[]", b'{"slots": "many", "runs": {"a": 3}}', b'{"runs": []}', b'{"slots": -1, "pid": 1e400}',
@@ -115,35 +136,57 @@ def test_devices_are_shown_by_node_where_the_pool_has_some() -> None:
     assert held == [{"a": 1, "c": 3}, {"a": 2, "b": 2}, {}]
 
 
+def row(time: float, run: str, before: int, after: int) -> Decision:
+    return Decision(time=time, run=run, before=before, after=after, why="")
+
+
 def test_the_history_ends_where_runs_end_and_counts_devices() -> None:
-    def row(time: float, run: str, before: int, after: int) -> Decision:
-        return Decision(time=time, run=run, before=before, after=after, why="")
-
-    rows = [row(1, "a", 0, 2), row(2, "gone", 0, 1), row(3, "late", 0, 1), row(4, "b", 0, 1), row(8, "a", 0, 1)]
-    found = history_of(rows, each={"a": 2, "b": 1}, ends={"b": 9.0}, slots=6)
+    rows = [row(1, "a", 0, 2), row(3, "gone", 0, 1), row(5, "late", 0, 1), row(7, "b", 0, 1), row(9, "a", 0, 1)]
+    found = history_of(rows, each={"a": 2, "b": 1}, ends={"a": None, "b": 10.0}, missed={}, slots=6)
     assert found == {
-        "a": [[1, 4], [8, 0], [8, 2]],
-        "gone": [[2, 1], [4, 0]],  # nothing more is known of it, and another one has its device
-        "late": [[3, 1], [8, 0]],
-        "b": [[4, 1], [9.0, 0]],
+        "a": [[1, 4], [7, 0], [9, 2]],  # it started anew, and the others had its devices before
+        "gone": [[3, 1], [9, 0]],  # nothing more is known of it
+        "late": [[5, 1], [9, 0]],
+        "b": [[7, 1], [10.0, 0]],
     }
-    assert history_of(rows[:2], each={"gone": 1}, ends={"gone": 5.0}, slots=6)["gone"] == [[2, 1], [5.0, 0]]
+    assert history_of(rows[:2], each={}, ends={}, missed={"gone": 5.0}, slots=6)["gone"] == [[3, 1], [5.0, 0]]
 
 
-def test_a_run_that_is_taken_out_ends_when_it_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_was_missed_late_counts_until_others_had_its_devices() -> None:
+    rows = [row(10.0 * number, f"trial-{number}", 0, 1) for number in range(8)]
+    rows += [row(75.0, "long", 0, 1), row(90.0, "long", 1, 2), row(90.01, "trial-7", 1, 0)]
+    missed = {f"trial-{number}": 99.0 for number in range(8)}  # all at once, when a page was opened
+    found = history_of(rows, each={}, ends={"long": None}, missed=missed, slots=2)
+    moments = sorted({time for changes in found.values() for time, _ in changes})
+    held = [sum(_devices_at(changes, moment + 0.5) for changes in found.values()) for moment in moments]
+    assert max(held) == 2 == held[-1], "never more than the pool has"
+    assert found["trial-0"] == [[0, 1], [20, 0]] and found["long"] == [[75, 1], [90, 2]]
+
+
+def _devices_at(changes: list[list[float]], moment: float) -> float:
+    return next((devices for time, devices in reversed(changes) if time <= moment), 0)
+
+
+def test_a_run_that_is_taken_out_ends_when_it_is_missed_if_one_looked_just_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pool = write_pool(tmp_path / "pool", {"a": {"phase": "running", "replicas": 1, "devices": 2}})
     queue(pool, tmp_path / "a", workers_each=2)
-    decide(pool, [(SUBMITTED, "a", 0, 1, "a starts")])
+    decide(pool, [(SUBMITTED, "a", 0, 1, "a starts"), (SUBMITTED + 9, "b", 0, 1, "b starts")])
     folder = PoolFolder(pool, "pool")
     folder.look()
-    assert folder.facts({})["history"] == {"a": [[SUBMITTED, 2]]}
+    assert folder.facts({})["history"]["a"] == [[SUBMITTED, 2]]
     (pool / "queue/a.json").unlink()
     monkeypatch.setattr("paceline.clock.now", lambda: SUBMITTED + 60)
     folder.look()
-    assert folder.facts({})["history"] == {"a": [[SUBMITTED, 2], [SUBMITTED + 60, 0]]}
+    assert folder.facts({})["history"]["a"] == [[SUBMITTED, 2], [SUBMITTED + 60, 0]]
     queue(pool, tmp_path / "a", workers_each=2)
     folder.look()
-    assert folder.facts({})["history"] == {"a": [[SUBMITTED, 2]]}
+    assert folder.facts({})["history"]["a"] == [[SUBMITTED, 2]]
+    (pool / "queue/a.json").unlink()
+    monkeypatch.setattr("paceline.ui.pool_folder.SHORTLY_S", 0.0)
+    folder.look()
+    assert folder.facts({})["history"]["a"] == [[SUBMITTED, 2], [SUBMITTED + 9, 0]], "nobody knows when it went"
 
 
 @pytest.mark.parametrize("line", [b"", b"[]", b'{"time": 1}', b'{"time": -1, "run": "a", "before": 0, "after": 1}',

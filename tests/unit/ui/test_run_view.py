@@ -95,6 +95,39 @@ def test_the_report_is_read_again_after_an_incident_and_at_the_end(tmp_path: Pat
     view.close()
 
 
+def test_an_opened_page_gets_a_fresh_report_once_and_is_told_how_old_the_other_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("paceline.ui.run_view.time.monotonic", lambda: now_s)
+    monkeypatch.setattr(run_view, "REPORT_EVERY_S", 30.0)
+    alive = {"host": this_host(), "pid": os.getpid(), "pid_started_s": process_started_s(os.getpid()) or 0.0}
+    run = SyntheticRun(path=tmp_path / "run", steps=5, state="running", **alive)
+    run.write()
+    view = RunView(run.path, "run")
+    view.look()
+    view.begin_report()
+    assert changes(view)["reading"] == {"is_on": True, "age_s": None}
+    view.end_report({"goodput": 0.5})
+    view.is_opened()
+    assert not view.is_report_due(), "the one that is there is new"
+    now_s += 20
+    assert not view.is_report_due()
+    view.is_opened()
+    view.is_opened()
+    assert view.is_report_due()
+    view.begin_report()
+    assert changes(view)["reading"] == {"is_on": True, "age_s": 20.0}
+    view.end_report({"goodput": 0.6})
+    assert changes(view)["reading"]["is_on"] is False and not view.is_report_due(), "one for both pages"
+    monkeypatch.setattr(run_view, "REPORT_SOON_S", 60.0)
+    run.state = "finished"
+    run.write()
+    view.look()
+    assert view.is_report_due(), "it has just ended"
+    view.close()
+
+
 def test_events_are_told_once_however_many_workers_say_them(tmp_path: Path) -> None:
     run = SyntheticRun(path=tmp_path / "run", steps=5, workers=3)
     run.write()

@@ -147,6 +147,56 @@ def test_trials_are_sorted_marked_and_compared(groups: Path) -> None:
         assert browser.problems() == []
 
 
+def test_trials_are_one_row_that_opens_and_runs_of_a_pool_wait(groups: Path) -> None:
+    run = SyntheticRun(path=groups / "paused", steps=20, last_step=60, state="stopped").write()
+    queue(groups / "lab", run)
+    names = "[...document.querySelectorAll('.of-name a')].map(one => one.textContent)"
+    chip = "[...document.querySelectorAll('.chip')].find(one => one.textContent.startsWith('{}'))"
+    with serve(groups) as served, Chromium() as browser:
+        page = browser.open(served.address)
+        page.wait_for(f"{names}.length == 5 && !!document.querySelector('.of-sweep')")
+        assert set(page.ask(names)) == {HOSTILE, "one", "two", "paused", "study"}
+        assert page.ask("document.querySelector('.of-sweep').innerText").count("30 of 40 trials") == 1
+        page.ask("document.querySelector('.fold').click()")
+        assert len(page.ask(names)) == 9
+        assert page.ask(f"{names}.slice({names}.indexOf('study') + 1, {names}.indexOf('study') + 5)") == [
+            f"study/trials/trial-{number:04}" for number in range(4)
+        ]
+        page.ask("document.querySelector('.fold').click()")
+        assert len(page.ask(names)) == 5
+        page.ask(f"{chip.format('trials')}.click()")
+        assert len(page.ask(names)) == 4
+        page.ask(f"{chip.format('waits')}.click()")
+        assert page.ask(names) == ["paused"]
+        assert page.ask("document.querySelector('.rows .of-state').textContent") == "waitsin pool lab"
+        assert not page.ask(f"!!{chip.format('stopped')}")
+        page = browser.open(served.address + "#/run/paused")
+        page.wait_for("document.querySelector('h1')?.innerText.includes('waits in pool lab')")
+        assert browser.problems() == []
+
+
+def test_each_run_of_a_pool_has_its_own_color_and_choices_have_their_ticks(groups: Path) -> None:
+    rows = [(1_795_001_000.0 + number, f"trial-{number:02}", 0, 1, "") for number in range(30)]
+    decide(groups / "lab", rows)
+    colors = "[...document.querySelectorAll('.legend i')].map(one => one.style.background)"
+    with serve(groups) as served, Chromium() as browser:
+        page = browser.open(served.address + "#/pool/lab")
+        page.wait_for(f"{colors}.length > 10")
+        found = page.ask(colors)
+        assert len(found) == len(set(found)) == 16
+        assert page.ask("document.querySelector('.legend').lastChild.innerText") == "16 more"
+        assert (
+            page.ask("Math.max(...[...document.querySelectorAll('.plot .up')].map(one => Number(one.textContent)))")
+            == 4
+        )
+        page = browser.open(served.address + "#/sweep/study")
+        ticks = "[...document.querySelectorAll('.chart')].find(one => one.innerText.includes('over width'))"
+        page.wait_for(f"!!{ticks}?.querySelector('.plot')")
+        found = page.ask(f"[...{ticks}.querySelectorAll('.tick:not(.up)')].map(one => one.firstChild.data)")
+        assert set(map(int, found)) <= {64, 128, 256, 512} and "512" in found and len(found) > 2
+        assert browser.problems() == []
+
+
 def test_a_run_is_followed_and_its_logs_are_filtered(runs: Path) -> None:
     run = SyntheticRun(path=runs / "two", steps=90, seed=2)
     with serve(runs) as served, Chromium() as browser:

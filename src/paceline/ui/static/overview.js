@@ -5,13 +5,16 @@ import { listen } from "./live.js";
 import { NONE, count, date, duration, number, plural, rate } from "./format.js";
 import { poolBox } from "./pool.js";
 import { sweepBox } from "./sweep.js";
+import { emptySweepRow, fillSweepRow, sweepAsRun } from "./sweep_rows.js";
 
+const TRIALS = "trials"; // a filter beside those of states
 const AT_ONCE = 150; // rows; more come as the page is scrolled
 const LOG_FROM = 12; // a loss that falls by more than this factor is drawn on a logarithmic axis
-const STATES = ["running", "failed", "lost", "stopped", "finished", "unreadable"];
+const STATES = ["running", "starting", "waiting", "failed", "lost", "stopped", "pruned", "finished", "unreadable"];
+const WORDS = { waiting: "waits", starting: "starts" };
 const COLUMNS = [
   ["name", "Run", (run) => run.name, "text"],
-  ["state", "State", (run) => STATES.indexOf(run.state), "number"],
+  ["state", "State", (run) => STATES.indexOf(stateOf(run)), "number"],
   ["progress", "Progress", (run) => (run.last_step ? run.step / run.last_step : -1), "number"],
   ["left", "Time left", (run) => run.left_s ?? Infinity, "number"],
   ["loss", "Loss", (run) => run.loss ?? Infinity, "number"],
@@ -25,9 +28,13 @@ const SORTS = Object.fromEntries(COLUMNS.map(([key, , of, kind]) => [key, [of, k
 export const runLink = (name) => `#/run/${name.split("/").map(encodeURIComponent).join("/")}`;
 export const compareLink = (names) => `#/compare/${names.map(encodeURIComponent).join("/")}`;
 
-export function stateBadge(run) {
-  const elsewhere = run.state === "running" && !run.is_checked ? "on another host, says its record" : null;
-  return h("span", { class: `state ${run.state}`, title: elsewhere }, run.state);
+/** The state that is shown: what a pool or a sweep says of a run that its own record only knows to be stopped. */
+export const stateOf = (run) => run.place?.state || run.state;
+
+export function stateBadge(run, hasPool = false) {
+  const elsewhere = run.state === "running" && !run.is_checked ? "on another host, says its record" : null, state = stateOf(run);
+  const where = hasPool && WORDS[state] && run.place.pool ? ` in pool ${run.place.pool}` : "";
+  return h("span", { class: `state ${state}`, title: elsewhere }, `${WORDS[state] ?? state}${where}`);
 }
 
 export function progressBar(run) {
@@ -50,7 +57,8 @@ export function spark(values) {
 }
 
 export function overview(page, about) {
-  const runs = new Map(), rows = new Map(), chosen = new Set();
+  const runs = new Map(), rows = new Map(), chosen = new Set(), opened = new Set(), sweepRows = new Map();
+  let sweeps = [];
   let sort = "", isDown = false, text = "", state = "", shown = AT_ONCE, waiting = 0, isCut = false, isReady = false;
   const list = h("div", { class: "rows", role: "list" }), more = h("div", { class: "more" });
   const heads = COLUMNS.map(([key, title]) => h("button", { class: `head of-${key}`, on: { click: () => order(key) } }, title));
@@ -77,10 +85,31 @@ export function overview(page, about) {
   }
 
   function matches(run) {
-    return (!state || run.state === state) && (!text || `${run.name} ${run.program} ${run.plan} ${run.state}`.toLowerCase().includes(text));
+    return (!state || (state === TRIALS ? Boolean(trialOf(run)) : stateOf(run) === state)) && (!text || `${run.name} ${run.program} ${run.plan} ${stateOf(run)}`.toLowerCase().includes(text));
+  }
+
+  /** The sweep whose trial a run is. */
+  const trialOf = (run) => (run.place?.sweep && sweeps.some((one) => one.name === run.place.sweep) ? run.place.sweep : null);
+
+  /** The rows in their order. Without a filter each sweep is one, and its trials come behind it where it is open. */
+  function arranged(found) {
+    if (state || text) return found.sort(compareRuns);
+    const trials = new Map();
+    for (const run of found) if (trialOf(run)) trials.set(trialOf(run), [...(trials.get(trialOf(run)) ?? []), run]);
+    const folded = sweeps.filter((one) => trials.has(one.name)).map((one) => sweepAsRun(one, trials.get(one.name)));
+    return [...found.filter((run) => !trialOf(run)), ...folded].sort(compareRuns)
+      .flatMap((one) => (one.sweep && opened.has(one.name) ? [one, ...trials.get(one.name).sort(compareRuns)] : [one]));
+  }
+
+  function sweepRow(found) {
+    const { name } = found;
+    if (!sweepRows.has(name)) sweepRows.set(name, emptySweepRow(COLUMNS.map(([key]) => key), () => { if (!opened.delete(name)) opened.add(name); draw(); }));
+    fillSweepRow(sweepRows.get(name), found, opened.has(name));
+    return sweepRows.get(name).element;
   }
 
   function row(run) {
+    if (run.sweep) return sweepRow(run);
     let made = rows.get(run.name);
     if (!made) {
       const box = h("input", { type: "checkbox", "aria-label": `compare ${run.name}`, on: { change: () => pick(run.name, box.checked) } });
@@ -108,7 +137,7 @@ export function overview(page, about) {
   }
 
   function draw() {
-    const all = [...runs.values()], found = all.filter(matches).sort(compareRuns);
+    const all = [...runs.values()], found = arranged(all.filter(matches));
     heads.forEach((head, place) => {
       const isOn = COLUMNS[place][0] === sort;
       head.dataset.order = isOn ? (isDown ? "down" : "up") : "";
@@ -117,9 +146,9 @@ export function overview(page, about) {
     const present = list.children;
     wanted.forEach((element, place) => { if (present[place] !== element) list.insertBefore(element, present[place] ?? null); });
     while (list.children.length > wanted.length) list.lastChild.remove();
-    const counts = STATES.map((one) => [one, all.filter((run) => run.state === one).length]).filter(([, num]) => num);
-    put(chips, [["", all.length], ...(counts.length > 1 ? counts : [])].map(([one, num]) => h("button", { class: `chip ${one}`, "aria-pressed": String(state === one),
-      on: { click: () => { state = one; shown = AT_ONCE; draw(); } } }, one || "all", h("b", null, count(num)))));
+    const counts = STATES.map((one) => [one, all.filter((run) => stateOf(run) === one).length]).filter(([, num]) => num), trials = all.filter(trialOf).length;
+    put(chips, [["", all.length], ...(counts.length > 1 ? counts : []), ...(trials ? [[TRIALS, trials]] : [])].map(([one, num]) => h("button", { class: `chip ${one}`, "aria-pressed": String(state === one),
+      on: { click: () => { state = one; shown = AT_ONCE; draw(); } } }, WORDS[one] ?? (one || "all"), h("b", null, count(num)))));
     more.hidden = found.length <= shown;
     put(more, `${count(found.length - shown)} more`);
     put(note, [waiting ? `reading ${count(waiting)} more runs` : "", isCut ? "only the first 10,000 runs are shown" : ""].filter(Boolean).join(", "));
@@ -139,6 +168,7 @@ export function overview(page, about) {
     for (const run of found.runs) runs.set(run.name, run);
     for (const name of found.gone) { runs.delete(name); rows.delete(name); chosen.delete(name); }
     if (found.pools) {
+      sweeps = found.sweeps;
       groups.hidden = !found.pools.length && !found.sweeps.length;
       put(groups, found.pools.map(poolBox), found.sweeps.map(sweepBox));
     }
@@ -152,10 +182,10 @@ export function overview(page, about) {
 function fillRow(cells, run) {
   put(cells.name, h("a", { href: runLink(run.name), title: run.name }, run.name), h("small", { title: run.program }, run.problem || run.program || NONE));
   cells.name.classList.toggle("wrong", Boolean(run.problem));
-  put(cells.state, stateBadge(run));
+  put(cells.state, stateBadge(run), WORDS[stateOf(run)] && run.place.pool ? h("small", { title: run.place.pool }, `in pool ${run.place.pool.split("/").pop()}`) : null);
   const goal = run.last_step ? `${count(run.step)} of ${count(run.last_step)}` : run.step ? `step ${count(run.step)}` : NONE;
   put(cells.progress, run.last_step ? progressBar(run) : null, h("small", null, goal));
-  const took = run.ended ? duration(run.ended - run.began) : NONE;
+  const took = run.ended && !WORDS[stateOf(run)] ? `took ${duration(run.ended - run.began)}` : NONE;
   put(cells.left, run.state === "running" ? h("b", null, duration(run.left_s)) : h("span", { class: "soft" }, took));
   put(cells.loss, h("b", null, number(run.loss)), spark(run.spark));
   put(cells.speed, rate(run.samples_per_s));

@@ -8,7 +8,7 @@ import { card } from "./run_parts.js";
 import { Shares, mostOf, soon } from "./svg_plots.js";
 
 const MOST_CELLS = 64; // devices of a node that are drawn one by one
-const STATES = { stopped: "does not run", elsewhere: "on another host" };
+const STATES = { stopped: "does not run" };
 const MOST_ROWS = 300; // of runs that are not over, and of those that are
 const LATE = "past its deadline";
 
@@ -18,11 +18,33 @@ export function poolState(state) {
   return h("span", { class: `state ${state === "stopped" ? "lost" : state}` }, STATES[state] ?? state);
 }
 
-/** The colors of a pool's runs: those of runs that are not over come first. */
-export function tonesOf(runs, history = {}) {
-  const names = [...runs.filter((one) => !one.is_over), ...runs.filter((one) => one.is_over)].map((one) => one.name);
-  const places = new Map([...new Set([...names, ...Object.keys(history)])].map((name, place) => [name, place]));
-  return (run) => `var(--curve-${(places.get(run) ?? 7) % 8})`;
+const CURVES = Array.from({ length: 8 }, (_, place) => `var(--curve-${place})`);
+const TONES = [...CURVES, ...CURVES.map((one) => `color-mix(in srgb, ${one} 55%, var(--card))`)];
+
+/** A number that a name always gives. */
+function hashOf(name) {
+  let found = 2166136261;
+  for (const letter of name) found = Math.imul(found ^ letter.codePointAt(0), 16777619) >>> 0;
+  return (found ^ (found >>> 15)) >>> 0;
+}
+
+/** Colors of runs: a name asks for the same one each time, and the next free one is for those that come later. */
+export class Tones {
+  constructor() { this.places = new Map(); }
+
+  /** Have these runs told apart, as far as there are colors. Runs that are not among them give theirs to new ones. */
+  show(names) {
+    const shown = new Set(names), taken = new Set(names.filter((one) => this.places.has(one)).map((one) => this.places.get(one)));
+    for (const one of this.places.keys()) if (!shown.has(one)) this.places.delete(one);
+    for (const one of shown) {
+      if (this.places.has(one)) continue;
+      const wanted = hashOf(one) % 8, order = [...TONES.keys()].map((place) => (place < 8 ? (wanted + place) % 8 : 8 + ((wanted + place) % 8)));
+      const free = order.find((place) => !taken.has(place)) ?? wanted;
+      this.places.set(one, free);
+      taken.add(free);
+    }
+    return (name) => TONES[this.places.get(name) ?? hashOf(name) % 8];
+  }
 }
 
 /** Devices side by side, each in the color of the run that has it; of many, shares of a bar. */
@@ -44,13 +66,14 @@ export function pool(page, name, about) {
   const said = h("p", { class: "note", role: "status" }), overTitle = h("summary");
   const overBox = h("details", null, overTitle, over), shares = new Shares("Devices of each run over time", { height: 190, wide: true });
   const rows = new Map(), further = h("p", { class: "note" }), later = soon(() => draw());
-  const legend = h("p", { class: "legend small" });
+  const legend = h("p", { class: "legend small" }), colors = new Tones();
   let known = null, passed = 0;
   shares.element.append(legend);
   page.append(head, alerts, tiles, card("devices", "Devices", nodes), h("div", { class: "alone" }, shares.element), card("queue", "Queue", said, active, further, overBox), card("decisions", "What was decided", decisions));
 
   function draw() {
-    const { runs } = known, tones = tonesOf(runs, known.history), now = Date.now() / 1000 - passed;
+    const { runs, history } = known, now = Date.now() / 1000 - passed, most = mostOf(history, now).map(([one]) => one);
+    const tones = colors.show([...new Set([...runs.filter((one) => one.devices).map((one) => one.name), ...most.filter((one) => one in history)])]);
     document.title = `${known.held} of ${known.slots} – ${name} – Paceline`;
     put(head, h("h1", null, name, " ", poolState(known.state)), h("p", { class: "program" }, h("code", null, known.path), known.host ? h("span", { class: "soft" }, `process ${known.pid} on ${known.host}`) : null));
     put(alerts, [
@@ -61,8 +84,9 @@ export function pool(page, name, about) {
       .map(([value, label]) => h("div", { class: "tile" }, h("b", null, value), h("span", null, label))));
     put(nodes, known.nodes.map((node) => h("div", { class: "node" }, h("span", { class: node.is_here ? "" : "bad", title: node.name }, node.name, node.is_here ? null : " is not there"), devicesBar(node.holders, node.slots, tones),
       h("span", { class: "soft n" }, `${node.holders.reduce((sum, one) => sum + one.devices, 0)} of ${node.slots}`))));
-    put(legend, mostOf(known.history, now).map(([one]) => one).filter((one) => one in known.history).map((one) => h("span", null, h("i", { style: { background: tones(one) } }), one)));
-    shares.set({ history: known.history, slots: known.slots, now, tones });
+    put(legend, most.map((one) => h("span", null, h("i", { style: { background: one in history ? tones(one) : "var(--strong)" } }), one)));
+    const isOn = known.state === "running" || Object.values(history).some((changes) => changes.at(-1)?.[1] > 0); // else it ends with the last change
+    shares.set({ history, slots: known.slots, now: isOn ? now : 0, tones });
     const live = runs.filter((one) => !one.is_over), ended = runs.filter((one) => one.is_over).sort((a, b) => (b.ended ?? 0) - (a.ended ?? 0));
     const names = new Set(runs.map((one) => one.name));
     for (const one of rows.keys()) if (!names.has(one)) rows.delete(one);
@@ -159,7 +183,7 @@ function cancelButton(run, cancel) {
 
 /** A pool on the overview. */
 export function poolBox(pool) {
-  const tones = tonesOf(pool.holders.map((one) => ({ name: one.run })));
+  const tones = new Tones().show(pool.holders.map((one) => one.run));
   const counts = [["running", pool.num_running], [pool.num_waiting === 1 ? "waits" : "wait", pool.num_waiting], ["ended", pool.num_ended]].filter(([, num]) => num);
   return h("a", { class: "group", href: poolLink(pool.name) }, h("span", { class: "of-title" }, h("small", null, "pool"), h("b", { title: pool.name }, pool.name), poolState(pool.state)),
     h("span", { class: "of-value" }, h("b", null, `${count(pool.held)} of ${count(pool.slots)}`), h("small", null, "devices in use")), devicesBar(pool.holders, pool.slots, tones),

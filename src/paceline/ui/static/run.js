@@ -7,7 +7,7 @@ import { NONE, count, date, duration, metricTitle, number, percent, plural, rate
 import { progressBar, stateBadge } from "./overview.js";
 import { poolLink } from "./pool.js";
 import { sweepLink } from "./sweep.js";
-import { attemptsCard, card, eventsList, facts, incidentsCard, measuresTable, receiptCard, timeCard, timeline, workersTable } from "./run_parts.js";
+import { attemptsCard, card, eventsList, facts, incidentsCard, isCalm, measuresTable, receiptCard, timeCard, timeline, workersTable } from "./run_parts.js";
 import { logsCard } from "./logs.js";
 
 const FIRST = ["lr", "learning_rate", "grad_norm", "gradient_norm"]; // reported names that come first
@@ -18,12 +18,12 @@ const LOG_FROM = 12;
 const MOST_CHARTS = 60;
 
 export function run(page, name, about) {
-  const curves = new Map(), charts = new Map(), state = { summary: null, about: null, report: null, evaluations: {}, groups: [], byTime: false };
+  const curves = new Map(), charts = new Map(), state = { summary: null, about: null, report: null, evaluations: {}, groups: [], place: null, reading: null, readingSince: 0, byTime: false };
   const head = h("div", { class: "head" }), tiles = h("div", { class: "tiles" }), alerts = h("div", { class: "alerts" });
   const grid = h("div", { class: "charts" }), workers = h("div"), lanes = h("div"), evaluations = h("div");
   const events = h("ol", { class: "events" }), plan = h("div"), time = h("div", { class: "columns" }), after = h("div");
   const remark = h("p", { class: "note" }), axis = axisSwitch((byTime) => { state.byTime = byTime; drawCurves(true); });
-  const logs = logsCard(name);
+  const logs = logsCard(name), old = h("span", { class: "note old", role: "status" });
   put(time, card("time", "Where the time went", h("p", { class: "about" }, "being read")), card("receipt", "Receipt", h("p", { class: "about" }, "being read")));
   const sections = [["curves", "Curves"], ["workers", "Workers"], ["time", "Time"], ["receipt", "Receipt"], ["events", "Events"], ["plan", "Plan"], ["logs", "Logs"]];
   const nav = h("nav", { class: "jump" }, sections.map(([id, title]) => h("button", { class: "plain", on: { click: () => document.getElementById(id)?.scrollIntoView({ behavior: "smooth" }) } }, title)), axis);
@@ -33,7 +33,7 @@ export function run(page, name, about) {
     card("workers", "Workers", workers, lanes), time, after,
     h("div", { class: "columns" }, card("events", "What happened", events), card("plan", "Plan and job", plan)), logs.element);
 
-  const marks = () => (state.report?.incidents ?? []).map((one, place) => ({ step: one.at_step ?? one.step, label: String((state.report.num_incidents - state.report.incidents.length) + place + 1), text: one.text, kind: one.kind === "left" ? "calm" : "incident" }))
+  const marks = () => (state.report?.incidents ?? []).map((one, place) => ({ step: one.at_step ?? one.step, label: String((state.report.num_incidents - state.report.incidents.length) + place + 1), text: one.text, kind: isCalm(one) ? "calm" : "incident" }))
     .map((mark) => ({ ...mark, x: place(mark.step) ?? -1 }));
 
   function place(step) {
@@ -82,19 +82,19 @@ export function run(page, name, about) {
     made.set(lines);
   }
 
-  const timer = setInterval(() => drawHead(), 1000);
+  const timer = setInterval(() => { drawHead(); drawReading(); }, 1000);
 
   function drawHead() {
     const { summary, about: known } = state;
     if (!summary) return;
     document.title = `${summary.last_step ? `${Math.floor((100 * summary.step) / summary.last_step)} % – ` : ""}${name.split("/").pop()} – Paceline`;
     const epoch = summary.epoch !== null && known?.epochs > 1 ? `epoch ${summary.epoch + 1} of ${known.epochs}` : null;
-    const since = Date.now() / 1000 - summary.at;
+    const since = Date.now() / 1000 - summary.at, waits = ["waiting", "starting"].includes(state.place?.state);
     const words = [summary.last_step ? `step ${count(summary.step)} of ${count(summary.last_step)}` : `step ${count(summary.step)}`, epoch,
       summary.state === "running" && summary.left_s ? `${duration(summary.left_s)} left` : null,
-      summary.state !== "running" && summary.ended ? `took ${duration(summary.ended - summary.began)}` : `for ${duration(Date.now() / 1000 - summary.began)}`,
+      waits && summary.ended ? `ended ${date(summary.ended)}` : summary.state !== "running" && summary.ended ? `took ${duration(summary.ended - summary.began)}` : `for ${duration(Date.now() / 1000 - summary.began)}`,
       summary.state === "running" && summary.at && since > 5 ? `last step ${duration(Math.round(since))} ago` : null].filter(Boolean);
-    const title = h("h1", null, name, " ", stateBadge(summary));
+    const title = h("h1", null, name, " ", stateBadge({ ...summary, place: state.place }, true));
     put(head, title, h("p", { class: "program" }, summary.program || NONE, h("span", { class: "soft" }, `started ${date(summary.began)}`), known?.host ? h("span", { class: "soft" }, `on ${known.host}`) : null, state.groups.map(groupLink)),
       h("p", { class: "plan-line" }, h("code", null, summary.plan || NONE)), h("div", { class: "progress" }, progressBar(summary), h("span", null, words.join("  ·  "))), control?.element);
     if (control) control.show(summary.state === "running");
@@ -104,7 +104,7 @@ export function run(page, name, about) {
     const { summary, about: known, report } = state, noise = curves.get("noise_scale")?.last;
     if (!summary) return;
     const first = summary.first_loss ?? null, best = Object.entries(state.evaluations)[0];
-    const incidents = report ? report.incidents.filter((one) => one.kind !== "left").length : null;
+    const incidents = report ? report.incidents.filter((one) => !isCalm(one)).length : null;
     put(tiles, [
       [number(summary.loss), first === null ? "loss" : `loss, from ${number(first)}`],
       best ? [number(best[1].at(-1)[1]), best[0]] : null,
@@ -129,10 +129,17 @@ export function run(page, name, about) {
     ].filter(Boolean).map(([kind, text]) => h("p", { class: `alert ${kind}` }, text)));
   }
 
+  /** How old the account is, while another one is made. */
+  function drawReading() {
+    const { reading } = state, isOn = state.report && reading?.is_on && reading.age_s !== null;
+    time.dataset.reading = isOn ? "on" : "";
+    put(old, isOn ? `as it was ${duration(Math.round(reading.age_s + Date.now() / 1000 - state.readingSince))} ago; being read again` : "");
+  }
+
   function drawReport() {
     const report = state.report;
     if (!report || report.problem) { drawAlerts(); time.replaceChildren(); return; }
-    put(time, timeCard(report), receiptCard(report));
+    put(time, timeCard(report, { old, pool: state.place?.pool }), receiptCard(report));
     put(after, incidentsCard(report), attemptsCard(report));
     put(lanes, timeline(report));
     drawCurves();
@@ -151,7 +158,7 @@ export function run(page, name, about) {
 
   const close = listen(`api/run/stream?run=${encodeURIComponent(name)}`, (found) => {
     if (found.is_gone) { put(alerts, h("p", { class: "alert bad" }, "This run's directory has been removed.")); return; }
-    for (const part of ["summary", "about", "report", "evaluations", "groups"]) if (found[part]) state[part] = found[part];
+    for (const part of ["summary", "about", "report", "evaluations", "groups", "place", "reading"]) if (found[part]) state[part] = found[part];
     if (found.curves) {
       if (found.curves.whole) curves.clear();
       for (const [key, change] of Object.entries(found.curves.series)) {
@@ -160,12 +167,14 @@ export function run(page, name, about) {
       }
       put(remark, found.curves.is_exact ? (curves.size ? "" : "no step yet") : "some of the steps; reading the rest");
     }
-    if (found.summary || found.groups) drawHead();
+    if (found.summary || found.groups || found.place) drawHead();
     if (found.curves || found.evaluations) drawCurves();
     if (found.summary || found.report || found.evaluations || found.about) drawTiles();
     if (found.summary || found.about) drawAlerts();
     if (found.about) { drawHead(); drawPlan(); }
-    if (found.report) drawReport();
+    if (found.reading) state.readingSince = Date.now() / 1000;
+    if (found.report || (found.place && state.report)) drawReport();
+    if (found.reading) drawReading();
     if (found.evaluations && Object.keys(found.evaluations).length) put(evaluations, card("evaluations", "Evaluations", measuresTable(found.evaluations)));
     if (found.workers) put(workers, found.workers.length ? workersTable(found.workers) : h("p", { class: "about" }, "no worker has started yet"));
     if (found.events) eventsList(events, found.events);

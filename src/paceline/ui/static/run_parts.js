@@ -7,6 +7,9 @@ export const ACCOUNTS = ["compute", "optimizer", "other", "data", "communication
 const WORDS = { start_up: "start-up", communication: "waiting for others" };
 const word = (name) => WORDS[name] ?? name;
 
+/** What nobody has to look after: a worker that left on request, and a pause by the run's pool. */
+export const isCalm = (incident) => ["left", "paused"].includes(incident.kind);
+
 export function card(id, title, ...children) {
   return h("section", { class: "card", id }, h("h2", null, title), children);
 }
@@ -22,13 +25,13 @@ function accountsBar(accounts, whole) {
 }
 
 /** Where every second went, with the share of each account, and how that changed. */
-export function timeCard(report) {
+export function timeCard(report, { old = null, pool = null } = {}) {
   const whole = report.duration_s || 1, useful = new Set(report.useful);
   const shown = ACCOUNTS.filter((name) => report.wall_s[name] / whole > 0.0005);
   return card("time", "Where the time went",
-    h("p", { class: "about" }, h("b", { class: "good" }, percent(report.goodput, 1)), ` goodput: the share of ${duration(report.duration_s)} in useful steps`),
+    h("p", { class: "about" }, h("b", { class: "good" }, percent(report.goodput, 1)), ` goodput: the share of ${duration(report.duration_s)} in useful steps`, old),
     accountsBar(report.wall_s, whole), stretches(report),
-    h("ul", { class: "keys" }, shown.map((name) => h("li", null, h("span", { class: `key fill-${name}` }), h("span", { class: useful.has(name) ? "" : "soft" }, word(name)),
+    h("ul", { class: "keys" }, shown.map((name) => h("li", null, h("span", { class: `key fill-${name}` }), h("span", { class: useful.has(name) ? "" : "soft" }, pool && name === "down" ? "down, and waiting in its pool" : word(name)),
       h("b", null, percent(report.wall_s[name] / whole, 1)), h("span", { class: "soft" }, duration(report.wall_s[name]))))));
 }
 
@@ -78,7 +81,7 @@ export function incidentsCard(report) {
   if (!list.length) return null;
   const first = report.num_incidents - list.length;
   return card("incidents", "Incidents", table([["", ""], ["at", "n"], ["what happened", ""], ["cost", "wide"]],
-    list.map((one, place) => [h("span", { class: `number ${one.kind === "left" ? "calm" : ""}` }, String(first + place + 1)), clock(one.began), one.text, h("span", { class: "soft" }, one.cost)])));
+    list.map((one, place) => [h("span", { class: `number ${isCalm(one) ? "calm" : ""}` }, String(first + place + 1)), clock(one.began), one.text, h("span", { class: "soft" }, one.cost)])));
 }
 
 export function attemptsCard(report) {

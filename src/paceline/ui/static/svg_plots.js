@@ -58,7 +58,8 @@ export class Scatter extends Figure {
     const x = words ? axisOf([-0.5, words.length - 0.5], false, LEFT, width - RIGHT, false) : axisOf(known.map((one) => one.x), isLogX, LEFT, width - RIGHT);
     const y = axisOf(known.map((one) => one.y), isLogY, height - BOTTOM, TOP);
     const counted = (tick) => !this.isCounted || Number.isInteger(tick);
-    const across = words ? words.map((word, place) => [place, word]) : ticksOf(x, isLogX, Math.max(2, Math.floor(width / LABEL) - 1)).filter(counted).map((tick) => [tick, brief(tick)]);
+    const few = words || this.isCounted ? null : fewOf(known.map((one) => one.x));
+    const across = words ? words.map((word, place) => [place, word]) : few ? apart(few, x).map((value) => [value, brief(value)]) : ticksOf(x, isLogX, Math.max(2, Math.floor(width / LABEL) - 1)).filter(counted).map((tick) => [tick, brief(tick)]);
     const room = words ? (width - LEFT - RIGHT) / words.length / 6.2 : Infinity; // characters of a label
     const up = ticksOf(y, isLogY, TICKS);
     return svg("svg", { class: "plot", width, height, viewBox: `0 0 ${width} ${height}`, role: "img" },
@@ -78,6 +79,24 @@ const shortened = (text, most) => (text.length > most ? `${text.slice(0, Math.ma
 function wordsOf(values) {
   if (values.every((value) => typeof value === "number")) return null;
   return [...new Set(values.map(String))].sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
+}
+
+const MOST_VALUES = 6, OFTEN = 3, TICK_ROOM = 30; // pixels
+
+/** The values of an axis where they are few, and each comes often: choices, not places of a range. Else null. */
+export function fewOf(values) {
+  const found = [...new Set(values)].sort((a, b) => a - b);
+  return found.length <= MOST_VALUES && values.length >= OFTEN * found.length ? found : null;
+}
+
+/** Values whose ticks do not lie over each other. */
+function apart(values, axis) {
+  let last = -Infinity;
+  return values.filter((value) => {
+    const isFree = axis.at(value) - last >= TICK_ROOM;
+    if (isFree) last = axis.at(value);
+    return isFree;
+  });
 }
 
 function axisOf(values, isLog, from, to, hasRoom = true) {
@@ -107,11 +126,11 @@ function ticksOf({ low, high }, isLog, most) {
 export class Shares extends Figure {
   set({ history, slots, now, tones, about = "" }) {
     put(this.about, about);
-    this.content = (width) => this.drawing(width, mostOf(history, now), slots, now, tones);
+    this.content = (width) => this.drawing(width, mostOf(history, now), { history, slots, now, tones });
     this.draw();
   }
 
-  drawing(width, runs, slots, now, tones) {
+  drawing(width, runs, { history, slots, now, tones }) {
     const height = this.height;
     if (!runs.length) return h("p", { class: "about" }, "nothing was decided yet");
     const times = [...new Set(runs.flatMap(([, changes]) => changes.map(([time]) => time)))].sort((a, b) => a - b);
@@ -121,7 +140,7 @@ export class Shares extends Figure {
     const most = Math.max(slots, ...columns.map(({ held }) => held.reduce((sum, devices) => sum + devices, 0))) || 1;
     const y = (devices) => height - BOTTOM - (devices / most) * (height - BOTTOM - TOP);
     const boxes = runs.flatMap(([run], place) => stretchesOf(columns, place).map(({ since, until, below, devices }) =>
-      svg("rect", { x: x(since).toFixed(2), width: Math.max(0.4, x(until) - x(since)).toFixed(2), y: y(below + devices).toFixed(2), height: (y(below) - y(below + devices)).toFixed(2), style: { fill: run === OTHERS ? "var(--soft)" : tones(run) } },
+      svg("rect", { x: x(since).toFixed(2), width: Math.max(0.4, x(until) - x(since)).toFixed(2), y: y(below + devices).toFixed(2), height: (y(below) - y(below + devices)).toFixed(2), style: { fill: run in history ? tones(run) : "var(--strong)" } },
         svg("title", null, `${run}: ${number(devices)} from ${clock(since)} to ${clock(until)}`))));
     const up = ticksOf({ low: 0, high: most }, false, Math.min(TICKS, most)).filter(Number.isInteger), isDays = to - from > 86_400;
     const num = Math.max(2, Math.floor((width - LEFT) / (isDays ? 120 : 80))), across = Array.from({ length: num }, (_, place) => from + ((to - from) * place) / (num - 1));
@@ -131,17 +150,18 @@ export class Shares extends Figure {
   }
 }
 
-const MOST_RUNS = 24, OTHERS = "others", NARROWEST = 1; // pixels of a column
+const MOST_RUNS = 16, NARROWEST = 1; // pixels of a column
 
-/** Runs by their first change: those that had most device-seconds, and the sum of the others. */
+/** Runs by their first change: those that have devices now or had most device-seconds, and the sum of the others as "n more". */
 export function mostOf(history, now) {
   const runs = Object.entries(history).filter(([, changes]) => changes.length);
   if (runs.length <= MOST_RUNS) return runs;
   const had = ([, changes]) => changes.reduce((sum, [time, devices], place) => sum + devices * Math.max(0, (changes[place + 1]?.[0] ?? now) - time), 0);
-  const kept = new Set(runs.map((one) => [had(one), one]).sort((a, b) => b[0] - a[0]).slice(0, MOST_RUNS - 1).map(([, one]) => one));
+  const has = ([, changes]) => changes.at(-1)[1] > 0;
+  const kept = new Set(runs.map((one) => [had(one), one]).sort(([a, one], [b, other]) => has(other) - has(one) || b - a).slice(0, MOST_RUNS - 1).map(([, one]) => one));
   const steps = runs.filter((one) => !kept.has(one)).flatMap(([, changes]) => changes.map(([time, devices], place) => [time, devices - (changes[place - 1]?.[1] ?? 0)]));
   let sum = 0;
-  return [...runs.filter((one) => kept.has(one)), [OTHERS, steps.sort((a, b) => a[0] - b[0]).map(([time, more]) => [time, (sum += more)])]];
+  return [...runs.filter((one) => kept.has(one)), [`${runs.length - kept.size} more`, steps.sort((a, b) => a[0] - b[0]).map(([time, more]) => [time, (sum += more)])]];
 }
 
 /** Between two moments each run has the same number of devices. */
