@@ -149,6 +149,8 @@ def queue(
     """Queue the run that `arguments` ask for, and follow it unless --detach; returns its exit status."""
     from paceline.pool.follow import follow
     from paceline.pool.pool_run import PoolRun
+    from paceline.pool.pool_state import PoolRecord
+    from paceline.pool.withdrawal import make_way
     from paceline.private_files import make_run_directory
     from paceline.runs.run_directory import new_run_dir
 
@@ -177,8 +179,11 @@ def queue(
         deadline=None if deadline_s is None else now + deadline_s,
         growth=growth,
     )
+    make_way(run, pool=pool)
     run.add_to(pool)
     print(f"paceline: queued in {pool} as {run.name}; its files: {os.path.relpath(run_dir)}", flush=True)
+    if not PoolRecord.load(pool).is_alive(pool):
+        print(f"paceline: nobody serves {pool} now, so the run waits: paceline pool {pool}", flush=True)
     if arguments.detach:
         return 0
     try:

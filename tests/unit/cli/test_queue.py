@@ -9,6 +9,7 @@ import pytest
 
 from paceline.cli.main import main
 from paceline.pool.pool_run import PoolRun, queued_runs
+from paceline.pool.pool_state import PoolRecord, RunEntry
 
 SCRIPT = "import paceline\nsize = 64\npaceline.run(print{plan})\n"
 WRITTEN = ', plan="replicas=1-4+shard=2+zero=1+batch(size=64)"'
@@ -129,3 +130,20 @@ def test_a_batch_that_cannot_grow_is_refused(
 ) -> None:
     assert says in refused(capsys, *words, "train.py")
     assert not Path("runs").exists(), "nothing was made"
+
+
+def test_a_run_that_is_over_is_queued_again_in_its_directory_and_one_that_waits_is_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    first = queued("train.py", "--run-dir", "runs/a")
+    assert "nobody serves pool now, so the run waits: paceline pool pool" in capsys.readouterr().out
+    again = ("run", "--pool", "pool", "--detach", "train.py", "--run-dir", "runs/a", "--epochs", "9")
+    assert main(again) == 2
+    assert "has a run named a already" in capsys.readouterr().err
+    PoolRecord(runs={"a": RunEntry(phase="finished", submitted=first.submitted)}).save(Path("pool"))
+    assert main(again) == 0
+    (found,) = queued_runs(Path("pool"), known={}).values()
+    assert found.submitted > first.submitted
+    assert found.command == ("train.py", "--epochs", "9")
+    PoolRecord(runs={"a": RunEntry(phase="finished", submitted=found.submitted)}).save(Path("pool"))
+    assert main([*again, "--run-dir", "elsewhere/a"]) == 2, "another run of that name"
