@@ -168,7 +168,7 @@ class Pool:
         self._gone_since.pop(name, None)
         entry = self._record.runs.pop(name, None)
         if entry is not None and not entry.is_over:
-            self._say(f"{name} is taken out")
+            self._note(name, {"": entry.replicas}, {}, f"{name} is taken out")
             self._parts.part_with(name, entry)
 
     def _observe(self, name: str, run: PoolRun, passed_s: float) -> bool:
@@ -213,7 +213,8 @@ class Pool:
 
     def _ended(self, name: str, run: PoolRun, entry: RunEntry, seen: Observed, presence: Presence) -> None:
         """The run's parts are gone: for good, or because they were asked, or lost."""
-        was_leaving, entry.replicas, entry.devices = entry.phase == "leaving", 0, 0
+        was_leaving, before = entry.phase == "leaving", {"": entry.replicas}
+        entry.replicas = entry.devices = 0
         code = seen.exit_code if presence.exit_code is None else presence.exit_code
         # Without a record it has never begun: its node left, say, or its agent was killed before it started the part.
         never_began = seen.state == "" and code is None and not presence.problem
@@ -240,7 +241,8 @@ class Pool:
         self._changed()
         if entry.is_over:
             entry.ended = clock.now()
-        self._say(f"{name} {word}")
+        entry.why = f"{name} {word}"
+        self._note(name, before, {}, entry.why)
 
     # What it should be.
 
@@ -301,9 +303,8 @@ class Pool:
         shares = shares_of(places, run.workers_each)
         least = run.least if run.is_elastic else run.most
         if places and sum(shares.values()) < least:
-            self._entry(
-                name
-            ).why = f"{name} waits: no nodes have room for {least} replicas of {run.workers_each} workers."
+            needs = f"{least} {'replica' if least == 1 else 'replicas'} of {run.workers_each} workers"
+            self._entry(name).why = f"{name} waits: no nodes have room for {needs}."
             return {}
         return shares
 
@@ -331,6 +332,7 @@ class Pool:
         )
 
     def _note(self, name: str, before: Mapping[str, int], after: Mapping[str, int], why: str) -> None:
+        """Write down and say what a run has from now on, and why."""
         sizes = {"before": sum(before.values()), "after": sum(after.values())}
         row = {"time": clock.now(), "run": name, **sizes, "nodes": dict(after), "why": why}
         try:
@@ -338,7 +340,7 @@ class Pool:
                 file.write(json.dumps(row) + "\n")
         except OSError as error:
             self._say_once(f"decisions.jsonl cannot be written: {error}")
-        self._say(why or f"{name}: {sizes['before']} -> {sizes['after']} replicas")
+        self._say(why)
 
     def _changed(self) -> None:
         """Note that something is to be written: at the end of the turn, or before a node is told something."""

@@ -60,7 +60,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("train", "layout"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(("train", "layout"), LAYOUTS, ids=lambda one: getattr(one, "__name__", None) or str(one))
 def test_a_step_has_its_rates_and_its_norm_under_each_layout(
     world: World, tmp_path: Path, train: Any, layout: Layout
 ) -> None:
