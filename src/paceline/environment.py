@@ -23,6 +23,7 @@ __all__ = [
     "FAMILY",
     "FAULTS",
     "MICRO_TRIAL",
+    "POOL",
     "PRELOADS",
     "RUN_DIR",
     "World",
@@ -49,6 +50,7 @@ __all__ = [
     "notice_signals",
     "own_names",
     "path_words",
+    "pool",
     "quiet",
     "run_dir",
     "set_gloo_interface",
@@ -66,6 +68,7 @@ MARK = "PACELINE_MARK"  # begins the lines by which a host gives rows of its met
 FAULTS = "PACELINE_FAULTS"  # the programme of a run that is drilled (paceline.testing): a file
 MICRO_TRIAL = "PACELINE_MICRO_TRIAL"  # sizes of micro-batches to be measured, with steps: "8:12,16:6"
 PARAMETERS = "PACELINE_PARAMETERS"  # of the trial that this run is, by name: a JSON object
+POOL = "PACELINE_POOL"  # the folder of the pool in which this run was queued
 LISTENER = "PACELINE_LISTENER"  # process and file descriptor of the coordinator's socket
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 FAMILY = "PACELINE_FAMILY"  # marks a warm parent and all its descendants
@@ -78,6 +81,7 @@ MORE_NAMES = (
     TOKEN,
     RUN_DIR,
     PARAMETERS,
+    POOL,
     ENGINE,
     FAULTS,
     "OMP_NUM_THREADS",
@@ -239,6 +243,11 @@ def trial_parameters() -> dict[str, Any]:
         raise PlanError(
             f"{PARAMETERS} is {text!r}, and {error}. A sweep sets it, as a JSON object; unset it elsewhere."
         ) from error
+
+
+def pool() -> str | None:
+    """Return the folder of the pool in which this run was queued; None: in none."""
+    return os.environ.get(POOL) or None
 
 
 def fault_programme() -> Path | None:

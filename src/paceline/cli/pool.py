@@ -168,7 +168,7 @@ def queue(
         name=run_dir.resolve().name,
         command=_command_words(arguments.words),
         folder=os.getcwd(),
-        environment=environment.child_environment(),
+        environment=environment.child_environment(**{environment.POOL: str(pool.resolve())}),
         run_dir=str(run_dir.absolute()),
         script=job.program,
         least=least,

@@ -441,6 +441,7 @@ def begin_record(run_dir: Path, job: Job, *, workers: int, plan: Plan | None, fi
             plan=None if plan is None else str(plan),
             first=first,
             parameters=environment.trial_parameters(),
+            pool=environment.pool(),
         )
     except ValueError as error:
         raise PlanError(str(error)) from error

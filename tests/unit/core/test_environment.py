@@ -197,6 +197,12 @@ def test_an_assignment_keeps_every_field_on_its_way_through_the_environment() ->
     assert environment.assignment() == full
 
 
+def test_a_run_knows_the_pool_in_which_it_was_queued(clean: pytest.MonkeyPatch) -> None:
+    assert environment.pool() is None
+    clean.setenv(environment.POOL, "/data/lab")
+    assert environment.pool() == environment.child_environment()[environment.POOL] == "/data/lab"
+
+
 def test_a_trial_has_the_parameters_that_its_sweep_has_set(clean: pytest.MonkeyPatch) -> None:
     assert environment.trial_parameters() == {}
     clean.setenv(environment.PARAMETERS, '{"lr": 0.1, "how": "adamw"}')

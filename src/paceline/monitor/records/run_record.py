@@ -48,6 +48,7 @@ class RunRecord:
     state: str = RUNNING  # running | finished | failed | stopped
     job: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])  # of a sweep's trial, by name
+    pool: str | None = None  # the folder of the pool in which it was queued
     plan: str | None = None
     workers: int = 0
     attempts: tuple[AttemptRecord, ...] = ()
@@ -98,6 +99,7 @@ class RunRecord:
         plan: str | None = None,
         first: int = 1,
         parameters: Mapping[str, Any] | None = None,
+        pool: str | None = None,
     ) -> RunRecord:
         """Note that the calling process starts the next attempt in `run_dir` (made if needed), and return the record.
 
@@ -124,6 +126,7 @@ class RunRecord:
             run_dir=run_dir,
             job=dict(job),
             parameters=dict(parameters or {}),
+            pool=pool,
             plan=plan,
             workers=workers,
             attempts=(*attempts, AttemptRecord(attempt=number, started=started)),

@@ -31,6 +31,7 @@ from paceline.monitor.records.event_reader import attempt_dir, decode_event
 from paceline.monitor.records.failure import is_echo
 from paceline.monitor.records.run_files import local_path, worker_number
 from paceline.monitor.records.run_record import RUNNING, RunRecord
+from paceline.monitor.status.pool_wait import pool_that_will_go_on
 from paceline.monitor.status.progress import Progress, RunTrouble
 from paceline.processes import process_state, this_host
 from paceline.units import duration_text, printable
@@ -84,6 +85,7 @@ class RunStatus:
     workers_left: int  # in the newest attempt, in good order, while the others went on
     last_leaving: str | None  # the last one of them, in words
     workers: tuple[WorkerStatus, ...]
+    waits_in: str | None = None  # the folder of the pool that will go on with it; None: it runs, or no pool will
     left_out: tuple[str, ...] = ()  # files with lines that cannot be read
 
     @property
@@ -128,6 +130,7 @@ def status(run_dir: Path | str) -> RunStatus:
         workers_left=changes.num_left,
         last_leaving=changes.last_leaving,
         workers=workers,
+        waits_in=pool_that_will_go_on(record),
         left_out=tuple(damaged.texts()),
     )
 
@@ -148,6 +151,8 @@ def _text(run: RunStatus) -> str:
         EXPLAINED["elsewhere"] if run.state == "running" and not run.is_checked else EXPLAINED.get(run.state, run.state)
     )
     code = "" if run.exit_code is None else f" with exit code {run.exit_code}"
+    if run.waits_in is not None:
+        state, code = f"waits in pool {local_path(run.waits_in)}", f" (the last attempt {run.state}{code})"
     since = duration_text((run.ended or clock.now()) - run.started)
     lines = [
         f"{local_path(run.run_dir)}: {state}{code}",

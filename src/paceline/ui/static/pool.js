@@ -18,8 +18,9 @@ export function poolState(state) {
   return h("span", { class: `state ${state === "stopped" ? "lost" : state}` }, STATES[state] ?? state);
 }
 
-const CURVES = Array.from({ length: 8 }, (_, place) => `var(--curve-${place})`);
-const TONES = [...CURVES, ...CURVES.map((one) => `color-mix(in srgb, ${one} 55%, var(--card))`)];
+const CURVES = [0, 1, 2, 3, 4, 5, 7].map((place) => `var(--curve-${place})`), RED = "var(--curve-6)"; // it looks like a failure: the last
+const pale = (tone) => `color-mix(in srgb, ${tone} 55%, var(--card))`;
+const TONES = [...CURVES, ...CURVES.map(pale), RED, pale(RED)];
 
 /** A number that a name always gives. */
 function hashOf(name) {
@@ -38,12 +39,13 @@ export class Tones {
     for (const one of this.places.keys()) if (!shown.has(one)) this.places.delete(one);
     for (const one of shown) {
       if (this.places.has(one)) continue;
-      const wanted = hashOf(one) % 8, order = [...TONES.keys()].map((place) => (place < 8 ? (wanted + place) % 8 : 8 + ((wanted + place) % 8)));
+      const num = CURVES.length, wanted = hashOf(one) % num;
+      const order = [...TONES.keys()].map((place) => (place < 2 * num ? num * Math.floor(place / num) + ((wanted + place) % num) : place));
       const free = order.find((place) => !taken.has(place)) ?? wanted;
       this.places.set(one, free);
       taken.add(free);
     }
-    return (name) => TONES[this.places.get(name) ?? hashOf(name) % 8];
+    return (name) => TONES[this.places.get(name) ?? hashOf(name) % CURVES.length];
   }
 }
 
