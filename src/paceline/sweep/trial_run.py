@@ -54,7 +54,7 @@ def pool_run(study: StudyFile, number: int, parameters: Mapping[str, Value]) -> 
     least, most, each = replica_range(study.home / script, plan, workers=None, args=arguments, say=lambda text: None)
     now, deadline_s = clock.now(), study.settings.deadline_s
     own = {name: _filled(text, parameters) for name, text in study.environment.items()}
-    own[environment.PARAMETERS] = json.dumps(dict(parameters))
+    own |= {environment.PARAMETERS: json.dumps(dict(parameters)), environment.POOL: str(study.pool.resolve())}
     return PoolRun(
         name=run_name(study, number),
         command=(*words, script, *(("--", *arguments) if arguments else ())),
