@@ -146,9 +146,7 @@ class Pool:
     def _read_queue(self) -> bool:
         """Note what has come and what was taken out, while no pool was there, too; returns whether anything has."""
         before, entries = self._runs, self._record.runs
-        queued = queued_runs(self._folder, known=before, problem=self._say_once)
-        lost = {name: run for name, run in before.items() if name not in queued}
-        self._runs = queued | {name: run for name, run in lost.items() if not is_taken_out(self._folder, name)}
+        self._runs = queued_runs(self._folder, known=before, problem=self._say_once)
         for name in (before.keys() | entries.keys()) - self._runs.keys():
             if is_taken_out(self._folder, name):
                 self._take_out(name)

@@ -91,7 +91,7 @@ def test_a_run_that_was_taken_out_while_no_pool_was_there_ends_and_the_next_one_
 @pytest.mark.timeout(180)
 def test_a_pool_that_is_stopped_has_its_runs_save_and_goes_on_with_them_later(pool: PoolFolder) -> None:
     with pool.served() as serving:
-        pool.queue("run", "--steps", "80")
+        pool.queue("run", "--steps", "240")
         pool.until(lambda: pool.entry("run")["step"] > 5, what="under way")
         serving.send_signal(signal.SIGINT)
         assert serving.wait(60) == 0
@@ -101,7 +101,7 @@ def test_a_pool_that_is_stopped_has_its_runs_save_and_goes_on_with_them_later(po
     assert (record.state, record.is_alive()) == ("stopped", False)
     with pool.served():
         pool.until(lambda: is_over(pool, "run"), what="done")
-    assert len(pool.losses("run")) == 80
+    assert len(pool.losses("run")) == 240
     assert RunRecord.load(pool.folder / "runs" / "run").attempt == 2
 
 
