@@ -119,6 +119,7 @@ def test_ten_random_kills_in_one_run_leave_the_losses_of_an_undisturbed_one(tmp_
     assert sum(event["steps_lost"] for event in run.events("Regrouped")) == 0
 
 
+@pytest.mark.further
 def test_a_large_state_is_handed_over_as_well(tmp_path: Path) -> None:
     """It takes longer than any slice of a wait."""
     options = {"width": 300_000, "job": {"save_at_end": False, "save_every": None, "max_steps": 9}, "whole": [6, 4]}

@@ -38,6 +38,7 @@ def test_a_host_that_is_lost_costs_no_step(hosts: list[NamespaceHost], tmp_path:
     assert sum(event["steps_lost"] for event in run.events("Regrouped")) == 0
 
 
+@pytest.mark.further
 @needs_network
 def test_a_large_sum_in_place_that_loses_a_peer_in_its_middle_begins_again_from_what_was_kept(
     hosts: list[NamespaceHost], tmp_path: Path
@@ -139,6 +140,7 @@ def test_a_host_that_is_asked_to_leave_leaves_alone_and_comes_back_with_the_same
     assert not run.events("WorkerLost", "Regrouped")
 
 
+@pytest.mark.further
 @needs_network
 def test_a_second_sigterm_on_a_host_that_leaves_ends_its_workers_at_once_and_costs_the_others_no_step(
     hosts: list[NamespaceHost], tmp_path: Path
@@ -172,6 +174,7 @@ def test_sigterm_on_one_host_has_everybody_save_and_leave_where_too_few_would_be
     assert (job.run_dir / "checkpoints" / f"step_{steps[-1]:08}").is_dir()
 
 
+@pytest.mark.further
 @needs_network
 def test_where_the_heads_supervisor_is_killed_both_hosts_save_and_the_next_start_goes_on(
     hosts: list[NamespaceHost], tmp_path: Path

@@ -77,6 +77,7 @@ def test_a_lost_host_comes_back_with_the_same_command(hosts: list[NamespaceHost]
     assert sorted(event["rank"] for event in run.events("WorkerJoined")) == [2, 3]
 
 
+@pytest.mark.further
 @needs_network
 def test_who_comes_late_and_does_not_fit_is_told_why_and_harms_nobody(
     hosts: list[NamespaceHost], tmp_path: Path
@@ -99,6 +100,7 @@ def test_who_comes_late_and_does_not_fit_is_told_why_and_harms_nobody(
     assert run.workers() == [0, 1]
 
 
+@pytest.mark.further
 @needs_network
 def test_spare_slots_of_a_host_that_came_later_replace_a_lost_host(hosts: list[NamespaceHost], tmp_path: Path) -> None:
     east, west = hosts
@@ -121,6 +123,7 @@ def test_spare_slots_of_a_host_that_came_later_replace_a_lost_host(hosts: list[N
     assert min(spare.ledger_steps()) == joined["step"]
 
 
+@pytest.mark.further
 @needs_network
 def test_a_resize_grows_onto_the_spare_slots_of_a_host_that_came_later(
     hosts: list[NamespaceHost], tmp_path: Path

@@ -121,6 +121,7 @@ def test_sigterm_to_one_worker_has_its_replica_leave_and_a_silent_one_is_lost_wi
     assert "worker 4 said nothing for 3 s, and with it replica 2 (workers 4, 5)" in causes
 
 
+@pytest.mark.further
 def test_where_all_replicas_break_without_snapshots_the_next_start_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
     faults = [fault(0, 8, "backward"), fault(3, 8, "backward")]
     plan = f"replicas=1-2+shard=2+{BATCH}+guard(snapshot_every=0)"
@@ -131,6 +132,7 @@ def test_where_all_replicas_break_without_snapshots_the_next_start_goes_on_from_
     assert_unharmed(trained(tmp_path / "a", *faults, program=PROGRAM, plan=plan))
 
 
+@pytest.mark.further
 def test_a_resize_counts_in_replicas_and_below_the_least_all_wait_save_and_leave(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     options = {"plan": f"replicas=2-3+shard=2+{BATCH}", "no_joins": True, "gate": 2}

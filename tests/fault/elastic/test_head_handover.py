@@ -80,6 +80,7 @@ def test_the_one_that_has_taken_over_leaves_too_and_the_first_host_which_came_ba
     assert not run.events("WorkerLost", "Restarted")
 
 
+@pytest.mark.further
 @needs_network
 def test_a_second_sigterm_ends_that_hosts_workers_at_once_and_the_run_goes_on(
     hosts: list[NamespaceHost], tmp_path: Path

@@ -89,6 +89,7 @@ def test_a_coordinator_that_stood_still_finds_that_another_leads_and_ends(
     assert json.loads((run.run_dir / "run.json").read_text())["state"] == "finished"
 
 
+@pytest.mark.further
 @needs_network
 def test_a_fixed_number_of_workers_goes_on_from_memory_when_another_host_has_come(
     hosts: list[NamespaceHost], tmp_path: Path

@@ -24,6 +24,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[NamespaceHo
         yield made
 
 
+@pytest.mark.further
 @needs_network
 def test_a_second_head_in_the_directory_of_a_paused_one_is_refused_and_the_first_goes_on(
     hosts: list[NamespaceHost], tmp_path: Path

@@ -166,6 +166,7 @@ def test_a_killed_warm_parent_is_started_again_and_all_go_on_from_memory(program
     assert audit(tmp_path / "r").is_clean
 
 
+@pytest.mark.further
 def test_a_loss_that_comes_back_ends_the_run_when_three_restarts_brought_no_step(program: Path, tmp_path: Path) -> None:
     code, output = run(*command(program, "shard=2", [[1, 1, "forward", 2], [0, 1, "forward", 7]]), limit_s=120)
     assert code == 1, output
@@ -177,6 +178,7 @@ def test_a_loss_that_comes_back_ends_the_run_when_three_restarts_brought_no_step
     assert len(record(tmp_path / "r")["attempts"]) == 5
 
 
+@pytest.mark.further
 def test_a_checkpoint_that_is_newer_than_what_is_in_memory_counts(program: Path, tmp_path: Path) -> None:
     kills = [[1, 0, "saved", 7], [2, 1, "start", 6]]  # and once more before anybody is at work again
     code, output = run(*command(program, "shard=2", kills, "--save-every", "3"), limit_s=120)

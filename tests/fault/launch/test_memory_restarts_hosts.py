@@ -85,6 +85,7 @@ def test_a_worker_lost_on_one_host_and_then_the_whole_host_cost_the_steps_since_
     assert not (job.run_dir / "checkpoints").exists()
 
 
+@pytest.mark.further
 @needs_network
 def test_an_elastic_run_whose_only_replica_loses_a_host_begins_again_on_those_that_are_left(
     hosts: list[NamespaceHost], tmp_path: Path

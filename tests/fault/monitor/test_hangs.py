@@ -351,6 +351,7 @@ def test_a_worker_that_does_not_come_to_the_run_is_found_in_its_script(hang: Beg
     )
 
 
+@pytest.mark.further
 def test_an_elastic_run_over_two_hosts_goes_on_without_a_worker_that_hangs(program: Path, tmp_path: Path) -> None:
     """Without shared memory: gloo between the hosts."""
     ends = over_two_hosts(tmp_path, program, "data", "6", "elastic", "last")

@@ -24,7 +24,7 @@ def pool(tmp_path: Path) -> PoolFolder:
 @pytest.mark.timeout(180)
 def test_a_second_run_gets_a_device_of_the_first_and_gives_it_back(pool: PoolFolder) -> None:
     with pool.served():
-        pool.queue("long", "--steps", "500")
+        pool.queue("long", "--steps", "300")
         pool.until(lambda: pool.entry("long")["replicas"] == 2, what="all devices for the only run")
         pool.until(lambda: pool.entry("long")["step"] > 5, what="under way")
         pool.queue("short", "--steps", "20", options=("--deadline-s", "120", "--priority", "2"))
@@ -32,7 +32,7 @@ def test_a_second_run_gets_a_device_of_the_first_and_gives_it_back(pool: PoolFol
         pool.until(lambda: is_over(pool, "short"), what="the second done")
         pool.until(lambda: is_over(pool, "long"), what="both done", limit_s=120)
     assert {name: pool.entry(name)["phase"] for name in ("long", "short")} == {"long": "finished", "short": "finished"}
-    assert len(pool.losses("long")) == 500, "no step twice, none left out"
+    assert len(pool.losses("long")) == 300, "no step twice, none left out"
     sizes = [
         row["after"]
         for row in map(json.loads, (pool.folder / "pool" / "decisions.jsonl").open())

@@ -90,6 +90,7 @@ def test_this_machine_is_examined_and_written_as_a_cluster(tmp_path: Path) -> No
     assert not list(run_dir.rglob("doctor.disk"))
 
 
+@pytest.mark.further
 def test_a_scripts_data_is_measured_beside_what_its_steps_take(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     words = ("--workers", "2", "--seconds", "0.05", "--run-dir", "r", "train.py", "--sleep-s", "0.01")

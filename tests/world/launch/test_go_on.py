@@ -56,6 +56,7 @@ def assert_goes_on(command: str, run_dir: Path) -> None:
     assert go_on(output) == command
 
 
+@pytest.mark.further
 def test_the_printed_command_goes_on_again_and_again(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     code, output = run(sys.executable, "train.py")
@@ -79,6 +80,7 @@ def test_a_script_of_an_option_ends_and_goes_on_as_one_of_a_file(tmp_path: Path)
     assert_goes_on(go_on(output), the_run(tmp_path))
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("words", [("-",), quick.further(("/dev/stdin",))])
 def test_a_script_from_a_pipe_ends_as_one_of_a_file(tmp_path: Path, words: tuple[str, ...]) -> None:
     (tmp_path / "text").write_text(TRAIN)

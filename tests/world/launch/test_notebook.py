@@ -132,6 +132,7 @@ def test_a_function_of_a_cell_trains_on_workers_again_and_again(tmp_path: Path) 
     in_a_notebook(scenario, tmp_path)
 
 
+@pytest.mark.further
 def test_interrupting_the_kernel_stops_the_run_and_leaves_only_the_kernel(tmp_path: Path) -> None:
     async def scenario(notebook: Notebook) -> None:
         await notebook.cell(DEFINE)

@@ -133,6 +133,7 @@ def test_sigterm_to_any_one_worker_has_all_finish_the_step_save_and_leave(
     assert_goes_on(tmp_path / "run", *run_alone(train, max(asked)), after=max(asked))
 
 
+@pytest.mark.further
 def test_ctrl_c_to_torchrun_which_passes_it_on_to_all(torchrun: list[str], train: Path, tmp_path: Path) -> None:
     with asked_while_running([*torchrun, train], tmp_path) as program:
         program.process.send_signal(signal.SIGINT)

@@ -80,6 +80,7 @@ def steps(lines: list[dict[str, Any]]) -> list[int]:
     return [line["step"] for line in lines if "loss" in line]
 
 
+@pytest.mark.further
 @pytest.mark.thorough
 def test_a_run_whose_workers_begin_again_is_logged_once(tmp_path: Path) -> None:
     done = run(tmp_path, sys.executable, "train.py", "--kill", "--long", "--max", "8", LAYOUT="shard=2")

@@ -110,6 +110,7 @@ def undropped(worker: Any) -> dict[int, float]:
     return train(worker, drop=0.0)
 
 
+@pytest.mark.further
 def test_a_checkpoint_of_any_mixture_goes_on_under_any_other_layout(world: World, tmp_path: Path) -> None:
     whole = beside(tmp_path).one_process(undropped, Plan(batch=RESUME, compute=EXACT))
     layouts = [
