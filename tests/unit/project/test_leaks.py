@@ -61,8 +61,9 @@ def test_every_kind_of_leak_fails_the_test_that_made_it(
     pytester: pytest.Pytester, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copy(root / "tests" / "conftest.py", pytester.path)
-    for name in ("cpu_torchvision.py", "imported.py", "lasting.py", "leaks.py", "quick.py", "warm.py", "warm_source.py"):
-        shutil.copy(root / "tests" / "support" / name, pytester.path)
+    helpers = ("cpu_torchvision", "imported", "lasting", "leaks", "quick", "warm", "warm_source")
+    for name in helpers:
+        shutil.copy(root / "tests" / "support" / f"{name}.py", pytester.path)
     source = (pytester.path / "leaks.py").read_text()
     pytester.path.joinpath("leaks.py").write_text(source.replace("grace_s: float = 20.0", "grace_s: float = 0.2"))
     pytester.makepyfile(test_leaking=LEAKING)
