@@ -71,6 +71,7 @@ class Pool:
         self._runs: dict[str, PoolRun] = {}
         self._seen: dict[str, Observed] = {}
         self._target: dict[str, dict[str, int]] = {}  # replicas of each run by node, as decided
+        self._noted: dict[str, int] = {}  # replicas of runs as decisions.jsonl has them; as they are where it is silent
         self._gone_since: dict[str, float] = {}  # of runs without parts, whose record says that they run
         self._say_once = Notices(say)
         self._is_dirty, self._saved, self._saved_at = False, "", 0.0
@@ -166,7 +167,7 @@ class Pool:
         self._gone_since.pop(name, None)
         entry = self._record.runs.pop(name, None)
         if entry is not None and not entry.is_over:
-            self._note(name, {"": entry.replicas}, {}, f"{name} is taken out")
+            self._note_end(name, self._noted.get(name, entry.replicas), f"{name} is taken out")
             self._parts.part_with(name, entry)
 
     def _observe(self, name: str, run: PoolRun, passed_s: float) -> bool:
@@ -211,7 +212,7 @@ class Pool:
 
     def _ended(self, name: str, run: PoolRun, entry: RunEntry, seen: Observed, presence: Presence) -> None:
         """The run's parts are gone: for good, or because they were asked, or lost."""
-        was_leaving, before = entry.phase == "leaving", {"": entry.replicas}
+        was_leaving, had = entry.phase == "leaving", self._noted.get(name, entry.replicas)
         entry.replicas = entry.devices = 0
         code = seen.exit_code if presence.exit_code is None else presence.exit_code
         # Without a record it has never begun: its node left, say, or its agent was killed before it started the part.
@@ -239,8 +240,13 @@ class Pool:
         self._changed()
         if entry.is_over:
             entry.ended = clock.now()
+        if entry.moves and not entry.is_over:  # it keeps its devices, and has said why
+            self._say(f"{name} {word}")
+            return
         entry.why = f"{name} {word}"
-        self._note(name, before, {}, entry.why)
+        self._note_end(name, had, entry.why)
+        if not entry.is_over:
+            self._target.pop(name, None)  # what it gets next is a decision, also where it is the same
 
     # What it should be.
 
@@ -261,7 +267,7 @@ class Pool:
             shares = self._placed(name, decision.allocations.get(name, ()))
             if shares != self._target.get(name, entry.moves or entry.shares):
                 entry.why = reasons.get(name) or f"{name} goes on with what it has: {shares_text(shares) or 'nothing'}."
-                self._note(name, entry.shares, shares, entry.why)
+                self._note(name, entry.replicas, shares, entry.why)
             self._target[name] = shares
             entry.moves = shares if entry.moves else {}
             if name in decision.waiting:
@@ -278,7 +284,7 @@ class Pool:
             pace, replicas = RunPace.of(run, entry), sum(shares.values())
             if pace.best_batch(replicas) != pace.batch:
                 entry.why = pace.gain_text(name, replicas, pace.batch)
-                self._note(name, entry.shares, shares, entry.why)
+                self._note(name, entry.replicas, shares, entry.why)
                 entry.moves = shares
                 self._parts.pause(name, entry)
 
@@ -329,9 +335,18 @@ class Pool:
             held_s=max(0.0, now - entry.let_in) if is_present else 0.0,
         )
 
-    def _note(self, name: str, before: Mapping[str, int], after: Mapping[str, int], why: str) -> None:
-        """Write down and say what a run has from now on, and why."""
-        sizes = {"before": sum(before.values()), "after": sum(after.values())}
+    def _note_end(self, name: str, had: int, why: str) -> None:
+        """Write down and say that a run has nothing any more; one that was paused has had nothing already."""
+        if had:
+            self._note(name, had, {}, why)
+        else:
+            self._say(why)
+        self._noted.pop(name, None)
+
+    def _note(self, name: str, before: int, after: Mapping[str, int], why: str) -> None:
+        """Write down and say what a run has from now on, in replicas by node, and why."""
+        self._noted[name] = sum(after.values())
+        sizes = {"before": before, "after": self._noted[name]}
         row = {"time": clock.now(), "run": name, **sizes, "nodes": dict(after), "why": why}
         try:
             with (self._folder / "decisions.jsonl").open("a", encoding="utf-8") as file:

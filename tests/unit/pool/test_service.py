@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fcntl
+import json
 import os
 import struct
 from collections.abc import Iterator
@@ -152,6 +153,39 @@ def test_what_becomes_of_a_run_that_was_asked_to_leave(
     monkeypatch.setattr(scene.pool._parts, "look_at", lambda *of: Presence(is_there=False, exit_code=code))
     scene.pool.look()
     assert entry.phase == phase, "an error of the script is no save"
+
+
+def rows_of(scene: PoolScene) -> list[tuple[int, int]]:
+    rows = map(json.loads, (scene.folder / "decisions.jsonl").read_text().splitlines())
+    return [(row["before"], row["after"]) for row in rows]
+
+
+def test_a_run_that_was_lost_and_gets_the_same_again_has_a_row_for_its_end_and_for_its_start(
+    scene: PoolScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.node("a", slots=1)
+    scene.pool.look()
+    entry = scene.pool._entry("first")
+    monkeypatch.setattr(service, "observe", lambda run: Observed(state="lost"))
+    entry.parts.clear()  # its part has ended
+    scene.pool.look()
+    assert rows_of(scene) == [(0, 1), (1, 0), (0, 1)]
+    assert entry.phase == "running" and entry.why == "first starts with 1 replica on node a."
+
+
+def test_a_run_that_goes_on_with_another_batch_keeps_its_devices_and_says_why(
+    scene: PoolScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.node("a", slots=1)
+    scene.pool.look()
+    entry = scene.pool._entry("first")
+    entry.phase, entry.moves, entry.why = "leaving", dict(entry.shares), "first goes from batches of 16 samples to 32"
+    monkeypatch.setattr(service, "observe", lambda run: Observed(state="stopped", exit_code=75))
+    entry.parts.clear()
+    scene.pool.look()
+    assert rows_of(scene) == [(0, 1)]
+    assert (entry.phase, entry.replicas) == ("running", 1)
+    assert entry.why == "first goes from batches of 16 samples to 32"
 
 
 def test_a_run_that_never_begins_fails_at_the_third_time(scene: PoolScene, monkeypatch: pytest.MonkeyPatch) -> None:
