@@ -100,8 +100,9 @@ def open_storage(url: str) -> BaseStorage:
             return storages.JournalStorage(JournalFileBackend(url.removeprefix(JOURNAL)))
         return storages.get_storage(url)
     except Exception as error:  # SQLAlchemy's, and the driver's, have no class in common
+        says = next(iter(str(error).splitlines()), "no more is said")
         raise PlanError(
-            f"storage cannot be used ({type(error).__name__}: {str(error).splitlines()[0]}). Give an URL such as "
+            f"storage cannot be used ({type(error).__name__}: {says}). Give an URL such as "
             "sqlite:////path/optuna.db or mysql://user@host/optuna, or journal:/path/optuna.log."
         ) from error
 

@@ -134,3 +134,12 @@ def test_without_optuna_the_command_says_what_to_install(
     assert capsys.readouterr().err.strip() == (
         "paceline: A sweep needs Optuna, which this Python does not have: pip install 'paceline[sweep]'."
     )
+
+
+def test_a_storage_that_fails_without_a_word_is_refused_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(url: str) -> None:
+        raise ConnectionError
+
+    monkeypatch.setattr("optuna.storages.get_storage", fails)
+    with pytest.raises(PlanError, match=r"storage cannot be used \(ConnectionError: no more is said\)"):
+        open_storage("mysql://user@host/optuna")
