@@ -3,153 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline import run_lock
-from paceline.pool import part_control, part_process
+from paceline.pool import part_process
 from paceline.pool.batch_growth import BatchGrowth
 from paceline.pool.leave_requests import LEAVE_S
-from paceline.pool.node_files import NodeRecord, PartRecord, WantedPart
-from paceline.pool.nodes import NodeView
+from paceline.pool.node_files import NodeRecord, WantedPart
 from paceline.pool.part_control import (
-    ENDS_S,
-    GONE_S,
-    LOST_S,
     OVER_S,
     RESIZE_AGAIN_S,
-    START_S,
     STUCK_S,
-    PartControl,
 )
-from paceline.pool.pool_run import PoolRun
-from paceline.pool.pool_state import PoolRecord, RunEntry
-from paceline.pool.run_control import Observed
-
-RUN = PoolRun(
-    name="run",
-    command=("train.py",),
-    folder="/",
-    environment={},
-    run_dir="/nowhere",
-    script="train.py",
-    least=1,
-    most=4,
-    workers_each=1,
-    submitted=1.0,
-)
-
-
-class FakeNodes:
-    """Nodes whose agents do at once what is wanted, or not before `act()`: where `is_slow`."""
-
-    def __init__(self, **gpus: tuple[str, ...] | None) -> None:
-        self.views = {
-            name: NodeView(NodeRecord(name=name, host=name, slots=len(own or "12"), gpus=own))
-            for name, own in gpus.items()
-        }
-        self.wanted: Mapping[str, Mapping[str, WantedPart]] = {}
-        self.is_slow = False
-        self.starts: list[tuple[str, str]] = []
-
-    @property
-    def here(self) -> dict[str, NodeRecord]:
-        return {name: view.record for name, view in self.views.items() if view.is_here}
-
-    def get(self, name: str) -> NodeView | None:
-        return self.views.get(name)
-
-    def is_here(self, name: str) -> bool:
-        return name in self.here
-
-    def want(self, wanted: Mapping[str, Mapping[str, WantedPart]]) -> None:
-        self.wanted = wanted
-        if not self.is_slow:
-            self.act()
-
-    def act(self) -> None:
-        """Start what is wanted and is not there, where no former part of the run goes on; forget what has ended."""
-        for node, view in self.views.items():
-            parts, has = self.wanted.get(node, {}), view.record.parts
-            for run in [run for run in has if run not in parts and has[run].has_ended]:
-                del has[run]
-            for run, part in parts.items():
-                if run not in has or (has[run].start != part.start and has[run].has_ended):
-                    has[run] = PartRecord(start=part.start, pid=0 if part.leaves else 1, has_ended=part.leaves)
-                    self.starts += [] if part.leaves else [(node, run)]
-
-    def ends(self, node: str, run: str, code: int) -> None:
-        part = self.views[node].record.parts[run]
-        part.has_ended, part.exit_code = True, code
-
-    def silence(self, node: str) -> None:
-        self.views[node].silent_s = 1e9
-
-
-class Scene:
-    """A pool's parts, and what its user sees."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, nodes: FakeNodes, **runs: PoolRun) -> None:
-        self.now, self.nodes, self.said, self.locked = time.monotonic(), nodes, list[str](), set[Path]()
-        monkeypatch.setattr(part_control.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(run_lock, "is_held", lambda path: path in self.locked)
-        self.runs = {
-            name: dataclasses.replace(run, name=name, run_dir=f"/nowhere/{name}") for name, run in runs.items()
-        }
-        self.record = PoolRecord(runs={name: RunEntry() for name in runs})
-        self.seen: dict[str, Observed] = {}
-        self.num_changes = 0
-        self.parts = self._new_parts()
-
-    def _new_parts(self) -> PartControl:
-        more: dict[str, Any] = {"seen": self.seen, "say_once": self.said.append, "changed": self._changed}
-        record = self.record
-        return PartControl(self.nodes, entries=record.runs, taken_out=record.taken_out, **more)  # type: ignore[arg-type]  # pretended nodes
-
-    def _changed(self) -> None:
-        self.num_changes += 1
-
-    def restart(self, folder: Path) -> None:
-        """The pool is killed, and another one goes on with what is on disk."""
-        self.record.save(folder)
-        self.record = PoolRecord.load(folder)
-        self.seen = {}
-        self.parts = self._new_parts()
-
-    @property
-    def entries(self) -> dict[str, RunEntry]:
-        return self.record.runs
-
-    def take_out(self, name: str) -> None:
-        """What the pool does when a run has left the queue."""
-        self.runs.pop(name)
-        self.seen.pop(name, None)
-        self.parts.part_with(name, self.entries.pop(name))
-
-    def to(self, **target: Mapping[str, int]) -> None:
-        self.parts.bring_about(self.runs, target)
-
-    def at_work(self, run: str, **workers: int) -> None:
-        self.seen[run] = Observed(
-            state="running",
-            has_stepped=True,
-            replicas=sum(workers.values()),
-            workers_on=dict(workers),
-            at_work_on=dict(workers),
-        )
-
-    def look(self, run: str = "run") -> Any:
-        return self.parts.look_at(run, self.entries[run])
-
-    def shares(self, run: str = "run") -> dict[str, int]:
-        return self.entries[run].shares
-
-    def gpus(self, run: str) -> dict[str, Any]:
-        return {node: part.gpus for node, part in self.entries[run].parts.items()}
+from paceline.pool.pool_state import RunEntry
+from pool_parts import RUN, FakeNodes, Scene
 
 
 def test_runs_side_by_side_have_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,33 +101,6 @@ def test_a_run_whose_part_has_finished_gets_no_other(monkeypatch: pytest.MonkeyP
     assert scene.shares() == both, "it goes on after all"
 
 
-def test_a_part_on_a_silent_node_counts_while_its_run_shows_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(monkeypatch, FakeNodes(a=None, b=None), run=RUN)
-    both = {"a": 2, "b": 2}
-    scene.to(run=both)
-    scene.at_work("run", a=2)
-    scene.to(run=both)
-    scene.at_work("run", a=2, b=2)
-    scene.nodes.silence("b")
-    for _ in range(3):
-        assert scene.look().is_there and scene.shares() == both, "its agent alone is gone"
-        scene.now += GONE_S
-    scene.at_work("run", a=2)
-    scene.look()
-    scene.now += LOST_S + 1
-    assert scene.look().is_there and scene.shares() == {"a": 2}
-    scene.nodes.silence("a")
-    scene.locked.add(Path("/nowhere/run"))
-    for _ in range(3):
-        assert scene.look().is_there, "a process has its lock"
-        scene.now += GONE_S
-    scene.locked.clear()
-    scene.look()
-    scene.now += GONE_S + 1
-    presence = scene.look()
-    assert (presence.is_there, presence.lost_node, presence.exit_code) == (False, "a", None)
-
-
 def test_a_run_is_not_started_while_another_process_works_in_its_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch, FakeNodes(a=None, b=None), run=RUN)
     scene.locked.add(Path("/nowhere/run"))
@@ -306,27 +148,6 @@ def test_a_run_that_was_taken_out_holds_its_devices_until_it_has_ended(
     scene.to(next={"a": 2})
     assert scene.entries["next"].phase == "running" and "run" not in scene.nodes.wanted["a"]
     assert scene.record.taken_out == {}
-
-
-def test_a_run_that_was_taken_out_on_a_lost_node_is_gone_when_its_lock_is_free(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    scene = Scene(monkeypatch, FakeNodes(a=None), run=RUN)
-    scene.to(run={"a": 2})
-    scene.at_work("run", a=2)
-    scene.locked.add(Path("/nowhere/run"))
-    scene.restart(tmp_path)
-    scene.take_out("run")
-    scene.nodes.silence("a")
-    for _ in range(3):
-        scene.parts.look_at_parting()
-        assert scene.parts.held() == {"a": 2}, "a process has its lock"
-        scene.now += GONE_S + 1
-    scene.locked.clear()
-    scene.parts.look_at_parting()
-    scene.now += GONE_S + 1
-    scene.parts.look_at_parting()
-    assert scene.parts.held() == {}
 
 
 def test_a_name_that_is_queued_again_is_another_run_and_waits_for_the_end_of_the_first(
@@ -413,110 +234,6 @@ def test_a_run_that_has_refused_to_grow_gives_what_it_has_and_one_that_refuses_t
     assert pass_time(1, 1) == 1, "less was not refused"
     assert pass_time(1, int(STUCK_S) + 2) == 0
     assert scene.entries["run"].phase == "leaving", "others need what it does not give"
-
-
-def test_a_run_that_cannot_be_started_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(monkeypatch, FakeNodes(a=None), run=RUN)
-    scene.to(run={"a": 1})
-    part = scene.nodes.views["a"].record.parts["run"]
-    part.pid, part.problem = 0, "it cannot be started: no such folder"
-    scene.nodes.ends("a", "run", 2)
-    assert scene.look().problem == "it cannot be started: no such folder"
-
-
-def test_a_run_whose_node_does_not_start_it_gives_its_devices_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(monkeypatch, FakeNodes(a=None, b=None), run=RUN, other=RUN)
-    scene.nodes.is_slow = True
-    scene.to(run={"a": 2})
-    for _ in range(int(START_S)):
-        assert scene.look().is_there and scene.entries["run"].phase == "running"
-        scene.now += 1.0
-    scene.now += 1.0
-    scene.look()
-    scene.to(run={"a": 2}, other={"a": 2})
-    assert scene.entries["run"].phase == "leaving" and scene.nodes.wanted["a"]["run"].leaves
-    assert scene.parts.held() == {"a": 2}, "as its agent may be about to start it"
-    assert scene.said == [
-        "node a has not started its part of run in 60 s; its agent says why. It is tried there again in 60 s"
-    ]
-    scene.nodes.act()
-    assert not scene.look().is_there and scene.parts.held() == {} and scene.nodes.starts == []
-    scene.entries["run"].phase = "waiting"
-    scene.to(run={"a": 2})
-    assert scene.entries["run"].phase == "waiting", "not there, for now"
-    scene.to(run={"b": 2})
-    assert scene.shares() == {"b": 2}
-    scene.now += START_S + 1
-    scene.nodes.act()
-    scene.to(run={"b": 2}, other={"a": 2})
-    assert scene.shares("other") == {"a": 2}, "other runs start there"
-
-
-@pytest.mark.parametrize("has_former", [False, True])
-def test_a_node_that_never_does_what_it_is_told_does_not_hold_its_devices_for_ever(
-    monkeypatch: pytest.MonkeyPatch, has_former: bool
-) -> None:
-    scene = Scene(monkeypatch, FakeNodes(a=None), run=RUN)
-    scene.nodes.is_slow = True
-    if has_former:
-        scene.nodes.views["a"].record.parts["run"] = PartRecord(start=-1, pid=1)
-    scene.to(run={"a": 2})
-    for _ in range(int(START_S + LEAVE_S)):
-        assert scene.look().is_there
-        scene.now += 1.0
-    scene.now += 1.0
-    assert scene.look().is_there is has_former, "a former part that goes on has the devices"
-    assert scene.parts.held() == ({"a": 2} if has_former else {})
-
-
-def test_a_run_goes_on_without_a_part_that_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(monkeypatch, FakeNodes(a=None, b=None), run=RUN)
-    both = {"a": 2, "b": 2}
-    scene.to(run=both)
-    scene.at_work("run", a=2)
-    scene.look()
-    scene.nodes.is_slow = True
-    scene.to(run=both)
-    scene.look()
-    scene.now += START_S + 1
-    scene.look()
-    scene.to(run=both)
-    assert scene.shares() == {"a": 2} and scene.entries["run"].phase == "running"
-    assert scene.nodes.wanted["b"]["run"].leaves and not scene.nodes.wanted["a"]["run"].leaves
-
-
-def test_a_node_on_which_a_run_cannot_be_joined_is_tried_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(monkeypatch, FakeNodes(a=None, b=None), run=RUN)
-    both = {"a": 2, "b": 2}
-    scene.to(run=both)
-    scene.at_work("run", a=2)
-
-    def pass_time(seconds: int) -> int:
-        """Return how many parts b starts meanwhile; each fails at once."""
-        before = len(scene.nodes.starts)
-        for _ in range(seconds):
-            scene.now += 1.0
-            scene.to(run=both)
-            if "run" in scene.nodes.views["b"].record.parts and scene.entries["run"].parts.get("b"):
-                scene.nodes.ends("b", "run", 3)
-            assert scene.look().is_there and scene.entries["run"].phase == "running"
-        return len(scene.nodes.starts) - before
-
-    assert pass_time(1000) == 5
-    assert pass_time(10_000) == 4, "once in an hour at last"
-    first = "a part of run could not join it on node b: its exit status is 3; its console says more."
-    assert scene.said[:2] == [f"{first} It is tried there again in {wait_s} s" for wait_s in (60, 120)]
-    assert pass_time(3600) == 1
-    scene.now += 3600
-    scene.to(run=both)
-    scene.at_work("run", a=2, b=2)
-    scene.look()
-    scene.nodes.ends("b", "run", -9)
-    scene.at_work("run", a=2)
-    scene.look()
-    scene.now += ENDS_S + 1
-    scene.to(run=both)
-    assert scene.shares() == both, "it had joined, and is given another part at once"
 
 
 def test_a_run_goes_on_with_another_batch_on_the_replicas_that_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
