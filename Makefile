@@ -3,6 +3,8 @@
 #   make test     the tests, but those of test-long and test-engines
 #   make test-long  further cases; many models and programs under many plans, planted errors, long runs: up to hours
 #   make test-engines  real SSH servers, Slurm, Kubernetes and Ray on this machine, and jobs on them: half an hour
+#   make test-compat  programs of Accelerate, DeepSpeed, Horovod and Keras beside the frameworks themselves: minutes
+#   make test-tensorflow  TensorFlow's and KerasHub's programs, in an environment of their own (.venv-tensorflow, 2 GB)
 #   make check    formatter, linter, import contract, the library's types in short, unit tests: under a minute
 #   make lint     the same without tests, and the types of everything, in full
 #   make bench    the measurements of docs/reference/benchmarks.md
@@ -37,7 +39,9 @@ define STYLE
 @$(BIN)/lint-imports --no-cache > $(VENV)/imports.log || { cat $(VENV)/imports.log; exit 1; }
 endef
 
-.PHONY: help demo test test-long test-engines check lint bench docs format clean
+TENSORFLOW_VENV := .venv-tensorflow
+
+.PHONY: help demo test test-long test-engines test-compat test-tensorflow check lint bench docs format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -61,6 +65,14 @@ test-engines: $(VENV)/.engines
 	@bash tests/system_packages.sh engines
 	@echo "== tests on real engines"
 	@$(BIN)/python -m pytest -o faulthandler_timeout=3600 -o timeout=600 tests/engines $(ARGS)
+
+test-compat: $(VENV)/.compat
+	@echo "== tests beside other frameworks"
+	@$(BIN)/python -m pytest -o timeout=600 tests/compat --ignore tests/compat/tensorflow $(ARGS)
+
+test-tensorflow: $(TENSORFLOW_VENV)/.made
+	@echo "== tests on TensorFlow"
+	@$(TENSORFLOW_VENV)/bin/python -m pytest -o timeout=900 -o faulthandler_timeout=1800 tests/compat/tensorflow $(ARGS)
 
 check: $(VENV)/.dev
 	$(STYLE)
@@ -86,7 +98,7 @@ format: $(VENV)/.dev
 	@$(BIN)/ruff format $(SOURCES)
 
 clean:
-	rm -rf $(VENV) build dist docs/_build src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TENSORFLOW_VENV) build dist docs/_build src/*.egg-info .pytest_cache .ruff_cache .hypothesis
 	find src tests examples benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Debian ships `venv` without the part that puts pip into it, as a package of its own.
@@ -127,4 +139,17 @@ $(VENV)/.long: $(VENV)/.dev
 $(VENV)/.engines: $(VENV)/.dev
 	@echo "== installing the engines' clients, and Ray"
 	@$(PIP_INSTALL) --no-build-isolation -e ".[engines]"
+	@touch $@
+
+$(VENV)/.compat: $(VENV)/.dev
+	@echo "== installing other frameworks, to compare with"
+	@$(PIP_INSTALL) --no-build-isolation -e ".[compat]"
+	@touch $@
+
+$(TENSORFLOW_VENV)/.made: pyproject.toml constraints.txt
+	@echo "== environment: $(TENSORFLOW_VENV), with TensorFlow (2 GB)"
+	@$(PYTHON) -m venv --clear $(TENSORFLOW_VENV)
+	@$(TENSORFLOW_VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt torch==2.13.0 setuptools
+	@$(TENSORFLOW_VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt --no-build-isolation \
+	    -e ".[tensorflow]"
 	@touch $@

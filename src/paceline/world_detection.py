@@ -53,7 +53,7 @@ NO_NOTICE = (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGINT, sign
 MOST_TASKS = 1 << 20  # of a Slurm step, and nodes; more are a damaged variable
 Variables: TypeAlias = Mapping[str, str]
 
-Source: TypeAlias = Literal["paceline", "torchrun", "slurm", "openmpi", "mpi"]
+Source: TypeAlias = Literal["paceline", "torchrun", "slurm", "openmpi", "mpi", "alone"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

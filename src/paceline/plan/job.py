@@ -44,6 +44,8 @@ __all__ = [
 NO_CLUSTER = "off"  # as Job.cluster: nothing is predicted
 AUTO = "auto"  # the head of hosts that meet in the run's directory
 
+OWN_FLAGS = {"run_as": "--as"}  # fields of Job with an option of another name
+
 # Launchers that are known but not built yet: what to use until they are.
 LAUNCHERS_NOT_BUILT = {
     "slurm": "launcher='local' and start the command inside an allocation: srun paceline run train.py",
@@ -69,6 +71,8 @@ class Job:
 
     program: str = ""  # path of a script; "" for paceline.run(fn)
     args: tuple[str, ...] = ()  # the script's own arguments
+    run_as: Literal["horovod"] | None = None  # the framework that an unmodified program is written for: `compat` stands
+    # in for it
     workers: int | None = None  # of the whole job, over all hosts; None: the plan's replicas, or 1
     launcher: Literal["local", "inline"] = "local"  # "local" | "inline" (worker 0 in the calling process, for pdb)
     hosts: int = 1  # the same command is started once on each
@@ -226,6 +230,8 @@ def assignment_from_json(text: str) -> Assignment:
 
 def flag_of(field: dataclasses.Field[Any]) -> str:
     """Return the command's option for a Job field: what is on by default gets the option that turns it off."""
+    if field.name in OWN_FLAGS:
+        return OWN_FLAGS[field.name]
     return f"--{'no-' if field.default is True else ''}{field.name.replace('_', '-')}"
 
 

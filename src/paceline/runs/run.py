@@ -50,13 +50,13 @@ if TYPE_CHECKING:
     from paceline.worker.worker import Worker
     from paceline.world_detection import World
 
-__all__ = ["run", "start"]
+__all__ = ["joining_world", "run", "start"]
 
 T = TypeVar("T")
 
 _calls = itertools.count()  # of `run` in this process, outside of workers
 
-JOB_FIELDS = frozenset(field.name for field in dataclasses.fields(Job)) - {"program", "args"}
+JOB_FIELDS = frozenset(field.name for field in dataclasses.fields(Job)) - {"program", "args", "run_as"}
 
 
 @folds_own_frames
@@ -328,7 +328,30 @@ def _join(
     is_first: bool,
     loggers: Sequence[RunLogger],
 ) -> T:
-    """Become a worker of a world that another launcher started; a thread beside worker 0 shows and records the run."""
+    """Become a worker of a world that another launcher started, and run the function."""
+    from paceline.worker.session import run_worker
+
+    with joining_world(world, job, plan, program=qualified_name(function), is_first=is_first, loggers=loggers) as (
+        place,
+        notice,
+    ):
+        return run_worker(function, place.assignment, plan=plan, fields=fields, store=place.store, notice=notice)
+
+
+@contextlib.contextmanager
+def joining_world(
+    world: World,
+    job: Job,
+    plan: Plan | None,
+    *,
+    program: str,
+    is_first: bool = True,
+    loggers: Sequence[RunLogger] = (),
+) -> Iterator[tuple[JoinedWorld, PreemptionNotice]]:
+    """Be in a world that another launcher started, while entered; a thread beside worker 0 shows and records the run.
+
+    `program` is what the run is called after; `is_first`: no run was before it in this process.
+    """
     from paceline.worker.external_launch import await_records_closed, join_external_world, started_at
     from paceline.worker.membership.clean_exit import CleanExit
 
@@ -354,7 +377,7 @@ def _join(
                 record=begun[-1],
                 hosts=place.hosts,
                 store=place.store,
-                program=qualified_name(function),
+                program=program,
                 launcher=world.source,
                 loggers=RunLoggers(own.job, loggers, arguments=sys.argv[1:]),
             )
@@ -366,8 +389,9 @@ def _join(
                 _telling_go_on(own, is_first=is_first),
                 _listening_for_preemption(own, world) as notice,
                 watched,
+                _noting_end(own, notice),
             ):
-                return _run_as_worker(function, place, plan=plan, fields=fields, notice=notice)
+                yield place, notice
         except CleanExit:
             await_records_closed(
                 place.store, own
@@ -377,23 +401,15 @@ def _join(
             environment.leave()
 
 
-def _run_as_worker(
-    function: Callable[[Worker], T],
-    place: JoinedWorld,
-    *,
-    plan: Plan | None,
-    fields: Mapping[str, Any],
-    notice: PreemptionNotice,
-) -> T:
-    """Be the worker, and note at once how it ended: what comes after may be cut short."""
+@contextlib.contextmanager
+def _noting_end(own: Assignment, notice: PreemptionNotice) -> Iterator[None]:
+    """Note at once how the worker ended: what comes after may be cut short."""
     from paceline.worker.membership.clean_exit import CleanExit
     from paceline.worker.membership.preemption import TerminatedBySignal
     from paceline.worker.record.error_report import is_peer_failure
-    from paceline.worker.session import run_worker
 
-    own = place.assignment
     try:
-        return run_worker(function, own, plan=plan, fields=fields, store=place.store, notice=notice)
+        yield
     except CleanExit as leaving:
         note_left(own, int(str(leaving.code)))
         raise

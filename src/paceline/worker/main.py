@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import runpy
 import signal
 import sys
@@ -16,11 +17,16 @@ from paceline.errors import PlanError, writing
 from paceline.plan.job import Assignment
 from paceline.private_files import read_private, write_private
 from paceline.worker.membership.clean_exit import CleanExit
+from paceline.worker.program_worker import ending_with_program
 from paceline.worker.record.error_report import write_error
 from paceline.worker.record.flight_recording import dump_stacks_on_signal
 from paceline.worker.session import has_run, run_worker
 
 __all__ = ["work"]
+
+# By name: they are above this room.
+COMPAT = "paceline.compat"
+TORCH_PROGRAMS = "paceline.compat.torch_programs.program"
 
 
 def work(assignment: Assignment) -> int:
@@ -62,15 +68,22 @@ def _settle_breakpoints(assignment: Assignment) -> None:
 
 
 def _run_script(assignment: Assignment) -> None:
-    """Run a script as `python script.py` would; its paceline.run(...) finds that it is in a worker."""
+    """Run a script as `python script.py` would; its paceline.run(...) finds that it is in a worker, and so does what
+    joins a program that has a loop of its own.
+    """
     path = assignment.job.program
     sys.argv = [path, *assignment.job.args]
     sys.path.insert(0, str(Path(path).resolve().parent))
-    runpy.run_path(path, run_name="__main__")
+    importlib.import_module(TORCH_PROGRAMS).prepare_program(assignment)
+    if assignment.job.run_as is not None:
+        importlib.import_module(f"{COMPAT}.{assignment.job.run_as}.program").prepare_program(assignment)
+    with ending_with_program():
+        runpy.run_path(path, run_name="__main__")
     if not has_run(assignment):
         raise PlanError(
-            f"{path} ended without calling paceline.run(...): there was nothing to train. "
-            'End the script with: if __name__ == "__main__": paceline.run(train)'
+            f"{path} ended without becoming a worker: there was nothing to train. End the script with: "
+            'if __name__ == "__main__": paceline.run(train). A program of another framework becomes one where it '
+            "begins to be distributed, by torch.distributed.init_process_group() or as `paceline migrate` says."
         )
 
 

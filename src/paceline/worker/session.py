@@ -38,7 +38,7 @@ from paceline.worker.record.run_files import RunFiles
 from paceline.worker.topology.device import choose_device, peak_memory_bytes, why_gpus_are_idle
 from paceline.worker.worker import Worker
 
-__all__ = ["has_run", "merge_job", "run_worker", "working_alone"]
+__all__ = ["JoinedWorker", "being_worker", "explaining_losses", "has_run", "merge_job", "run_worker", "working_alone"]
 
 T = TypeVar("T")
 
@@ -52,6 +52,15 @@ _workers_run: set[str] = set()  # directories of workers that this process has b
 def has_run(assignment: Assignment) -> bool:
     """Whether this process has been this worker already."""
     return assignment.worker_dir in _workers_run
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class JoinedWorker:
+    """A worker that has joined its run, and what its session needs of it."""
+
+    worker: Worker
+    lifecycle: WorkerLifecycle
+    place: WorkerContext
 
 
 def run_worker(
@@ -70,17 +79,42 @@ def run_worker(
     Raises CleanExit, with the exit status, where all have saved and this worker is to end.
     """
     job = merge_job(assignment, fields or {})
-    chosen = assignment.plan.over(plan)
     files = RunFiles(assignment, job)
-    _workers_run.add(assignment.worker_dir)
-    lifecycle: WorkerLifecycle | None = None
+    if files.capture is not None and files.capture.wants_bare_loop:
+        return _run_bare_loop(function, assignment, plan, files, job)
     leaving: SystemExit | None = None
     value = cast("T", None)  # what sys.exit() returns
+    with being_worker(
+        assignment, files, function, job=job, plan=plan, fields=fields or {}, store=store, notice=notice
+    ) as joined:
+        try:
+            value = _call_function(function, joined)
+        except SystemExit as stop:
+            if stop.code or isinstance(stop, CleanExit):
+                raise
+            leaving = stop  # sys.exit() or sys.exit(0): an end like any other
+    if leaving is not None:
+        raise leaving
+    return value
+
+
+@contextlib.contextmanager
+def being_worker(
+    assignment: Assignment,
+    files: RunFiles,
+    function: Callable[..., object],
+    *,
+    job: Job,
+    plan: Plan | None,
+    fields: Mapping[str, Any],
+    store: dist.Store | None,
+    notice: PreemptionNotice | None,
+) -> Iterator[JoinedWorker]:
+    """Be the worker of the assignment while entered (see `run_worker`). `function` is the user's, for messages."""
+    _workers_run.add(assignment.worker_dir)
+    lifecycle: WorkerLifecycle | None = None
     try:
-        resolved, device = _checked(chosen, assignment, job)
-        torch.set_num_threads(job.threads or environment.default_threads(assignment.local_workers))
-        if files.capture is not None and files.capture.wants_bare_loop:
-            return _run_bare_loop(function, assignment, resolved, device, files, job.max_steps)
+        resolved, device = _settled(assignment, job, plan)
         with contextlib.ExitStack() as stack:
             recorder = stack.enter_context(recording_flight(assignment, job, function, layout=resolved.layout))
             arrival = JoinContext(
@@ -108,16 +142,12 @@ def run_worker(
             stack.push(lifecycle.ask_for_restart)
             files.emit(_started(assignment, lifecycle.plan, device=worker.device, step=worker.step))
             _warn_of_idle_gpus(assignment, job, files)
-            _note_unused_values(assignment, files, plan, fields or {})
+            _note_unused_values(assignment, files, plan, fields)
             try:
-                value = _call_function(function, worker, lifecycle, place)
+                yield JoinedWorker(worker=worker, lifecycle=lifecycle, place=place)
             except CleanExit:
                 lifecycle.leave()
                 raise
-            except SystemExit as stop:
-                if stop.code:
-                    raise
-                leaving = stop  # sys.exit() or sys.exit(0): an end like any other
             with contextlib.suppress(ChannelClosed):  # the supervisor is lost: what is left is to save
                 place.shared.set(LEFT.format(worker.rank), str(worker.step))
             lifecycle.end()
@@ -133,9 +163,6 @@ def run_worker(
         files.close()
         raise
     mark_end()
-    if leaving is not None:
-        raise leaving
-    return value
 
 
 @contextlib.contextmanager
@@ -143,12 +170,11 @@ def working_alone(assignment: Assignment) -> Iterator[torch.device]:
     """Be the worker that the assignment says without joining the others, for a program that only looks at the hosts of
     a run. Yields its device; its record is that of a worker that has ended well, unless an error passes.
     """
-    job, plan = assignment.job, assignment.plan.over(None)
+    job = assignment.job
     files = RunFiles(assignment, job)
     _workers_run.add(assignment.worker_dir)
     try:
-        resolved, device = _checked(plan, assignment, job)
-        torch.set_num_threads(job.threads or environment.default_threads(assignment.local_workers))
+        resolved, device = _settled(assignment, job, None)
         files.emit(_started(assignment, resolved, device=device, step=0))
         yield device
     except BaseException as error:
@@ -161,26 +187,36 @@ def working_alone(assignment: Assignment) -> Iterator[torch.device]:
 
 
 def _run_bare_loop(
-    function: Callable[[Worker], T],
-    assignment: Assignment,
-    plan: Plan,
-    device: torch.device,
-    files: RunFiles,
-    max_steps: int | None,
+    function: Callable[[Worker], T], assignment: Assignment, plan: Plan | None, files: RunFiles, job: Job
 ) -> T:
     """Run the function with a plain torch loop in place of a worker, for `paceline parity --bare`."""
     from paceline.worker.bare.bare_worker import BareWorker  # no other run has use of it
 
-    random_state.seed_all(plan.batch.seed, 3)
-    worker = BareWorker(
-        plan, device, capture=cast("ParityCapture", files.capture), emit=files.emit, max_steps=max_steps
-    )
-    files.emit(_started(assignment, plan, device=worker.device, step=worker.step))
-    value = function(cast("Worker", worker))
-    worker.end()
+    _workers_run.add(assignment.worker_dir)
+    try:
+        resolved, device = _settled(assignment, job, plan)
+        random_state.seed_all(resolved.batch.seed, 3)
+        capture = cast("ParityCapture", files.capture)
+        worker = BareWorker(resolved, device, capture=capture, emit=files.emit, max_steps=job.max_steps)
+        files.emit(_started(assignment, resolved, device=worker.device, step=worker.step))
+        value = function(cast("Worker", worker))
+        worker.end()
+    except BaseException as error:
+        if not isinstance(error, TerminatedBySignal):
+            write_error(error, assignment, step=0)
+        files.give_up()
+        files.close()
+        raise
     files.finish(worker.step, peak_memory_bytes=peak_memory_bytes(device), state_bytes=0)
     mark_end()
     return value
+
+
+def _settled(assignment: Assignment, job: Job, plan: Plan | None) -> tuple[Plan, torch.device]:
+    """Return the plan and the device of `_checked`, and take this worker's share of the cores."""
+    resolved, device = _checked(assignment.plan.over(plan), assignment, job)
+    torch.set_num_threads(job.threads or environment.default_threads(assignment.local_workers))
+    return resolved, device
 
 
 def _checked(plan: Plan, assignment: Assignment, job: Job) -> tuple[Plan, torch.device]:
@@ -286,15 +322,21 @@ def _started(assignment: Assignment, plan: Plan, *, device: torch.device, step: 
     )
 
 
-def _call_function(
-    function: Callable[[Worker], T], worker: Worker, lifecycle: WorkerLifecycle, place: WorkerContext
-) -> T:
-    """Call the user's function; where a peer is lost in it, look whether that one has left the function too early.
+def _call_function(function: Callable[[Worker], T], joined: JoinedWorker) -> T:
+    """Call the user's function; see `explaining_losses`."""
+    with explaining_losses(joined):
+        return function(joined.worker)
+
+
+@contextlib.contextmanager
+def explaining_losses(joined: JoinedWorker) -> Iterator[None]:
+    """Where a peer is lost in the user's code, look whether that one has left it too early.
 
     To leave early is no error of the worker that leaves, and the others know only that a connection was closed.
     """
+    lifecycle, place = joined.lifecycle, joined.place
     try:
-        return function(worker)
+        yield
     except (SyncError, RuntimeError, ConnectionError) as error:
         if (said := sharded_numbers.explained(error) or partial_parameter.explained(error)) is not None:
             raise said from error

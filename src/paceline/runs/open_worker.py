@@ -1,0 +1,95 @@
+"""`open_worker()`: have this process be a worker from now on to its end, for programs that train in a loop of their own.
+
+Where Paceline has started the process, it is the worker that it was started as. Under torchrun, srun or mpirun it joins
+that world. Anywhere else it is the only worker of a run of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+from paceline import config, environment
+from paceline.errors import PlanError
+from paceline.plan import Job, Plan, read_plan
+from paceline.world_detection import World
+
+if TYPE_CHECKING:
+    from paceline.worker.worker import Worker
+
+__all__ = ["open_worker"]
+
+_exit_codes: list[Any] = []  # what sys.exit() was called with last
+
+
+def open_worker(*, plan: Plan | str | None = None, **fields: Any) -> Worker:
+    """Return the worker that this process is; at the first call it joins the run, an operation of all workers.
+
+    The worker ends with the process: the last line ends the run well, an error or `sys.exit(1)` as a failure.
+
+    :param plan: as of `paceline.run`; the command's wins.
+    :param fields: of `Job`, as of `paceline.run`; the command's win.
+    :raises PlanError: the plan or the job cannot work, or `paceline.run` has had this process's run.
+    """
+    from paceline.worker.program_worker import join_as_program, program_worker
+
+    found = program_worker()
+    if found is not None:
+        return found
+    chosen = None if plan is None else read_plan(plan)
+    wanted = config.read(Job, fields)
+    if environment.is_preloading():
+        raise PlanError("A module that workers import would join a run: do that in the program itself.")
+    own = environment.assignment()
+    if own is not None:
+        return join_as_program(own, plan=chosen, fields=fields)
+    return _join_world(wanted, chosen, fields)
+
+
+def _join_world(job: Job, plan: Plan | None, fields: dict[str, Any]) -> Worker:
+    """Join the world that another launcher has started, or one of this process alone, until the process ends."""
+    from paceline.runs.own_script import own_script
+    from paceline.runs.run import joining_world
+    from paceline.worker.program_worker import ending_with_program, join_as_program
+
+    world = environment.detect() or World(
+        source="alone", worker_rank=0, workers=1, local_rank=0, local_workers=1, job_id=str(os.getpid())
+    )
+    script = own_script()
+    stack = contextlib.ExitStack()
+    program = "a program" if script is None else script.name
+    place, notice = stack.enter_context(joining_world(world, job, plan, program=program))
+    stack.enter_context(ending_with_program())
+    worker = join_as_program(place.assignment, plan=plan, fields=fields, store=place.store, notice=notice)
+    _end_at_exit(stack)
+    return worker
+
+
+def _end_at_exit(stack: contextlib.ExitStack) -> None:
+    """Leave the contexts when the process ends, with the error that ends it."""
+    leave = sys.exit
+
+    def leaving(code: Any = None, /) -> None:
+        _exit_codes[:] = [code]
+        leave(code)
+
+    def end() -> None:
+        # Python keeps an error that nobody has caught, but not the value of a SystemExit.
+        error: BaseException | None = getattr(sys, "last_value", None)
+        if error is None and _exit_codes and _exit_codes[0]:
+            error = SystemExit(_exit_codes[0])
+        try:
+            if stack.__exit__(type(error) if error else None, error, error.__traceback__ if error else None):
+                return
+        except SystemExit as stop:
+            if stop.code:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(stop.code if isinstance(stop.code, int) else 1)  # at exit no exception changes the status
+
+    sys.exit = leaving
+    # Before Python waits for threads: what `atexit` calls comes later, and may start none.
+    threading._register_atexit(end)  # pyright: ignore[reportAttributeAccessIssue]

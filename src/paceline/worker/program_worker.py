@@ -1,0 +1,87 @@
+"""The worker that a whole program is: one that trains in a loop of its own and calls no `paceline.run(train)`.
+
+It joins the run when the program asks for it first (`hvd.init()`, `Accelerator()`, `init_process_group()`), and ends
+with the program. What such a call opens stays open: the same worker is returned to every later call of the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from paceline.errors import PlanError
+from paceline.plan import Plan
+from paceline.plan.job import Assignment
+from paceline.worker.membership.preemption import PreemptionNotice
+from paceline.worker.record.run_files import RunFiles
+from paceline.worker.session import JoinedWorker, being_worker, explaining_losses, has_run, merge_job
+from paceline.worker.worker import Worker
+
+__all__ = ["ending_with_program", "join_as_program", "program_worker"]
+
+_stack = contextlib.ExitStack()
+_joined: list[JoinedWorker] = []  # of this process: none or one
+
+
+def program_worker() -> Worker | None:
+    """The worker that this program has joined as; None before that, and in a script whose function is the worker."""
+    return _joined[0].worker if _joined else None
+
+
+def join_as_program(
+    assignment: Assignment,
+    *,
+    plan: Plan | None = None,
+    fields: Mapping[str, Any] | None = None,
+    store: dist.Store | None = None,
+    notice: PreemptionNotice | None = None,
+) -> Worker:
+    """Be the worker that the assignment says, until `ending_with_program` ends; returns it. An operation of all
+    workers. The parameters are those of `run_worker`. Raises PlanError where this process was that worker already.
+    """
+    if has_run(assignment):
+        raise PlanError(
+            "This process was a worker of the run already, and has left it: a program joins its run once. Start the "
+            "next part as a program of its own."
+        )
+    job = merge_job(assignment, fields or {})
+    joined = _stack.enter_context(
+        being_worker(
+            assignment,
+            RunFiles(assignment, job),
+            join_as_program,
+            job=job,
+            plan=plan,
+            fields=fields or {},
+            store=store,
+            notice=notice,
+        )
+    )
+    _joined.append(joined)
+    _stack.enter_context(explaining_losses(joined))
+    return joined.worker
+
+
+@contextlib.contextmanager
+def ending_with_program() -> Iterator[None]:
+    """End the worker that the program joins as, if it does, when this is left: after the program's last line, or with
+    the error that ended it. An operation of all workers where there is no error."""
+    leaving: SystemExit | None = None
+    with contextlib.ExitStack() as stack:
+        stack.push(_end)
+        try:
+            yield
+        except SystemExit as stop:
+            if stop.code or not isinstance(stop.code, (int, type(None))):
+                raise
+            leaving = stop  # sys.exit() or sys.exit(0): an end like any other
+    if leaving is not None:
+        raise leaving
+
+
+def _end(*error: Any) -> bool | None:
+    _joined.clear()
+    return _stack.__exit__(*error)
