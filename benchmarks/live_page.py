@@ -5,13 +5,16 @@
 Behind: a run of one worker takes about ten steps a second. Pages listen as browsers do; of each step and page, the time
 is taken from the commit, as the worker notes it, to the arrival of its row. Cost: a run of the demo model goes on, and
 a page is open in every other block of seconds, in the order A B B A. Speeds of blocks are compared by their medians.
-What that cannot tell is counted: seconds of a core that the server and its reports used while a page was open.
+Speeds of blocks scatter by several per cent on most machines. So the kernel is asked, too, for how long the workers'
+threads were ready and waited for a core (`schedstat`): what a page adds to that, it takes from the training. Seconds of
+a core that the server and its reports used are counted as well; most of them come from pauses of the workers.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import statistics
 import tempfile
@@ -19,9 +22,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from driving.live_pages import Listener, cpu_s_of, metrics_rows, served, training
+from driving.live_pages import Listener, cpu_s_of, metrics_rows, served, training, waited_s_of
 from driving.options import options_of
 from driving.progress import doing
+from paceline.monitor.status.status import status
 
 PAUSE_S = 0.095
 LIMIT_S = 600.0
@@ -49,27 +53,39 @@ def delays_of(scratch: Path, *, pages: int, steps: int) -> list[float]:
     return [when - committed[step] for one in listeners for step, when in one.arrived.items() if when > 0]
 
 
-def costs_of(scratch: Path, *, workers: int, blocks: int, block_s: float) -> tuple[list[float], list[float], float]:
-    """Steps a second of the blocks without a page, and with one; and the share of a core that serving it used."""
+@dataclasses.dataclass(slots=True)
+class Costs:
+    """Of blocks without a page (False) and with one (True)."""
+
+    speeds: dict[bool, list[float]]  # steps a second
+    waits: dict[bool, list[float]]  # shares of the time that a worker was ready and waited for a core
+    used: float  # the share of a core that serving took
+
+
+def costs_of(scratch: Path, *, workers: int, blocks: int, block_s: float) -> Costs:
+    """Measure blocks of seconds without a page and with one."""
     runs = scratch / "cost"
     runs.mkdir()
     spans: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    waits: dict[bool, list[float]] = {False: [], True: []}
     used_s = open_s = 0.0
     with training(runs / "run", workers=workers, pause_s=0.0), served(runs) as (address, pid):
+        pids = [worker.pid for worker in status(runs / "run").workers]
         for number in range(2 * blocks):
             is_open = number % 4 in (1, 2)
             doing(f"block {number + 1} of {2 * blocks}, {'with a page' if is_open else 'without'}")
             with Listener(address, "run", reads=False) if is_open else contextlib.nullcontext():
                 time.sleep(SETTLING_S)
-                before_s, began = cpu_s_of(pid), time.time()
+                before_s, waited_s, began = cpu_s_of(pid), sum(map(waited_s_of, pids)), time.time()
                 time.sleep(block_s)
                 ended = time.time()
+                waits[is_open].append((sum(map(waited_s_of, pids)) - waited_s) / (len(pids) * (ended - began)))
                 spans[is_open].append((began, ended))
                 if is_open:
                     used_s, open_s = used_s + cpu_s_of(pid) - before_s, open_s + ended - began
         times = [row["time"] for row in metrics_rows(runs / "run")]
-    without, beside = ([_speed(times, *span) for span in spans[is_open]] for is_open in (False, True))
-    return without, beside, used_s / open_s
+    speeds = {is_open: [_speed(times, *span) for span in of] for is_open, of in spans.items()}
+    return Costs(speeds=speeds, waits=waits, used=used_s / open_s)
 
 
 def _speed(times: Sequence[float], began: float, ended: float) -> float:
@@ -99,17 +115,17 @@ def main() -> None:
             print(
                 f"| {pages} | {options.steps} | {statistics.median(delays):.2f} s | {late:.2f} s | {delays[-1]:.2f} s |"
             )
-        without, beside, share = costs_of(
-            Path(scratch), workers=options.workers, blocks=options.blocks, block_s=options.block_s
-        )
-    one, other = statistics.median(without), statistics.median(beside)
+        costs = costs_of(Path(scratch), workers=options.workers, blocks=options.blocks, block_s=options.block_s)
     cores = os.cpu_count() or 1
-    print("\n| | steps a second | |\n|---|---:|---:|")
-    print(f"| without a page | {one:.3f} | blocks from {min(without):.3f} to {max(without):.3f} |")
-    print(f"| with a page | {other:.3f} | {100 * (other / one - 1):+.2f} % |")
-    print(
-        f"| the server and its reports | {100 * share:.2f} % of a core | {100 * share / cores:.2f} % of {cores} cores |"
-    )
+    print("\n| | steps a second | | a worker waits for a core |\n|---|---:|---:|---:|")
+    one, other = (statistics.median(costs.speeds[is_open]) for is_open in (False, True))
+    waits, more = (statistics.median(costs.waits[is_open]) for is_open in (False, True))
+    extent = f"blocks from {min(costs.speeds[False]):.3f} to {max(costs.speeds[False]):.3f}"
+    print(f"| without a page | {one:.3f} | {extent} | {100 * waits:.3f} % of its time |")
+    speed, wait = f"{100 * (other / one - 1):+.2f} %", f"{100 * more:.3f} %: {100 * (more - waits):+.3f} %"
+    print(f"| with a page | {other:.3f} | {speed} | {wait} |")
+    share = f"{100 * costs.used:.2f} % of a core | {100 * costs.used / cores:.2f} % of {cores} cores"
+    print(f"| the server and its reports use | {share} | |")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from paceline import clock
 
-__all__ = ["Listener", "cpu_s_of", "metrics_rows", "served", "training"]
+__all__ = ["Listener", "cpu_s_of", "metrics_rows", "served", "training", "waited_s_of"]
 
 PROGRAM = Path(__file__).resolve().parents[1] / "programs" / "shown_on_page.py"
 START_S = 120.0
@@ -129,3 +129,12 @@ def cpu_s_of(pid: int) -> float:
     """Seconds of a core that a process has used, and its children that have ended."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
+def waited_s_of(pid: int) -> float:
+    """Seconds for which the threads of a process were ready to run and waited for a core (proc(5), `schedstat`)."""
+    waited_ns = 0
+    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            waited_ns += int(path.read_text().split()[1])
+    return waited_ns / 1e9

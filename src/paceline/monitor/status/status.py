@@ -44,7 +44,7 @@ EXPLAINED = {
 }
 NUM_FIRST_LINES = 200  # in which a worker says that it started
 NUM_LAST_LINES = 2000  # in which it names its last step
-NUM_IDLE_STEPS = 50  # over which its idle share is measured
+NUM_IDLE_STEPS = 16  # over which its idle share is measured
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
