@@ -46,6 +46,9 @@ def open_worker(*, plan: Plan | str | None = None, **fields: Any) -> Worker:
     own = environment.assignment()
     if own is not None:
         return join_as_program(own, plan=chosen, fields=fields)
+    if (directory := environment.run_dir()) is not None:  # of the command that goes on with a run
+        fields = {**fields, "run_dir": directory, "fresh": False}
+        wanted = config.read(Job, fields)
     return _join_world(wanted, chosen, fields)
 
 

@@ -386,7 +386,7 @@ def joining_world(
         environment.enter(own)
         try:
             with (
-                _telling_go_on(own, is_first=is_first),
+                _telling_go_on(own, world, is_first=is_first),
                 _listening_for_preemption(own, world) as notice,
                 watched,
                 _noting_end(own, notice),
@@ -440,14 +440,17 @@ def _listening_for_preemption(own: Assignment, world: World) -> PreemptionNotice
 
 
 @contextlib.contextmanager
-def _telling_go_on(own: Assignment, *, is_first: bool) -> Iterator[None]:
+def _telling_go_on(own: Assignment, world: World, *, is_first: bool) -> Iterator[None]:
     """Where the run ends before its end, print what goes on with it; on worker 0."""
     try:
         yield
     except BaseException as error:
         if own.rank == 0 and not isinstance(error, PlanError) and getattr(error, "code", 1):
             run_dir = Path(own.run_dir)
-            command = command_of_world(run_dir) if is_first else _later_call(run_dir)
+            if world.source == "alone":
+                command = _script_command(run_dir, names_dir=False, is_first=is_first)
+            else:
+                command = command_of_world(run_dir) if is_first else _later_call(run_dir)
             _tell_go_on(command, getattr(error, "code", 1), is_there=True)
         raise
 
