@@ -448,7 +448,7 @@ def _telling_go_on(own: Assignment, world: World, *, is_first: bool) -> Iterator
         if own.rank == 0 and not isinstance(error, PlanError) and getattr(error, "code", 1):
             run_dir = Path(own.run_dir)
             if world.source == "alone":
-                command = _script_command(run_dir, names_dir=False, is_first=is_first)
+                command = command_of_script(run_dir, script=None, names_dir=False)  # at exit no script is known
             else:
                 command = command_of_world(run_dir) if is_first else _later_call(run_dir)
             _tell_go_on(command, getattr(error, "code", 1), is_there=True)
