@@ -114,7 +114,8 @@ class StepDone(Event):
     num_dropped: int = 0  # of `num_samples` those that came too late, and do not count
     late: bool = False  # those of this worker did
     optimizer: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])  # lr, and lr/1, ... of groups
-    # of parameters with another one; grad_norm: global, before clipping, where it is finite
+    # of parameters with another one; grad_norm: global, before clipping, where it is finite; in fp16 also loss_scale,
+    # with which it was taken, and overflows: steps of the run that were not, because gradients overflowed
 
 
 @dataclasses.dataclass(frozen=True)

@@ -53,7 +53,7 @@ The text is parts joined by "+", defaults left out:
   localsgd(every=N,outer=nesterov(lr=0.7,momentum=0.9))    the same, every N steps
   raw | cast(dtype=bf16) | cast(dtype=fp16)                what travels between them
   batch(size=N,micro=N,shuffle=true,drop_last=false,seed=N)  the global batch, and the micro-batches it is cut into
-  compute(precision=fp32|bf16|fp64,recompute=none|blocks,compile=false)
+  compute(precision=fp32|bf16|fp16|fp64,recompute=none|blocks,compile=false)
 Exit status 2: the plan breaks a rule, a model cannot be cut, or it does not fit the cluster."""
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 __all__ = ["attention_rate", "launch_s", "matmul_rates", "memory_bandwidth", "train_once"]
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALL, LARGE = 1024, 8192  # sides of the matrices on a CPU, and on an accelerator
 LEAST_RUNS = 3
 

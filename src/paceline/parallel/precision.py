@@ -1,7 +1,8 @@
 """In which types a model computes.
 
-fp32: as written. bf16: weights and optimizer stay fp32, matrix work runs in bf16 by autocast. fp64: everything in
-double precision, the reference for parity.
+fp32: as written. bf16, fp16: weights and optimizer stay fp32, matrix work runs in that type by autocast. fp64:
+everything in double precision, the reference for parity. That losses are scaled in fp16 is the step's business
+(`worker.step.loss_scale`).
 """
 
 from __future__ import annotations
@@ -12,13 +13,25 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-__all__ = ["computing", "convert", "input_dtype"]
+from paceline.errors import PlanError
+
+__all__ = ["HALVES", "computing", "convert", "input_dtype"]
+
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by precision: the type of matrix work
 
 
 def convert(model: nn.Module, precision: str) -> None:
-    """Change the model's own types where the precision asks for it, in place."""
+    """Change the model's own types where the precision asks for it, in place. Raises PlanError for trained weights in
+    fp16 under fp16: their gradients would vanish when the loss scale is taken out of them."""
     if precision == "fp64":
         model.double()
+    named = model.named_parameters() if precision == "fp16" else ()
+    for name, parameter in named:
+        if parameter.dtype == torch.float16 and parameter.requires_grad:
+            raise PlanError(
+                f"{name} is trained and has 16 bits, but Compute(precision='fp16') keeps weights in fp32, and computes "
+                "with copies of them in fp16: call model.float() before worker.prepare(model)."
+            )
 
 
 def input_dtype(precision: str) -> torch.dtype | None:
@@ -28,9 +41,9 @@ def input_dtype(precision: str) -> torch.dtype | None:
 
 @contextlib.contextmanager
 def computing(precision: str, device: torch.device) -> Iterator[None]:
-    """What surrounds each forward: autocast for bf16, a default type of float64 for fp64."""
-    if precision == "bf16":
-        with torch.autocast(device.type, dtype=torch.bfloat16):
+    """What surrounds each forward: autocast for bf16 and fp16, a default type of float64 for fp64."""
+    if precision in HALVES:
+        with torch.autocast(device.type, dtype=HALVES[precision]):
             yield
     elif precision == "fp64":
         former = torch.get_default_dtype()

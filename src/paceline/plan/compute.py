@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
-from paceline.config import check_fields
+from paceline.config import check_fields, non_defaults
 from paceline.errors import PlanError
 from paceline.plan.part import PlanPart
 
-__all__ = ["Compute"]
+__all__ = ["Compute", "no_loss_scale"]
+
+MOST_SCALE = 2.0**64  # a loss times it is far from the end of fp32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Compute(PlanPart):
     """How a worker computes: `precision`, what to `recompute` in backward, what to `offload`, and whether to `compile`.
 
-    precision "bf16" computes forward and backward in bf16 and keeps weights and optimizer in fp32. "fp64" keeps
-    everything in fp64: slow, the reference that parity compares with.
+    precision "bf16" and "fp16" compute forward and backward in that type, and keep weights and optimizer in fp32.
+    "fp64" keeps everything in fp64: slow, the reference that parity compares with.
+
+    With "fp16" each loss is multiplied by a loss scale before its backward, and gradients are divided by it, because
+    small gradients vanish in fp16 (Micikevicius et al. 2018, "Mixed precision training"). `loss_scale` is "dynamic",
+    or a number that stays. A dynamic scale begins at `loss_scale_start`. A step whose gradients overflow on any worker
+    is taken by none, and halves the scale, down to 1; after `loss_scale_window` steps without overflow it doubles.
+    Before it is halved, `loss_scale_hysteresis` - 1 overflows since it was last doubled are only skipped.
 
     recompute (activation checkpointing; Chen et al. 2016) "blocks" keeps only the inputs of the model's repeated
     blocks. "selective" also keeps what is costly to compute in them (matrix products, convolutions, attention,
@@ -28,7 +36,8 @@ class Compute(PlanPart):
     optimizer state lies in unnamed, memory-mapped files in that directory on each worker's host (best a fast local
     disk). On the CPU only a path helps, since the host's memory is the device's. Nothing moves between workers.
 
-    Raises PlanError for a relative `offload_path`, or one without `offload`.
+    Raises PlanError for a relative `offload_path`, or one without `offload`; for a loss scale without "fp16", or one
+    that is no positive number; and for options of a dynamic scale beside one that stays.
 
     Example::
 
@@ -36,14 +45,46 @@ class Compute(PlanPart):
         assert str(paceline.Plan(compute=compute)) == "compute(precision=bf16,recompute=selective)"
     """
 
-    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     recompute: Literal["none", "blocks", "selective"] = "none"
     offload: Literal["none", "optimizer", "all"] = "none"
     offload_path: str | None = None
     compile: bool = False
+    loss_scale: Literal["dynamic"] | float = "dynamic"
+    loss_scale_start: float = 65536.0
+    loss_scale_window: int = 2000
+    loss_scale_hysteresis: int = 1
 
     def __post_init__(self) -> None:
         check_fields(self)
+        self._check_loss_scale()
+        self._check_offload_path()
+
+    def _check_loss_scale(self) -> None:
+        given = {name: value for name, value in non_defaults(self).items() if name.startswith("loss_scale")}
+        for name, value in given.items():
+            if self.precision != "fp16":
+                raise PlanError(
+                    f"Compute.{name} is {value!r}, but precision={self.precision!r} scales no losses: use "
+                    f"Compute(precision='fp16', {name}={value!r}), or leave it out."
+                )
+            if self.loss_scale != "dynamic" and name != "loss_scale":
+                raise PlanError(
+                    f"Compute.{name} is {value!r}, but loss_scale={self.loss_scale!r} stays as it is: use "
+                    "loss_scale='dynamic', or leave one of the two out."
+                )
+        for name in ("loss_scale_window", "loss_scale_hysteresis"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"Compute.{name} is {getattr(self, name)}; it must be at least 1 step.")
+        for name in ("loss_scale", "loss_scale_start"):
+            value = getattr(self, name)
+            if value != "dynamic" and not 1 <= value <= MOST_SCALE:
+                raise PlanError(
+                    f"Compute.{name} is {value!r}; it must be from 1 to {MOST_SCALE:g}, as powers of two are "
+                    "(65536), by which nothing is rounded."
+                )
+
+    def _check_offload_path(self) -> None:
         if self.offload_path is None:
             return
         if not self.offload_path.startswith(("/", "~")):
@@ -56,3 +97,8 @@ class Compute(PlanPart):
                 f"Compute.offload_path is {self.offload_path!r}, but offload='none' keeps nothing there: use "
                 "Compute(offload='optimizer', offload_path=...), or leave it out."
             )
+
+
+def no_loss_scale() -> dict[str, Any]:
+    """Return the values that options of a loss scale have where there is none: for a plan in another precision."""
+    return {one.name: one.default for one in dataclasses.fields(Compute) if one.name.startswith("loss_scale")}

@@ -53,10 +53,6 @@ def _remade(cls: type[PlanPart], fields: dict[str, Any]) -> PlanPart:
 
 # Fields of a part, and single values of a field ("Field=value"): what it is, what to use now.
 NOT_BUILT = {
-    "Compute.precision=fp16": (
-        "fp16 arithmetic (it needs loss scaling)",
-        "precision='bf16', which needs none, or precision='fp32'",
-    ),
     "Compute.precision=fp8": ("fp8 arithmetic", "precision='bf16'"),
 }
 

@@ -150,14 +150,16 @@ def _state(case: Case) -> float:
     if case.offload == "all":
         return 0.0
     group = axes.shard * axes.context  # rows of experts are split among these, all others also among `experts`
+    # With weights of 16 bits gradients have them, too, and are copied; of weights of 32 bits they have as many.
+    is_half = case.precision == "fp16" and software.weight_bytes == WEIGHT
     found = sum(
         state_bytes(
             held,
             zero=axes.zero,
             members=members,
             weight_bytes=software.weight_bytes,
-            gradient_bytes=VALUE if case.precision == "fp16" else software.gradient_bytes,
-            copied_bytes=VALUE if case.precision == "fp16" else 0.0,  # gradients in 32 bit, less those in 16 bit
+            gradient_bytes=VALUE if is_half else software.gradient_bytes,
+            copied_bytes=VALUE if is_half else 0.0,  # gradients in 32 bit, less those in 16 bit
             keeps_gathered=software.keeps_gathered and axes.stages > 1,
             frozen=frozen,
             optimizer_bytes=model.optimizer_bytes,

@@ -25,7 +25,7 @@ def case_of(plan: Plan, model: ModelCosts, cluster: Cluster, *, workers: int) ->
     (fp64), for what does not run on such devices, and for more workers than the cluster has devices.
     """
     if plan.compute.precision == "fp64":
-        raise PlanError("The cost model has no rates for precision=fp64: predict with fp32 or bf16.")
+        raise PlanError("The cost model has no rates for precision=fp64: predict with fp32, bf16 or fp16.")
     if workers > cluster.devices:
         raise PlanError(f"The plan is for {workers} workers, and the cluster has {cluster.devices} devices.")
     why = why_not_there(plan, cluster)
@@ -40,7 +40,7 @@ def case_of(plan: Plan, model: ModelCosts, cluster: Cluster, *, workers: int) ->
         micro_batch=min(batch.resolved_micro, batch.size),
         micro_batches=max(1, math.ceil(batch.num_micro / (1 if takes_whole_batches else axes.data))),
         software=paceline(compiles=plan.compute.compile),
-        precision="bf16" if plan.compute.precision == "bf16" else "fp32",
+        precision=plan.compute.precision,
         recompute=RECOMPUTE[plan.compute.recompute],
         sync=plan.sync,
         wire=plan.wire,

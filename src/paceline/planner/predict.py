@@ -247,8 +247,8 @@ class Workload:
             moved = scores * SCORE_PASSES / device.memory_bandwidth * self._passes(constants)
             return dense + moved, 2 * dense + BACKWARD_SCORES * moved
         rate = device.attention[case.software.attention] * constants.attention
-        if case.precision == "fp32":
-            rate *= device.peak_of("fp32") / device.peak["bf16"]
+        if case.precision in ("fp32", "fp16"):
+            rate *= device.peak_of(case.precision) / device.peak["bf16"]
         rate *= SMALL_HEAD_RATE if attention.head_size < SMALL_HEADS else 1.0
         needed = flops * (0.5 if attention.causal and case.software.skips_pairs else 1.0)
         backward = BACKWARD_ATTENTION if attention.needs_backward else 0.0
@@ -270,7 +270,7 @@ class Workload:
     def _head_s(self, constants: Constants) -> tuple[float, float]:
         """Seconds of forward and backward of a micro-batch through the head, or what else is in no block."""
         case, forward_s, backward_s = self.case, 0.0, 0.0
-        rate = self._rate("fp32" if case.precision == "fp32" else "bf16", constants)  # never in 8 bit
+        rate = self._rate("bf16" if case.precision == "fp8" else case.precision, constants)
         if case.model.vocabulary:
             words = case.micro_tokens * case.model.vocabulary / case.axes.tensor
             moved = words * HEAD_BYTES / case.cluster.device.memory_bandwidth * max(1.0, self._passes(constants) / 2)

@@ -141,6 +141,7 @@ class _Builder:
         describe_run(
             parts.contents,
             losses=parts.executor.losses,
+            loss_scale=parts.executor.loss_scale if parts.executor.loss_scale.is_used else None,
             streams=self._loop.between.positions,
             sizes=parts.sizes,
             attempt=self._files.attempt,

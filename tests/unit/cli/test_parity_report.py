@@ -39,12 +39,13 @@ def test_a_reference_that_draws_as_stages_do_is_told() -> None:
     assert says not in said_of("stages=2", 0.0)
 
 
-def test_bf16_may_differ_by_two_roundings_of_its_own() -> None:
-    assert "DIFFERS" not in said_of("tensor=2+compute(precision=bf16)", 2 * 2**-7)
-    assert "DIFFERS" in said_of("tensor=2+compute(precision=bf16)", 3 * 2**-7)
+@pytest.mark.parametrize(("precision", "rounding"), [("bf16", 2**-7), ("fp16", 2**-10)])
+def test_sixteen_bits_may_differ_by_two_roundings_of_their_own(precision: str, rounding: float) -> None:
+    assert "DIFFERS" not in said_of(f"tensor=2+compute(precision={precision})", 2 * rounding)
+    assert "DIFFERS" in said_of(f"tensor=2+compute(precision={precision})", 3 * rounding)
 
 
-@pytest.mark.parametrize(("precision", "rounding"), [(None, 0.0), ("fp32", 2**-23), ("bf16", 2**-7)])
+@pytest.mark.parametrize(("precision", "rounding"), [(None, 0.0), ("fp32", 2**-23), ("bf16", 2**-7), ("fp16", 2**-10)])
 def test_weights_are_perturbed_by_a_rounding_of_the_plans_precision(
     precision: str | None, rounding: float, tmp_path: Path
 ) -> None:

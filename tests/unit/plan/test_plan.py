@@ -73,6 +73,14 @@ plans = st.builds(
         precision=st.sampled_from(["fp32", "bf16", "fp64"]),
         recompute=st.sampled_from(["none", "blocks"]),
         compile=st.booleans(),
+    )
+    | st.builds(Compute, precision=st.just("fp16"), loss_scale=st.floats(min_value=1, max_value=2.0**64))
+    | st.builds(
+        Compute,
+        precision=st.just("fp16"),
+        loss_scale_start=st.floats(min_value=1, max_value=2.0**64),
+        loss_scale_window=counts,
+        loss_scale_hysteresis=counts,
     ),
     guard=st.builds(Guard, check_every=st.integers(0, 10**6))
     | st.builds(
@@ -219,7 +227,6 @@ def test_a_pipelines_text_is_read_back() -> None:
 
 
 NOT_BUILT_FIELDS: list[tuple[type[Any], dict[str, Any]]] = [
-    (Compute, {"precision": "fp16"}),
     (Compute, {"precision": "fp8"}),
 ]
 
@@ -233,7 +240,7 @@ def test_fields_and_values_that_are_not_built_are_refused_by_name(cls: type[Any]
 
 @pytest.mark.parametrize(
     "text",
-    ["compute(precision=fp8)", "compute(precision=fp16)"],
+    ["compute(precision=fp8)"],
 )
 def test_text_refuses_by_name_what_the_constructors_refuse(text: str) -> None:
     with pytest.raises(PlanError, match=r"^\w+\(\w+=.*is not built yet\. Use "):
@@ -256,6 +263,13 @@ def test_the_planner_is_refused_by_name() -> None:
         ("Plan(wire=Cast)", "Did you mean Cast(...)?"),
         ("Plan(wires=1)", "Plan.wires: Plan has no field 'wires'. Did you mean 'wire'?"),
         ("Compute(precision='bf17')", "Did you mean 'bf16'?"),
+        ("Compute(loss_scale=64)", "precision='fp32' scales no losses: use Compute(precision='fp16', loss_scale=64)"),
+        ("Compute(precision='bf16', loss_scale_window=9)", "Compute.loss_scale_window is 9, but precision='bf16'"),
+        ("Compute(precision='fp16', loss_scale=0)", "Compute.loss_scale is 0; it must be from 1 to "),
+        ("Compute(precision='fp16', loss_scale_start=float('inf'))", "Compute.loss_scale_start is inf; it must be"),
+        ("Compute(precision='fp16', loss_scale_window=0)", "Compute.loss_scale_window is 0; it must be at least 1"),
+        ("Compute(precision='fp16', loss_scale='static')", "it must be 'dynamic' or a number"),
+        ("Compute(precision='fp16', loss_scale=8, loss_scale_start=4.0)", "loss_scale=8 stays as it is: use"),
     ],
 )
 def test_a_mistake_in_python_is_named(python: str, says: str) -> None:
@@ -267,6 +281,11 @@ def test_a_mistake_in_python_is_named(python: str, says: str) -> None:
 def test_an_unknown_name_in_the_module_is_an_ordinary_attribute_error() -> None:
     with pytest.raises(AttributeError, match="NoSuchThing"):
         importlib.import_module("paceline.plan").NoSuchThing  # noqa: B018  # the look-up is what raises
+
+
+def test_a_loss_scale_is_short_in_a_plans_text() -> None:
+    assert str(Plan.parse("compute(precision=fp16,loss_scale=dynamic)")) == "compute(precision=fp16)"
+    assert Plan.parse("compute(precision=fp16,loss_scale=1024)").compute == Compute(precision="fp16", loss_scale=1024)
 
 
 def test_plans_are_frozen() -> None:

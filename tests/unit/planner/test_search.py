@@ -24,6 +24,7 @@ LLAMA = transformer(
 GPT = transformer(layers=24, hidden=2048, heads=16, sequence=1024, vocabulary=32000)
 HUGE = transformer(layers=128, hidden=25600, heads=160, sequence=2048, vocabulary=51200)  # a trillion parameters
 PLAN = Plan(batch=Batch(size=512), compute=Compute(precision="bf16"))
+FP16 = Compute(precision="fp16", loss_scale=1024)
 
 
 def h100(hosts: int) -> Cluster:
@@ -82,6 +83,12 @@ def test_a_plan_becomes_a_case() -> None:
     compiled = dataclasses.replace(plan, compute=Compute(precision="bf16", recompute="blocks", compile=True))
     case = case_of(dataclasses.replace(compiled, layout=Layout(shard=8)), LLAMA, h100(1), workers=8)
     assert (case.precision, case.recompute, case.software.kernels) == ("bf16", "full", "fused")
+
+
+def test_fp16_takes_the_time_and_the_memory_of_bf16() -> None:
+    half, plan = price(PLAN, LLAMA, h100(1), built_in(), workers=8), dataclasses.replace(PLAN, compute=FP16)
+    scaled = price(plan, LLAMA, h100(1), built_in(), workers=8)
+    assert (scaled.step, scaled.memory) == (half.step, half.memory)
 
 
 @pytest.mark.parametrize(

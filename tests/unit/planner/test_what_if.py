@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from paceline.errors import PlanError
-from paceline.plan import Batch, Layout, Plan
+from paceline.plan import Batch, Compute, Layout, Plan
 from paceline.planner.cluster import catalogue
 from paceline.planner.what_if import rate_of, read_changes, variations, with_workers
 
@@ -57,6 +59,14 @@ def test_devices_hosts_batch_and_precision_change() -> None:
     assert (case.cluster.hosts, case.cluster.devices_per_host) == (4, 4)
     assert case.plan is not None
     assert (case.plan.batch.size, case.plan.batch.micro, case.plan.compute.precision) == (128, 4, "bf16")
+
+
+def test_a_loss_scale_stays_with_fp16_alone() -> None:
+    plan = dataclasses.replace(PLAN, compute=Compute(precision="fp16", loss_scale=64))
+    found = variations(
+        plan, catalogue().cluster("h100x8-ib"), catalogue(), read_changes(["precision=fp16,bf16"]), workers=8
+    )
+    assert [case.asked.compute for case in found] == [plan.compute, Compute(precision="bf16")]
 
 
 def test_a_layout_that_does_not_take_the_workers_has_no_plan_and_keeps_what_was_asked() -> None:

@@ -131,7 +131,7 @@ def test_every_key_of_a_line_of_metrics_is_listed() -> None:
         num_dropped=1,
         num_wire_bytes=1,
         num_raw_bytes=2,
-        optimizer={"lr": 1, "lr/1": 2, "grad_norm": 3},
+        optimizer={"lr": 1, "lr/1": 2, "grad_norm": 3, "loss_scale": 4, "overflows": 5},
     )
     listed = [cell[0].strip("`") for cell in cells(section(page("events-and-metrics.md"), "metrics.jsonl"))]
     assert listed == list(metrics_line(row, attempt=1))

@@ -37,7 +37,7 @@ class Sampler:
 class Run:
     """A worker's state with an optimizer that has stepped, and the parts that `describe_run` lists."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, scales_losses: bool = True) -> None:
         registry = StateRegistry()
         registry.models["model"] = self.model = nn.Linear(3, 2)
         registry.optimizers["optimizer"] = self.optimizer = torch.optim.SGD(
@@ -48,9 +48,11 @@ class Run:
         self.codecs = codecs
         self.contents = StateContents(registry, codecs)
         self.parts = {
-            name: Sampler() for name in ("losses", "streams", "sizes", "loop", "guard", "memory_checkpointer", "second")
+            name: Sampler()
+            for name in ("losses", "loss_scale", "streams", "sizes", "loop", "guard", "memory_checkpointer", "second")
         }
-        listed = {name: part for name, part in self.parts.items() if name != "second"}
+        listed: dict[str, Any] = {name: part for name, part in self.parts.items() if name != "second"}
+        listed |= {} if scales_losses else {"loss_scale": None}
         describe_run(self.contents, attempt=3, **listed)
         self.contents.add("second_sampler", self.parts["second"].state_dict, self.parts["second"].load_state_dict)
 
@@ -121,6 +123,7 @@ def test_a_rollback_gives_back_the_same_list_but_for_what_only_goes_forward() ->
         found = {name: part.position for name, part in run.parts.items()}
         assert found == {
             "losses": 7,
+            "loss_scale": 8,
             "second": 7,
             "streams": 8,
             "sizes": 8,
@@ -144,7 +147,7 @@ def test_a_rollback_copy_uses_the_memory_of_the_one_before() -> None:
 
 
 def test_a_checkpoint_has_the_keys_that_earlier_versions_wrote_and_read() -> None:
-    run = Run()
+    run = Run(scales_losses=False)
     run.train(1)
     state = RunState.capture(run.contents, Carrier.DISK, step=1)
     assert list(state.plain) == ["run", "random", "losses", "streams", "micro_batch", "attempt", "second_sampler"]

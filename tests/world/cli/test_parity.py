@@ -242,6 +242,14 @@ def test_in_float64_the_same_script_agrees_to_fourteen_digits(parity: Any) -> No
         assert one["weights"]["value"] < 1e-12
 
 
+@pytest.mark.thorough
+def test_fp16_finds_its_loss_scale_in_the_same_steps_as_a_plain_torch_loop(parity: Any) -> None:
+    scale = "compute(precision=fp16,loss_scale_start=268435456.0,loss_scale_window=3)"
+    done = parity(EVERYTHING, "--workers", "2", "--bare", "--plan", f"batch(size=20,micro=3)+{scale}")
+    assert (done.returncode, done.stdout.strip().splitlines()[-1]) == (0, "parity holds"), done.stdout + done.stderr
+    assert "12 steps, against one process in float16" in done.stdout
+
+
 @pytest.mark.parametrize("script", [CONTRAST, GAN, PLAIN], ids=["in_batch_loss", "two_steppers", "plain_loop"])
 def test_it_holds_for(script: str, parity: Any) -> None:
     done = parity(script, "--workers", "3", "--json")

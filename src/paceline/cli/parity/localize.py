@@ -41,10 +41,10 @@ from paceline.cli.parity.module_records import (
     rms,
 )
 
-__all__ = ["MARGIN", "MARGIN_OF_BF16", "Departure", "locate"]
+__all__ = ["MARGIN", "MARGIN_OF_HALF", "Departure", "locate"]
 
 MARGIN = 50.0  # times the noise: sums of many numbers differ by several roundings
-MARGIN_OF_BF16 = 8.0  # its sums are of single precision, so single roundings differ
+MARGIN_OF_HALF = 8.0  # its sums are of single precision, so single roundings differ
 ALL = 0.8  # of the parameters: an error of more is none of a module
 SAME_FACTOR = 1e-2  # relative spread of the factors of gradients that differ by a common one
 WIRE_NOISE = 2e-7  # of sums of single precision, relative to the largest number

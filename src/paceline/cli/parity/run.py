@@ -35,11 +35,13 @@ from paceline.cli.parity.report import (
 )
 from paceline.cli.parity.request import ParityRequest
 from paceline.cli.parity.where import ask_for_modules, find_departure
+from paceline.config import to_word
 from paceline.errors import PlanError, WorkerError
 from paceline.events import WorkerStarted, decode
 from paceline.launch.fork.warm_parent_client import WarmParent
 from paceline.logs.log_reader import lines_of
 from paceline.plan import CommandPlan, Job, Plan
+from paceline.plan.compute import no_loss_scale
 from paceline.runs.attempt import Attempt, error_from_failures
 
 __all__ = ["ParityTrial", "main_parity", "trials"]
@@ -67,6 +69,7 @@ class ParityTrial:
             changed = ["plan.layout=layout(replicas=1)", "plan.wire=raw"]
         if float64:
             changed.append("plan.compute.precision=fp64")
+            changed += [f"plan.compute.{name}={to_word(value)}" for name, value in no_loss_scale().items()]
         return tuple(changed)
 
     @property

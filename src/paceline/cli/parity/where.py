@@ -7,12 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paceline.cli.parity.compare import CaptureReader, Difference, first_step_over
-from paceline.cli.parity.localize import MARGIN, MARGIN_OF_BF16, Departure, locate
+from paceline.cli.parity.localize import MARGIN, MARGIN_OF_HALF, Departure, locate
 
 __all__ = ["MARGINS", "ask_for_modules", "find_departure"]
 
-ROUNDINGS = {"fp32": 2.0**-23, "fp64": 2.0**-52, "bf16": 2.0**-7}  # by precision: the distance of two numbers at 1
-MARGINS = {"fp32": MARGIN, "fp64": MARGIN, "bf16": MARGIN_OF_BF16}
+ROUNDINGS = {
+    "fp32": 2.0**-23,
+    "fp64": 2.0**-52,
+    "bf16": 2.0**-7,
+    "fp16": 2.0**-10,
+}  # by precision: the distance of two numbers at 1
+MARGINS = {"fp32": MARGIN, "fp64": MARGIN, "bf16": MARGIN_OF_HALF, "fp16": MARGIN_OF_HALF}
 
 
 def ask_for_modules(captured: Path, *, steps: int, perturbed_in: str | None = None) -> None:

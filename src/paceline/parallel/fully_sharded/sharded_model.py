@@ -52,13 +52,12 @@ from paceline.parallel.fully_sharded.sharded_units import (
 from paceline.parallel.fully_sharded.user_access import watch_access
 from paceline.parallel.gradient_queries import backward_calls
 from paceline.parallel.partial_parameter import mark_partial
+from paceline.parallel.precision import HALVES
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["ShardGroup", "ShardedModel", "ShardedModels"]
-
-HALF = torch.bfloat16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,7 +186,7 @@ class ShardedModel:
         those of inputs.
         """
         require_splittable(model, units)
-        self.model, self.zero = model, zero
+        self.model, self.zero, self._precision = model, zero, precision
         self._is_late = is_late
         self._sums: dict[
             Any, tuple[ShardReduceScatter, ShardGroup]
@@ -203,7 +202,7 @@ class ShardedModel:
         whole = [("", model)] if apart is None else []
         # On the CPU torch has no norm of fp32 inputs with 16-bit weights, and autocast casts none of them. Late
         # gradients accumulate whole, for which 16 bits are too few.
-        is_half = precision == "bf16" and rows.mesh.device_type != "cpu" and not is_late
+        is_half = precision in HALVES and rows.mesh.device_type != "cpu" and not is_late
         half = {inner for _, block in blocks for inner in block.modules()} if is_half else set[nn.Module]()
         before = registered(model)
         self._set_apart = {parameter for parameter in model.parameters() if parameter.is_meta}  # other workers' experts
@@ -310,7 +309,9 @@ class ShardedModel:
         # Under autocast alone a unit's 16-bit copies would live from its forward to its backward, gathered or not. So
         # blocks are gathered in 16 bits. The rest follows autocast, so that sums along the residual stream keep their
         # precision. Gradients are summed in fp32.
-        half = MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        half = MixedPrecisionPolicy(
+            param_dtype=HALVES.get(self._precision), reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
         policy = half if is_half and not is_root else MixedPrecisionPolicy()
         # None: the root, which backward needs first, stays gathered between forward and backward.
         reshard = False if self.zero < 3 else None if is_root else True

@@ -13,6 +13,9 @@ stages share. Their sums are summed once more, over the workers with the other p
 With `op="adasum"`, replicas combine their own gradients. Gradients that are distributed over a replica are completed
 there first, and the inner products travel in the step metadata (`sync.allreduce.adasum`).
 
+Where losses were scaled (fp16), each worker takes the scale out of its own gradients when they are complete, before
+they leave: what codecs keep, norms, and everything after it are of the losses as they are.
+
 Buckets that no worker used in the same gradient pass of the previous step are *cold* (the other model of a GAN, an
 average of the weights). They wait until all workers know whether they were used, and normally need not be sent.
 """
@@ -50,6 +53,7 @@ class GradientReducer(GradientBuckets):
     is_late = False  # whether this worker's gradients are left out
     parts: Sequence[ReplicaNorm] = ()  # of the last gradient pass, if they were requested
     measured_square: float | None = None  # of the mean's norm, over the parameters in which the parts were measured
+    loss_scale = 1.0  # by which losses of the gradient pass are multiplied, equally on all workers
     waited_s = 0.0  # for transfers, in the last `land`
     waited_in_all_s = 0.0
     _measures = False  # in this gradient pass
@@ -116,7 +120,7 @@ class GradientReducer(GradientBuckets):
     def note_first(self, *, weight: float) -> None:
         """The first backward is over, and its gradients are complete: they count for `weight` in the mean."""
         if self._measures:
-            self._parts.note_first(self.parameters, weight=weight)
+            self._parts.note_first(self.parameters, weight=weight, factor=1 / self.loss_scale)
 
     def flush(self, numbers: Sequence[float], *, weight: float = 1.0) -> None:
         """Send what has not left, and the step metadata: `numbers` to be summed, and which parameters got a gradient
@@ -129,6 +133,8 @@ class GradientReducer(GradientBuckets):
         if self._finite_check is not None:  # gradients that were not checked during backward
             for name, parameter in zip(self.names, self.parameters, strict=True):
                 self._check_finite(name, parameter)
+        departed = set(self._queue[: self._num_departed])
+        self._unscale([bucket for number, bucket in enumerate(self._buckets) if number not in departed])
         used = [self._was_used(self._all[place][1]) for place in self._trained_places]
         metadata = [*map(float, numbers), *map(float, used), *self._report(weight)]
         self._armed = False
@@ -420,6 +426,7 @@ class GradientReducer(GradientBuckets):
         ):
             try:
                 self.is_departing = True
+                self._unscale([self._buckets[self._queue[self._num_departed]]])
                 self._depart_next()
                 self.is_departing = False
             except Disrupted as disruption:  # not raised in backward, which is the user's code
@@ -427,6 +434,14 @@ class GradientReducer(GradientBuckets):
         self._ready.add(place)
         self._pending[bucket] -= 1
         self._check_finite(self.names[place], parameter)
+
+    def _unscale(self, buckets: Iterable[AnyBucket]) -> None:
+        """Take the scale of losses out of this worker's gradients, which are complete."""
+        if self.loss_scale == 1.0:
+            return
+        for bucket in buckets:
+            for gradient in gradients_here(bucket.parameters):
+                gradient.mul_(1 / self.loss_scale)
 
     def _depart_next(self, metadata: Sequence[float] = ()) -> None:
         number = self._queue[self._num_departed]

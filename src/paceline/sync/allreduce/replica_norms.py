@@ -50,10 +50,11 @@ class ReplicaNorms:
         """How many numbers are added to the step metadata."""
         return 2 * self._group.size
 
-    def note_first(self, parameters: Iterable[Parameter], *, weight: float) -> None:
-        """Record the first micro-batch's gradients, when nothing else has been added."""
+    def note_first(self, parameters: Iterable[Parameter], *, weight: float, factor: float = 1.0) -> None:
+        """Record the first micro-batch's gradients, when nothing else has been added; they are to be multiplied by
+        `factor`."""
         if self._group.size == 1:
-            self._first = weight, square_of(filter(self.is_measured, parameters))
+            self._first = weight, square_of(filter(self.is_measured, parameters), factor=factor)
 
     def report(self, weight: float, squares: Sequence[Tensor]) -> list[float]:
         """Return what this worker adds to the step metadata: its replica's weight, and the squares of its buckets."""
@@ -71,12 +72,13 @@ class ReplicaNorms:
         return [ReplicaNorm(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)]
 
 
-def square_of(parameters: Iterable[Parameter], *, device: torch.device | None = None) -> Tensor:
-    """Return the squared norm of the local parts of some parameters' gradients, 0-d, in single precision or better.
+def square_of(parameters: Iterable[Parameter], *, device: torch.device | None = None, factor: float = 1.0) -> Tensor:
+    """Return the squared norm of `factor` times the local parts of some parameters' gradients, 0-d, in single precision
+    or better.
 
     Without any gradient it is a zero on `device`.
     """
     found = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
     dense = [one.coalesce().values() if one.is_sparse else one for one in found]
     wide = [one.float() if one.dtype in (torch.bfloat16, torch.float16) else one for one in dense if one.numel()]
-    return torch.nn.utils.get_total_norm(wide).square() if wide else torch.zeros((), device=device)
+    return (torch.nn.utils.get_total_norm(wide) * factor).square() if wide else torch.zeros((), device=device)

@@ -1,7 +1,7 @@
 // Numbers, durations and dates as people read them.
 
 export const NONE = "–";
-const NAMES = { lr: "learning rate", grad_norm: "gradient norm" };
+const NAMES = { lr: "learning rate", grad_norm: "gradient norm", loss_scale: "loss scale (fp16)", overflows: "overflows in fp16" };
 
 /** What a metric is called: those that each run has, by their names. */
 export function metricTitle(name) {

@@ -10,7 +10,7 @@ import { sweepLink } from "./sweep.js";
 import { attemptsCard, card, eventsList, facts, incidentsCard, isCalm, measuresTable, receiptCard, timeCard, timeline, workersTable } from "./run_parts.js";
 import { logsCard } from "./logs.js";
 
-const FIRST = ["lr", "learning_rate", "grad_norm", "gradient_norm"]; // reported names that come first
+const FIRST = ["lr", "learning_rate", "grad_norm", "gradient_norm", "loss_scale", "overflows"]; // reported names that come first
 const NAMES = { samples_per_s: "samples per second", noise_scale: "gradient noise scale, samples", wire_ratio: "bytes sent, of those without compression" };
 const PHASES = [["compute", "phase-compute"], ["communication", "phase-communication"], ["optimizer", "phase-optimizer"], ["data", "phase-data"], ["other", "soft"], ["recovery", "bad"]];
 const WORDS = { communication: "waiting" };

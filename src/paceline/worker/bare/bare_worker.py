@@ -277,6 +277,7 @@ class BareWorker:
             loss=batch.loss,
             metrics=dict(self._metrics),
             seconds={"total": 0.0},
+            optimizer={"loss_scale": self._pass.used_scale} if self.plan.compute.precision == "fp16" else {},
         )
         self._emit(done)
 

@@ -14,19 +14,21 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.events import Reported, StepDone, Warned
+from paceline.events import Note, Reported, StepDone, Warned
 from paceline.sync.allreduce.buckets import SentBytes
 from paceline.units import name_text
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.data.stream_position import StreamPosition
 from paceline.worker.loop.learning_rates import LearningRates
 from paceline.worker.parts import WorkerParts
+from paceline.worker.step.loss_scale import LEAST, scale_text
 from paceline.worker.step.step_outcome import StepOutcome
 
 __all__ = ["PendingStep", "StepLog"]
 
 NAMED_AT_MOST = 8
 SKIPS_REPORTED, SKIPS_ALLOWED = 3, 100  # steps in a row without finite gradients
+SKIPS_AT_LEAST_SCALE = 20  # in fp16, where the loss scale cannot be lowered any more
 
 
 class PendingStep:
@@ -59,10 +61,11 @@ class StepLog:
         self._files, self._models, self._consensus = parts.files, parts.models, place.consensus
         self._prepared, self._rates = parts.prepared, LearningRates()
         self._scope, self._stepped, self._is_elastic = parts.scope, stepped, parts.plan.layout.is_elastic
+        self._scales_losses = parts.plan.compute.precision == "fp16"
         self._counts = place.axes.counts  # whether this worker's samples are written down; others may run the same
         self._add_work = place.recorder.add_work  # of micro-batches, and a step's seconds: to find stragglers
         self._open: dict[str, PendingStep] = {}  # by stream
-        self._num_batches = self._num_skips = 0
+        self._num_batches = self._num_skips = self._num_overflows = 0  # the last two: in a row
         self._num_committed = self._num_trained = 0  # by this worker
         self._num_left_out = self._num_unstepped = 0  # of them, those that were to train
         self._recovery_reported_s = 0.0
@@ -127,6 +130,10 @@ class StepLog:
         a guard of its own the plan says more, and other limits."""
         if outcome.spike is not None:
             return
+        if outcome.next_loss_scale is not None:
+            self._tell_overflow(number, outcome.next_loss_scale)
+            return
+        self._num_overflows = 0
         self._num_skips = 0 if outcome.finite else self._num_skips + 1
         if 0 < self._num_skips <= SKIPS_REPORTED:
             more = "; further ones in a row are not reported" if self._num_skips == SKIPS_REPORTED else ""
@@ -134,7 +141,16 @@ class StepLog:
             text = f"step {number} was skipped {workers}: its gradients are not finite (loss {outcome.loss:.4g})"
             if outcome.broken:
                 text += f", that of {outcome.broken} first in backward"
+            if outcome.loss_scale is not None:
+                text += f", with a loss scale of {scale_text(outcome.loss_scale)}"
             self.warn(text + more)
+        if outcome.loss_scale == LEAST and math.isfinite(outcome.loss) and self._num_skips >= SKIPS_AT_LEAST_SCALE:
+            raise RuntimeError(
+                f"the gradients of {SKIPS_AT_LEAST_SCALE} steps in a row overflowed in fp16, whose loss scale cannot "
+                f"be lower than {LEAST:g} (loss {outcome.loss:.4g}): gradients, or values that forward computes, are "
+                "beyond 65504. Use Compute(precision='bf16'), which has the range of fp32, or a smaller loss; or look "
+                "at the first skipped step"
+            )
         if self._num_skips >= SKIPS_ALLOWED:
             raise RuntimeError(
                 f"the gradients of {SKIPS_ALLOWED} steps in a row were not finite (loss {outcome.loss:.4g}): the "
@@ -142,6 +158,15 @@ class StepLog:
                 "data or the loss are broken. Lower the learning rate, clip (clip_norm=1.0), or look at the "
                 "first skipped step"
             )
+
+    def _tell_overflow(self, number: int, next_scale: float) -> None:
+        """Say that a step is skipped because of its loss scale, a few times in a row. It does not count as broken."""
+        self._num_overflows += 1
+        if self._num_overflows > SKIPS_REPORTED or self._scope.group.index:
+            return
+        more = "; further ones in a row are not reported" if self._num_overflows == SKIPS_REPORTED else ""
+        text = f"step {number} was skipped: its gradients overflowed in fp16; the loss scale is now "
+        self._files.emit(Note(text=f"{text}{scale_text(next_scale)}{more}"))
 
     def commit(self, batch: StepBatch) -> None:
         """The weights have changed (or the step is skipped): the batch is done."""
@@ -219,6 +244,8 @@ class StepLog:
             else "losses or gradients were not finite, or leapt, and no worker took the step. Lower the learning rate, "
             "clip (clip_norm=1.0), or look at the data of the first steps"
         )
+        if self._scales_losses and not num_unstepped:
+            why += ". In fp16 the first steps find the loss scale: take more, or begin with a smaller loss_scale_start"
         raise RuntimeError(f"the run has trained nothing: in {count} {why}. Nothing is saved at the end")
 
     def report(self, metrics: Mapping[str, Any]) -> None:
@@ -318,10 +345,13 @@ class StepLog:
 
 
 def _of_optimizer(step: PendingStep) -> dict[str, float]:
-    """Learning rates, and the norm of the gradients: seven digits are what single precision has."""
-    norm = None if step.outcome is None else step.outcome.grad_norm
-    rates = {name: float(value) for name, value in step.rates.items()}
-    return rates if norm is None else {**rates, "grad_norm": float(f"{norm:.7g}")}
+    """Learning rates; the norm of the gradients: seven digits are what single precision has; the loss scale."""
+    found, outcome = {name: float(value) for name, value in step.rates.items()}, step.outcome
+    if outcome is not None and outcome.grad_norm is not None:
+        found["grad_norm"] = float(f"{outcome.grad_norm:.7g}")
+    if outcome is not None and outcome.loss_scale is not None:
+        found |= {"loss_scale": outcome.loss_scale, "overflows": float(outcome.num_overflows)}
+    return found
 
 
 def _is_on_another_stage(value: Tensor | float) -> bool:

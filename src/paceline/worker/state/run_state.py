@@ -122,6 +122,7 @@ def describe_run(
     contents: StateContents,
     *,
     losses: StatePart,
+    loss_scale: StatePart | None,
     streams: StatePart,
     sizes: StatePart,
     attempt: int,
@@ -129,9 +130,12 @@ def describe_run(
     guard: StatePart,
     memory_checkpointer: StatePart,
 ) -> None:
-    """List all plain values beside those of prepared objects. Checkpoints have the keys in this order."""
+    """List all plain values beside those of prepared objects. Checkpoints have the keys in this order. `loss_scale`:
+    None where the plan scales no losses."""
     contents.add("random", random_state.capture_random_state, random_state.restore_random_state)
     contents.add("losses", losses.state_dict, losses.load_state_dict)
+    if loss_scale is not None:  # a rollback does not bring back one that has proved too large
+        contents.add("loss_scale", loss_scale.state_dict, loss_scale.load_state_dict, carriers=Carrier.RESTART)
     # Training data only goes forward, so a rollback leaves the streams where they are.
     contents.add("streams", streams.state_dict, streams.load_state_dict, carriers=Carrier.RESTART, when=When.ARRIVED)
     # Nor does a rollback bring back micro-batches for which the memory was too little.

@@ -24,6 +24,11 @@ SHARDED = (
     "ShardedGradScaler asks torch's default process group whether gradients are finite, and workers here have none. "
     "Use torch.amp.GradScaler: all workers skip the same steps with it, under every layout"
 )
+OWN = (
+    "Compute(precision='fp16') scales losses itself, and a GradScaler would scale them a second time. Leave the scaler "
+    "out: return the loss as it is, or write worker.backward(loss), and then optim.step(). Or keep it, with "
+    "torch.autocast and precision='fp32'"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,12 +45,14 @@ class ScaledLosses:
 
     def __init__(self) -> None:
         self.has_scaler = False  # whether an enabled one was used within a pass
+        self.is_refused = False  # the plan scales losses
         self._is_open = False
         self._found: list[_Scaled] = []
         self._is_installed = False
 
-    def install(self) -> None:
-        """Have torch's scalers tell of what they multiply, from now on."""
+    def install(self, *, is_refused: bool) -> None:
+        """Have torch's scalers tell of what they multiply, from now on; or refuse to, where the plan does it."""
+        self.is_refused = is_refused
         if self._is_installed:
             return
         self._is_installed = True
@@ -70,6 +77,8 @@ class ScaledLosses:
         def noted(scaler: Any, outputs: Any) -> Any:
             scaled = scale(scaler, outputs)
             if self._is_open and scaler.is_enabled():
+                if self.is_refused:
+                    raise RuntimeError(OWN)
                 if type(scaler).__module__ == FSDP:
                     raise RuntimeError(SHARDED)
                 self.has_scaler = True

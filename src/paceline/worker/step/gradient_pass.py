@@ -4,7 +4,8 @@ A *gradient pass* is one forward and backward over all micro-batches of a step. 
 seeded and buffers are rewound. Each loss is scaled by its share of the step's real samples, so the sum over
 micro-batches and workers is the gradient of the mean over the global batch. Where losses come as (sum, count), say over
 tokens, the count is known only afterwards: gradients are formed per sample, and multiplied by samples / count once all
-counts are in.
+counts are in. In fp16 each loss is also multiplied by the loss scale (`loss_scale`), which is taken out of gradients
+before they are summed.
 
 With pipeline parallelism all micro-batches of a replica go through the stages in one run, by a schedule.
 
@@ -44,6 +45,7 @@ from paceline.worker.step.buffer_trial import BufferTrials
 from paceline.worker.step.forward_writes import ForwardWrites
 from paceline.worker.step.grad_scaler import scaled_losses
 from paceline.worker.step.gradient_noise_scale import GradientNoiseScale
+from paceline.worker.step.loss_scale import LossScale
 from paceline.worker.step.losses import (
     WEIGHT_UNIT,
     LossLike,
@@ -109,7 +111,8 @@ class StepExecutor:
         self.shortage = MemoryShortage(plan, self._sizes, is_split=axes.is_split)
         self._plan, self._group, self._consensus, self._device = plan, group, consensus, device
         self._axes = axes
-        scaled_losses.install()
+        self.loss_scale = LossScale(plan.compute)
+        scaled_losses.install(is_refused=self.loss_scale.is_used)
         self.runs = TrialRuns(plan, self.buffers, self.shards, device)
         self.state = StateTrials(self.runs, is_alone=lambda: num_shares() == 1, is_split=plan.layout.workers_each > 1)
         self._buffer_trials = BufferTrials(plan, self.buffers, self.runs)
@@ -204,6 +207,7 @@ class StepExecutor:
                     void=[is_void for _, _, is_void in runs],
                     num_step=batch.num_here,
                     seeds=[self._seed(batch, micro) for _, micro, _ in runs],
+                    loss_scale=self.loss_scale.value,
                     buffers=self.buffers,
                     around=lambda number: observed(
                         self.observer, (batch.num_passes, runs[number][1].index), is_void=runs[number][2]
@@ -237,6 +241,7 @@ class StepExecutor:
         try:
             if self._checks_gradients:
                 gradients.look()
+            gradients.loss_scale = self.loss_scale.value
             # This may wait for parameter servers, and be disrupted.
             gradients.begin(batch.num_passes, step=batch.step, measures=measures)
             gradients.buffer_rules = self.buffers.rules_of_tensors
@@ -316,6 +321,7 @@ class StepExecutor:
         unscaled = single(scaled_losses.unscaled(split_loss(loss)[0]))
         self._losses.append((unscaled, micro.num_samples if weight is None else weight, is_mean))
         self._ran.append(micro)
+        factor *= self.loss_scale.value
         with torch.autocast(self._device.type, enabled=False), backward_calls.own():
             (value if factor == 1.0 else value * factor).backward()
 
@@ -369,7 +375,8 @@ class StepExecutor:
         norm = scaled_losses.unscaled_norm(gradients.known_norm)
         mean_loss = None if mean_loss is None else mean_loss + self.penalty
         series = f"{batch.stream}.{batch.num_passes}"
-        judged = self.losses.judge(series, mean_loss, finite=finite)
+        is_overflow = self.loss_scale.is_too_large(mean_loss, finite=finite)
+        judged = self.losses.judge(series, mean_loss, finite=finite or is_overflow)
         verdict = gradients.agree_on(None if judged is None else dataclasses.asdict(judged))
         spike = None if verdict is None else LossSpike(**verdict)
         batch.chosen, is_late = gradients.chosen, gradients.is_late
@@ -383,8 +390,9 @@ class StepExecutor:
         if summed.wants_change:
             self._consensus.change_is_due()
         self.agreement.settled()
-        broken = self._find_nonfinite(gradients, mean_loss, finite=finite)
-        self.losses.settled(series, mean_loss, spike)
+        broken = self._find_nonfinite(gradients, mean_loss, finite=finite or is_overflow)
+        if spike is not None or not is_overflow:
+            self.losses.settled(series, mean_loss, spike)
         settle()
         if is_taken:
             self.noise.add(
@@ -397,6 +405,9 @@ class StepExecutor:
         else:
             gradients.drop()
         unused = gradients.unused()
+        loss_scale = self.loss_scale.value if self.loss_scale.is_used else None
+        if summed.weight_sum and not is_idle:
+            self.loss_scale.settled(mean_loss, finite=finite, is_first=batch.num_passes == 0)
         return StepOutcome(
             loss=float("nan") if mean_loss is None else mean_loss,
             finite=finite,
@@ -409,6 +420,9 @@ class StepExecutor:
             is_late=is_late,
             noise_scale=self.noise.samples,
             grad_norm=None if is_idle or is_late else norm,
+            loss_scale=loss_scale,
+            next_loss_scale=self.loss_scale.value if is_overflow else None,
+            num_overflows=self.loss_scale.num_overflows,
         )
 
     def _exchange_metadata(self, batch: StepBatch, gradients: GradientReducer) -> SummedMetadata:

@@ -233,12 +233,13 @@ class PipelinePass:
         seeds: Sequence[tuple[int, ...]],
         buffers: BufferAverager,
         around: Callable[[int], AbstractContextManager[None]],
+        loss_scale: float = 1.0,
     ) -> list[MicroBatchLoss]:
         """Run forward and backward of the micro-batches' data; returns their losses, on the last stage's worker.
 
         `around(number)` surrounds each of this worker's parts of that micro-batch's forward.
-        Each counts by its share of the step's `num_step` samples; a `void` one, which only the last ones may be, does
-        not count. All workers of the stages must call it.
+        Each counts by its share of the step's `num_step` samples, times `loss_scale` in backward; a `void` one, which
+        only the last ones may be, does not count. All workers of the stages must call it.
         """
         if not micros:
             return []
@@ -269,7 +270,7 @@ class PipelinePass:
 
         self._learn(self._loss, micros)
         factors = [
-            0.0 if is_void else size / num_step if self._is_mean else 1.0 / num_step
+            0.0 if is_void else (size / num_step if self._is_mean else 1.0 / num_step) * loss_scale
             for size, is_void in zip(sizes, void, strict=True)
         ]
         last = {action.stage: action for action in pipeline.orders[staged.group.index] if action.kind != FORWARD}

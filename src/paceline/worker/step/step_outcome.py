@@ -26,6 +26,9 @@ class StepOutcome:
     is_late: bool = False  # others took the step without this replica's share of it
     noise_scale: float | None = None  # of gradients, in samples; None: not known yet
     grad_norm: float | None = None  # global, before clipping, of unscaled losses; None: not known, or not finite
+    loss_scale: float | None = None  # by which losses were multiplied; None: the plan scales none
+    next_loss_scale: float | None = None  # gradients overflowed, as is expected now and then, and this comes next
+    num_overflows: int = 0  # passes with gradients that overflowed in fp16, of all attempts, with this one
 
     @property
     def is_taken(self) -> bool:
