@@ -148,6 +148,8 @@ def _over_sockets(store: Any, index: int, size: int, limit_s: float) -> PeerProc
 class SharedMemoryProcessGroup(TorchGroup):
     """A process group of one host's workers in shared memory. Methods have torch's names, arguments and effects."""
 
+    _device_types = (CPU,)  # torch's own is of back ends that a group of its own kind has
+
     def __init__(self, sockets: PeerProcessGroup, memory: SharedGroup, *, name: str) -> None:
         super().__init__(memory.index, memory.size)
         self._name, self._sockets, self._memory = name, sockets, memory
@@ -157,6 +159,9 @@ class SharedMemoryProcessGroup(TorchGroup):
         self.send, self.recv, self.recv_anysource = sockets.send, sockets.recv, sockets.recv_anysource
         self.setGroupName, self.getGroupName = sockets.setGroupName, sockets.getGroupName
         self.setGroupDesc, self.getGroupDesc = sockets.setGroupDesc, sockets.getGroupDesc
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self  # what torch's own groups keep for a device
 
     def getBackendName(self) -> str:
         return self._name
