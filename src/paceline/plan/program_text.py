@@ -1,4 +1,4 @@
-"""Reads in a program's text, without running it, how it becomes distributed: by which calls and packages, or not at all.
+"""Reads in a program's text, without running it, how it becomes distributed: by which calls and packages, or never.
 
 Read are the script and the modules beside it that it imports, over several levels. What text cannot tell is left open:
 a package that is not known here may do anything.

@@ -176,6 +176,7 @@ def start(folder: Path, text: str, *words: str, workers: int = WORKERS, name: st
     )
 
 
+@pytest.mark.thorough
 def test_a_program_has_all_of_torch_distributed_and_the_numbers_of_one_process(tmp_path: Path) -> None:
     code, output = start(tmp_path, EVERYTHING)
     assert code == 0, output
@@ -201,7 +202,7 @@ def test_a_program_has_all_of_torch_distributed_and_the_numbers_of_one_process(t
     assert "samples" not in output.partition("finished at")[2]
 
 
-SHORT = '''\
+SHORT = """\
 import os, sys, time
 
 import torch
@@ -218,7 +219,7 @@ for step in range(1, 7):
     optim.step()
     if step == 3 and rank == 1:
         {third}
-'''
+"""
 
 
 def short(third: str = "pass", *, arguments: str = "", before: str = "") -> str:
@@ -255,7 +256,7 @@ def test_a_killed_worker_ends_the_others_in_one_sentence_and_all_start_again_if_
     assert code == 76, output
     assert re.search(r"worker 1 \(.*\) was killed by signal 9", output)
     assert "worker 0 stopped because of it" in output
-    code, output = start(tmp_path, text, "--fresh", "--restart-lost")
+    code, output = start(tmp_path, text, "--run-dir", "again", "--restart-lost")
     assert code == 0, output
     assert "start again at the beginning" in output
 
@@ -270,7 +271,7 @@ def test_the_first_traceback_is_shown_alone(tmp_path: Path) -> None:
     assert "worker 0 stopped because of it" in summary
 
 
-@pytest.mark.thorough
+@pytest.mark.further
 def test_a_hang_names_the_collective_its_line_and_where_the_other_worker_is(tmp_path: Path) -> None:
     code, output = start(tmp_path, short("time.sleep(600)"), "--timeout-s", "12")
     assert code == 1, output
@@ -278,7 +279,7 @@ def test_a_hang_names_the_collective_its_line_and_where_the_other_worker_is(tmp_
     assert "it is at train.py:16" in output
 
 
-SPAWNED = '''\
+SPAWNED = """\
 import sys
 
 import torch
@@ -296,7 +297,7 @@ def main(rank, world):
 
 if __name__ == "__main__":
     mp.spawn(main, args=(int(sys.argv[1]),), nprocs=int(sys.argv[1]))
-'''
+"""
 
 
 def test_a_program_that_spawns_its_workers_is_called_in_each_of_the_runs(tmp_path: Path) -> None:
@@ -310,7 +311,7 @@ def test_a_program_that_spawns_its_workers_is_called_in_each_of_the_runs(tmp_pat
 
 @pytest.mark.thorough
 def test_a_program_with_an_option_for_its_local_rank_gets_it(tmp_path: Path) -> None:
-    text = '''\
+    text = """\
 import argparse
 import torch.distributed as dist
 
@@ -319,7 +320,7 @@ parser.add_argument("--local_rank", type=int, default=-1)
 local_rank = parser.parse_args().local_rank
 dist.init_process_group("gloo")
 print(f"rank {dist.get_rank()} has {local_rank}", flush=True)
-'''
+"""
     code, output = start(tmp_path, text, "--show", "all")
     assert code == 0, output
     assert "rank 0 has 0" in output

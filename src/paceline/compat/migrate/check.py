@@ -89,10 +89,12 @@ def _findings(module: ModuleText, script: Path) -> Iterator[Finding]:
 
     for use in uses_in(module, class_of=class_of):
         path = _settled(use.path)
-        for table in tables:
-            if table.watches(path) and path not in table.watched:
-                yield _finding(module, script, table, use, path, _verdict(table, use, path))
-                break
+        table = next((one for one in tables if one.watches(path)), None)
+        if table is None or (path in table.watched and not table.lists(path)):
+            continue  # none of these, or a package's own name
+        verdict = _verdict(table, use, path)
+        if use.call is not None or verdict.kind != "works":  # else a constant, a class in an annotation, ...
+            yield _finding(module, script, table, use, path, verdict)
     if has_keras:
         yield from _methods(module, script, next(table for table in tables if table.methods))
 

@@ -64,6 +64,11 @@ class FrameworkTable:
             return Verdict(kind="works", says="")
         return Verdict(kind="refused", says=self.otherwise)
 
+    def lists(self, path: str) -> bool:
+        """Whether the tables have this very name."""
+        name = self.own_name(path)
+        return name in self.works or name in self.counterpart or name in self.refused
+
     def own_name(self, path: str) -> str:
         """A full name as the tables have it."""
         for prefix in (self.module, self.here):

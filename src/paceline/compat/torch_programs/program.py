@@ -44,7 +44,7 @@ _joined_here: list[int] = []  # the process that this module has joined as a wor
 
 
 def prepare_program(assignment: Assignment) -> None:
-    """Before the program of this worker begins: set what it reads, and have it join where it makes its process group."""
+    """Before the program of this worker begins: set what it reads, and have it join where it makes its group."""
     environment.enter_torch_world(assignment)
     text = ProgramText.of(Path(assignment.job.program))
     option = text.local_rank_option
