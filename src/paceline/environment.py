@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import stat
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import LaunchError, PlanError
 from paceline.plain_data import read_object
-from paceline.plan.job import Assignment, Job, assignment_from_json, assignment_to_json
+from paceline.plan.job import Assignment, Job, assignment_from_json, assignment_to_json, head_address
 from paceline.world_detection import NAMES, World, find_world
 from paceline.world_detection import notice_signals as find_notice_signals
 
@@ -36,6 +37,7 @@ __all__ = [
     "engine",
     "engine_restart",
     "enter",
+    "enter_torch_world",
     "family",
     "fault_programme",
     "for_hosts",
@@ -73,6 +75,7 @@ LISTENER = "PACELINE_LISTENER"  # process and file descriptor of the coordinator
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 FAMILY = "PACELINE_FAMILY"  # marks a warm parent and all its descendants
 PRELOADS = "PACELINE_PRELOADS"  # set in a warm parent until its imports are done
+FIRST_PORT, NUM_PORTS = 20000, 10000
 SHORTEST_TOKEN = 16  # bytes; what people type by heart is shorter
 CGROUP = Path("/sys/fs/cgroup")
 MORE_NAMES = (
@@ -117,6 +120,31 @@ def leave() -> None:
     """Undo `enter`: for a process that outlives its run, such as a notebook that was worker 0."""
     os.environ.pop(OWN_ASSIGNMENT, None)
     os.environ.pop(OWN_PID, None)
+
+
+def enter_torch_world(assignment: Assignment) -> None:
+    """Set what torchrun sets for its workers, as programs read it. MASTER_ADDR and MASTER_PORT stay as the user has set
+    them: nothing listens there, and a program may make a TCPStore of its own there."""
+    head = None if assignment.job.head in (None, "auto") else head_address(str(assignment.job.head))[0]
+    name, attempt = os.path.basename(assignment.run_dir), assignment.attempt
+    os.environ.update(
+        RANK=str(assignment.rank),
+        WORLD_SIZE=str(assignment.workers),
+        LOCAL_RANK=str(assignment.local_rank),
+        LOCAL_WORLD_SIZE=str(assignment.local_workers),
+        GROUP_RANK=str(assignment.host_index),
+        GROUP_WORLD_SIZE=str(assignment.hosts),
+        ROLE_NAME="default",
+        ROLE_RANK=str(assignment.rank),
+        ROLE_WORLD_SIZE=str(assignment.workers),
+        TORCHELASTIC_RUN_ID=name,
+        TORCHELASTIC_RESTART_COUNT=str(attempt - 1),
+        TORCHELASTIC_USE_AGENT_STORE="False",
+    )
+    os.environ.setdefault("MASTER_ADDR", head or "127.0.0.1")
+    # The same on all workers, and another one in each attempt; below the ports that systems give out by themselves.
+    port = FIRST_PORT + zlib.crc32(f"{assignment.run_dir} {attempt}".encode()) % NUM_PORTS
+    os.environ.setdefault("MASTER_PORT", str(port))
 
 
 def is_preloading() -> bool:

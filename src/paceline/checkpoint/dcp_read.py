@@ -51,12 +51,22 @@ class Entry:
     chunks: tuple[Chunk, ...]
 
 
-def read_index(data: bytes) -> dict[str, Entry]:
-    """Return what `.metadata` lists, by name; raises CheckpointError when it holds anything but torch's records."""
+def read_index(data: bytes, *, tensors_only: bool = False) -> dict[str, Entry]:
+    """Return what `.metadata` lists, by name; raises CheckpointError when it holds anything but torch's records.
+
+    `tensors_only`: pass over what is no tensor; otherwise that is an error, too, since Paceline writes nothing else.
+    """
     try:
         metadata = _Records(io.BytesIO(data)).load()
-        stored = {(index.fqn, tuple(index.offset)): where for index, where in metadata.storage_data.items()}
-        return {str(name): _entry(name, about, stored) for name, about in metadata.state_dict_metadata.items()}
+        stored = {
+            (index.fqn, tuple(getattr(index, "offset", None) or ())): where  # of what is no tensor there is none
+            for index, where in metadata.storage_data.items()
+        }
+        return {
+            str(name): _entry(name, about, stored)
+            for name, about in metadata.state_dict_metadata.items()
+            if isinstance(about, _TensorRecord) or not tensors_only
+        }
     except _DAMAGE as error:
         raise CheckpointError(f"the file {INDEX} is not an index of tensors: {error}") from error
 

@@ -21,6 +21,7 @@ from paceline.plan import CommandPlan, Job, Plan, read_job_file
 from paceline.plan.command_plan import auto_base
 from paceline.plan.job import AUTO, flag_of, read_engine_table
 from paceline.plan.own_programs import program_here
+from paceline.plan.program_check import check_program
 from paceline.plan.script_scan import auto_plan_of_script, workers_of_script
 
 if TYPE_CHECKING:
@@ -64,6 +65,10 @@ OPTIONS = {
     "save_at_end": ("", "save no checkpoint after the last step"),
     "keep": ("N", "newest complete checkpoints that are kept (default: 3)"),
     "timeout_s": ("SECONDS", "how long a worker waits for the others before it gives up (default: 600)"),
+    "restart_lost": (
+        "",
+        "a program with a loop of its own: after a lost worker start all again, up to three times without a new step",
+    ),
     "balance": ("", "give persistently slower workers fewer micro-batches of each step"),
     "noise_scale": ("", "do not measure the gradient noise scale"),
     "silence_s": ("SECONDS", "a host not heard of for so long is lost, and in elastic runs a worker (default: 10)"),
@@ -193,6 +198,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise PlanError("--detach leaves a job with an engine or in a pool: add --on slurm, or --pool POOL.")
     is_auto = _settle_auto(arguments)
     job, plan, given = job_of(arguments)
+    check_program(Path(job.program), plan, run_as=job.run_as)
     if arguments.dry_run:
         return show_dry_run(job, plan=plan)
     _refuse_in_world(job)

@@ -50,9 +50,10 @@ class QueuedOp:
         """Return a future that completes by itself when the operation is done."""
         with self._lock:
             if self._future is None:
-                self._future = torch.futures.Future()
+                self._trigger: torch.futures.Future[None] = torch.futures.Future()
+                self._future = self._trigger.then(self._outcome)
                 if self.is_done:
-                    self._fill(self._future)
+                    self._trigger.set_result(None)
         self._queue.wake()
         return self._future
 
@@ -93,15 +94,17 @@ class QueuedOp:
         """Complete the future; its callbacks run here, and may begin other operations and wait for them."""
         future, self._pending_future = self._pending_future, None
         if future is not None:
-            self._fill(future)
+            self._trigger.set_result(None)
 
-    def _fill(self, future: torch.futures.Future[Any]) -> None:
+    def _outcome(self, _: object) -> Any:
+        """Return the result or raise the error, as the end of the future. What is raised here is an error to C++ code
+        that waits, such as DistributedDataParallel's; `set_exception` would hand it the exception as if it were the
+        tensors, and end the process."""
         if self.error is None:
-            future.set_result(self.result)
-        elif isinstance(self.error, Exception):
-            future.set_exception(self.error)
-        else:  # a future accepts no other errors
-            future.set_exception(RuntimeError(f"a collective was broken off by {type(self.error).__name__}"))
+            return self.result
+        if isinstance(self.error, Exception):
+            raise dist.DistBackendError(str(self.error)) from None  # torch prints it, with its traceback
+        raise RuntimeError(f"a collective was broken off by {type(self.error).__name__}")  # futures take no other
 
 
 class OpQueue:

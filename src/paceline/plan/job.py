@@ -88,6 +88,7 @@ class Job:
     save_at_end: bool = True  # one more checkpoint after the last step
     keep: int = 3  # newest complete checkpoints that are kept
     timeout_s: float = 600.0  # a worker waits this long for its peers
+    restart_lost: bool = False  # a program with a loop of its own: start all workers again after one was lost
     balance: bool = False  # give persistently slower workers fewer micro-batches of each step
     noise_scale: bool = True  # measure the gradient noise scale: how large a batch, on how many workers, still pays
     silence_s: float = 10.0  # a host that is not heard of for so long is lost, and in elastic runs a worker

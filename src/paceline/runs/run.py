@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 _calls = itertools.count()  # of `run` in this process, outside of workers
 
-JOB_FIELDS = frozenset(field.name for field in dataclasses.fields(Job)) - {"program", "args", "run_as"}
+JOB_FIELDS = frozenset(field.name for field in dataclasses.fields(Job)) - {"program", "args", "run_as", "restart_lost"}
 
 
 @folds_own_frames

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 
 from paceline.comm.group import total
 from paceline.comm.memory_checkpoint import SnapshotSlot
 from paceline.events import Note
 from paceline.plan import Plan
+from paceline.worker.loop.program_steps import ProgramSteps
 from paceline.worker.loop.training_loop import TrainingLoop
 from paceline.worker.parts import WorkerParts
 from paceline.worker.state.memory_checkpointing import read_state
@@ -108,6 +111,15 @@ class WorkerLifecycle:
             parts.servers.close(others_stay=self._consensus.is_dismissed)
         held = parts.prepared.registry.num_bytes
         self._files.finish(self.step, peak_memory_bytes=peak_memory_bytes(parts.device), state_bytes=held)
+
+    @contextlib.contextmanager
+    def counting_steps(self, *, may_restart: bool) -> Iterator[None]:
+        """While entered, report the steps that the program's own optimizers take. `may_restart`: after a lost worker
+        all are to begin again; the program goes on from what it has saved."""
+        if may_restart:
+            self._consensus.tell_restartable()
+        with ProgramSteps(self._loop.step_log, self._parts.place.recorder).counting():
+            yield
 
     def blames_server(self, error: BaseException) -> bool:
         """Whether an error says that a parameter server was lost: then no worker is its cause."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from paceline.comm.flight_recorder import FlightRecorder
 from paceline.errors import PlanError
 from paceline.plan import Plan
 from paceline.plan.job import Assignment
@@ -20,7 +21,7 @@ from paceline.worker.record.run_files import RunFiles
 from paceline.worker.session import JoinedWorker, being_worker, explaining_losses, has_run, merge_job
 from paceline.worker.worker import Worker
 
-__all__ = ["ending_with_program", "join_as_program", "program_worker"]
+__all__ = ["ending_with_program", "join_as_program", "program_worker", "recorder_of_program", "store_of_program"]
 
 _stack = contextlib.ExitStack()
 _joined: list[JoinedWorker] = []  # of this process: none or one
@@ -31,6 +32,20 @@ def program_worker() -> Worker | None:
     return _joined[0].worker if _joined else None
 
 
+def store_of_program() -> dist.Store:
+    """The run's key-value store, for process groups that the program makes. RuntimeError before the program joins."""
+    if not _joined:
+        raise RuntimeError("this program has not joined its run")
+    return _joined[0].place.shared
+
+
+def recorder_of_program() -> FlightRecorder:
+    """The flight recorder of this worker. RuntimeError before the program joins."""
+    if not _joined:
+        raise RuntimeError("this program has not joined its run")
+    return _joined[0].place.recorder
+
+
 def join_as_program(
     assignment: Assignment,
     *,
@@ -38,9 +53,13 @@ def join_as_program(
     fields: Mapping[str, Any] | None = None,
     store: dist.Store | None = None,
     notice: PreemptionNotice | None = None,
+    trains_itself: bool = False,
 ) -> Worker:
     """Be the worker that the assignment says, until `ending_with_program` ends; returns it. An operation of all
     workers. The parameters are those of `run_worker`. Raises PlanError where this process was that worker already.
+
+    `trains_itself`: the program steps optimizers and calls collectives by itself, over process groups of its own. The
+    run counts its steps, leaves torch's default process group to it, and lets each worker end by itself.
     """
     if has_run(assignment):
         raise PlanError(
@@ -58,8 +77,11 @@ def join_as_program(
             fields=fields or {},
             store=store,
             notice=notice,
+            trains_itself=trains_itself,
         )
     )
+    if trains_itself:
+        _stack.enter_context(joined.lifecycle.counting_steps(may_restart=job.restart_lost))
     _joined.append(joined)
     _stack.enter_context(explaining_losses(joined))
     return joined.worker

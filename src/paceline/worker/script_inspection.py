@@ -85,6 +85,9 @@ class InspectionReport:
         default_factory=dict[str, list[MemoryEstimate]]
     )  # by model
     costs: dict[str, ModelCosts] = dataclasses.field(default_factory=dict[str, ModelCosts])  # by model, of one sample
+    prepared: dict[str, Any] = dataclasses.field(
+        default_factory=dict[str, Any]
+    )  # all that was given to `prepare`, by the names that checkpoints have
     not_counted: dict[str, str] = dataclasses.field(
         default_factory=dict[str, str]
     )  # why not on the script's data, by model; "": it has no stepper
@@ -161,7 +164,15 @@ class InspectionWorker:
             self._look(thing, name, ModelHints(**hints))
         elif isinstance(thing, Optimizer):
             self._optimizers.append(thing)
+        self._findings.prepared[name or self._free_name(thing)] = thing
         return thing
+
+    def _free_name(self, thing: Any) -> str:
+        """The name that checkpoints have for something that the script gives none (`StateRegistry.name_for`)."""
+        kinds = {nn.Module: "model", Optimizer: "optimizer", torch.optim.lr_scheduler.LRScheduler: "scheduler"}
+        kind = next((word for cls, word in kinds.items() if isinstance(thing, cls)), "object")
+        names = (kind if number == 1 else f"{kind}_{number}" for number in itertools.count(1))
+        return next(one for one in names if one not in self._findings.prepared)
 
     def stepper(
         self,

@@ -61,6 +61,7 @@ class JoinedWorker:
     worker: Worker
     lifecycle: WorkerLifecycle
     place: WorkerContext
+    left_what: str = "the training function"  # that a worker leaves at its end
 
 
 def run_worker(
@@ -109,8 +110,13 @@ def being_worker(
     fields: Mapping[str, Any],
     store: dist.Store | None,
     notice: PreemptionNotice | None,
+    trains_itself: bool = False,
 ) -> Iterator[JoinedWorker]:
-    """Be the worker of the assignment while entered (see `run_worker`). `function` is the user's, for messages."""
+    """Be the worker of the assignment while entered (see `run_worker`). `function` is the user's, for messages.
+
+    `trains_itself`: the program has a loop and process groups of its own. Its workers end one by one, as they come to
+    their ends.
+    """
     _workers_run.add(assignment.worker_dir)
     lifecycle: WorkerLifecycle | None = None
     try:
@@ -126,6 +132,7 @@ def being_worker(
                 store=store,
                 notice=notice,
                 tell=files.emit,
+                trains_itself=trains_itself,
             )
             place = stack.enter_context(join_run(arrival))
             _inject_faults(assignment, recorder, num_alike=resolved.layout.tensor)
@@ -140,17 +147,27 @@ def being_worker(
                 timeout_s=job.timeout_s,
             )
             stack.push(lifecycle.ask_for_restart)
-            files.emit(_started(assignment, lifecycle.plan, device=worker.device, step=worker.step))
+            # A program that trains itself uses nothing of the plan but the number of workers.
+            shown = Plan(layout=resolved.layout) if trains_itself else lifecycle.plan
+            files.emit(_started(assignment, shown, device=worker.device, step=worker.step))
             _warn_of_idle_gpus(assignment, job, files)
             _note_unused_values(assignment, files, plan, fields)
             try:
-                yield JoinedWorker(worker=worker, lifecycle=lifecycle, place=place)
+                yield JoinedWorker(
+                    worker=worker,
+                    lifecycle=lifecycle,
+                    place=place,
+                    left_what="the program" if trains_itself else "the training function",
+                )
             except CleanExit:
                 lifecycle.leave()
                 raise
             with contextlib.suppress(ChannelClosed):  # the supervisor is lost: what is left is to save
                 place.shared.set(LEFT.format(worker.rank), str(worker.step))
-            lifecycle.end()
+            if trains_itself:
+                lifecycle.leave()
+            else:
+                lifecycle.end()
     except CleanExit:
         mark_end()
         raise  # in good order: its record is closed
@@ -354,7 +371,7 @@ def explaining_losses(joined: JoinedWorker) -> Iterator[None]:
             raise
         steps = ", ".join(dict.fromkeys(left.values()))
         raise SyncError(
-            f"worker{'s' * (len(left) > 1)} {', '.join(map(str, left))} left the training function after step {steps}, "
+            f"worker{'s' * (len(left) > 1)} {', '.join(map(str, left))} left {joined.left_what} after step {steps}, "
             "others are in it: all must take the same steps. Look for a return, break, continue or sys.exit() that "
             "only some reach"
         ).with_traceback(error.__traceback__) from None

@@ -77,6 +77,8 @@ def _create_for_torch(wanted: Any, _: Any) -> PeerProcessGroup:
 class PeerProcessGroup(TorchGroup):
     """A process group over sockets. Methods have torch's names, arguments and effects."""
 
+    _device_types = (torch.device("cpu"),)  # torch's own is of back ends that a group of its own kind has
+
     def __init__(self, links: PeerLinks, *, index: int, size: int, timeout_s: float) -> None:
         super().__init__(index, size)
         self._links, self._index, self._size, self._timeout_s = links, index, size, timeout_s
@@ -84,6 +86,9 @@ class PeerProcessGroup(TorchGroup):
         self._count, self._memory = 0, torch.empty(0, dtype=torch.uint8)
         self._torch_name = self._description = ""
         weakref.finalize(self, _close, links, self._queue).atexit = False  # pyrefly: ignore[missing-attribute]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self  # what torch's own groups keep for a device
 
     def getBackendName(self) -> str:
         return NAME

@@ -3,7 +3,8 @@
 The back end is a subclass of torch's ProcessGroup, whose collectives are those of `SharedGroup`. Below it lies a
 process group over Unix sockets (`comm/peer_sockets`), which does the rendezvous and all that shared memory does not
 offer: send and recv, logical reductions, sums of booleans and complex numbers. If the workers of a host cannot share
-memory, torch gets that group itself. If they are on several hosts, it gets gloo. A warning reports the reason.
+memory, torch gets that group itself. If they are on several hosts, it gets gloo, or, in a run of Paceline, sockets that
+admit no stranger. A warning reports the reason. In such a run the groups note their calls in the flight recorder.
 
 All workers of a group must choose the same of the two. So the choice depends on types and operations alone, never on
 strides: a tensor that is not contiguous is copied. Collectives run in the order of the calls
@@ -26,9 +27,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.elastic.generation_group import GenerationGroup
+from paceline.comm.flight_recorder import FlightRecorder
 from paceline.comm.op_queue import OpQueue, QueuedWork
 from paceline.comm.peer_sockets.meeting import file_namespace
-from paceline.comm.peer_sockets.process_group import PeerProcessGroup, create_peer_group
+from paceline.comm.peer_sockets.process_group import PeerProcessGroup, create_peer_group, listening_address
+from paceline.comm.recorded_calls import record_calls
 from paceline.comm.shared_memory.collectives import (
     COPY_BYTES,
     Reduction,
@@ -52,7 +55,7 @@ from paceline.comm.shared_memory.summation import (
 )
 from paceline.errors import SyncError
 
-__all__ = ["NAME", "SharedMemoryProcessGroup", "register_backend"]
+__all__ = ["NAME", "SharedMemoryProcessGroup", "record_groups", "register_backend"]
 
 NAME = "paceline"
 CPU = torch.device("cpu")
@@ -83,11 +86,27 @@ def register_backend(name: str = NAME) -> None:
     """
     if not hasattr(dist.Backend, name.upper()):
         dist.Backend.register_backend(
-            name, functools.partial(_create_process_group, name), extended_api=True, devices=["cpu"]
+            name, functools.partial(_create_for_torch, name), extended_api=True, devices=["cpu"]
         )
 
 
-def _create_process_group(name: str, wanted: Any, _: Any) -> Any:
+_recorder: list[FlightRecorder] = []  # of the run whose worker this process is: none or one
+
+
+def record_groups(recorder: FlightRecorder | None) -> None:
+    """Have groups that torch makes from now on note their calls; None: no more."""
+    _recorder[:] = [] if recorder is None else [recorder]
+
+
+def _create_for_torch(name: str, wanted: Any, _: Any) -> Any:
+    group = _create_process_group(name, wanted)
+    for recorder in _recorder:
+        ranks = list(wanted.global_ranks_in_group) or range(wanted.group_size)
+        record_calls(group, recorder, name=f"torch group {wanted.group_id}", ranks=ranks)
+    return group
+
+
+def _create_process_group(name: str, wanted: Any) -> Any:
     """Return the process group for torch: a SharedMemoryProcessGroup, or another if the workers share no memory."""
     index, size, store = wanted.group_rank, wanted.group_size, wanted.store
     limit_s = wanted.timeout.total_seconds()
@@ -97,6 +116,10 @@ def _create_process_group(name: str, wanted: Any, _: Any) -> Any:
     hosts = [json.loads(store.get(f"host_{member}")) for member in range(size)]
     transport: Any
     reason: str | None
+    if listening_address() is not None and len({(boot, files) for boot, _, files in hosts}) > 1:
+        return create_peer_group(
+            store, index=index, size=size, address=listening_address(), timeout_s=limit_s, check=_nothing
+        )
     if len({boot for boot, _, _ in hosts}) > 1:
         reason = f"its workers are on several hosts ({', '.join(sorted({host for _, host, _ in hosts}))})"
         transport, way = dist.ProcessGroupGloo(store, index, size, wanted.timeout), "gloo"
@@ -125,6 +148,8 @@ def _over_sockets(store: Any, index: int, size: int, limit_s: float) -> PeerProc
 class SharedMemoryProcessGroup(TorchGroup):
     """A process group of one host's workers in shared memory. Methods have torch's names, arguments and effects."""
 
+    _device_types = (CPU,)  # torch's own is of back ends that a group of its own kind has
+
     def __init__(self, sockets: PeerProcessGroup, memory: SharedGroup, *, name: str) -> None:
         super().__init__(memory.index, memory.size)
         self._name, self._sockets, self._memory = name, sockets, memory
@@ -134,6 +159,9 @@ class SharedMemoryProcessGroup(TorchGroup):
         self.send, self.recv, self.recv_anysource = sockets.send, sockets.recv, sockets.recv_anysource
         self.setGroupName, self.getGroupName = sockets.setGroupName, sockets.getGroupName
         self.setGroupDesc, self.getGroupDesc = sockets.setGroupDesc, sockets.getGroupDesc
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self  # what torch's own groups keep for a device
 
     def getBackendName(self) -> str:
         return self._name

@@ -33,7 +33,7 @@ def closing_table(facts: Mapping[str, Any], *, is_head: bool = True, more: Seque
         if ends is not None and ends <= step:
             further = f"--max-steps beyond {step} (it is {ends} now)"
         rows.append(("to train on", f"{further}; or --fresh, to start over"))
-    if facts["steps"]:
+    if facts["steps"] and facts["samples"]:
         rows.append(("samples/s", _speed_text(facts)))
         rows.append(("communication", f"{facts['share_communication'] or 0:.1%} of the steps' time"))
     if facts["startup_s"] is not None:
@@ -73,6 +73,8 @@ def closing_table(facts: Mapping[str, Any], *, is_head: bool = True, more: Seque
     if facts["checkpoints_saved"]:
         after = f" ({_steps_are(unsaved, 'after it ')} lost)" if unsaved and is_head else ""
         rows.append(("checkpoint", local_path(facts["checkpoint"]) + after))
+    elif facts["steps"] and not facts["samples"]:
+        rows.append(("checkpoint", "as the program saves by itself"))
     elif facts["steps"] and facts["state"] != "finished":
         none = f"none of this attempt is complete, {_steps_are(unsaved)} lost: --save-every STEPS saves more often"
         rows.append(
@@ -121,7 +123,9 @@ def _speed_text(facts: Mapping[str, Any]) -> str:
 def _steps_text(facts: Mapping[str, Any]) -> str:
     dropped = facts.get("dropped_samples")
     late = f", {dropped:,} of them too late" if dropped else ""
-    text = f"{facts['steps']:,} ({facts['samples']:,} samples{late})"
+    text = f"{facts['steps']:,}"
+    if facts["samples"]:
+        text += f" ({facts['samples']:,} samples{late})"
     if facts["resumed_from_step"]:
         text += f", continued after step {facts['resumed_from_step']}"
     if facts["skipped_steps"]:

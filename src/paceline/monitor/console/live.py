@@ -246,6 +246,12 @@ class LiveConsole:
             self._speed, self._step_s, self._shares = interval.samples_per_s, interval.step_s, interval.shares
             self._idle = interval.idle
             interval.restart()
+        elif (own := interval.step_s) and interval.last is not None and not interval.last.num_samples:
+            self._step_s = own
+            interval.restart()
+        if self._speed is None and self._step_s is not None:  # of a program's own loop samples are not known
+            text = Text.assemble((rate_text(1 / self._step_s), "bold"), " steps/s")
+            return _rows("speed", [text, Text(f"{duration_text(self._step_s)} a step", "dim")], width)
         if self._speed is None:
             return []
         numbers = [Text.assemble((rate_text(self._speed), "bold"), " samples/s")]

@@ -75,7 +75,8 @@ class ProgressInterval:
 
     @property
     def samples_per_s(self) -> float | None:
-        if self.last is None or self._began is None or self.last.time <= self._began:
+        """None where nothing is known of samples."""
+        if self.last is None or self._began is None or self.last.time <= self._began or not self._num_samples:
             return None
         return self._num_samples / (self.last.time - self._began)
 
@@ -109,6 +110,8 @@ class ProgressInterval:
         parts += [f"{printable(name)} {number_text(value)}" for name, value in row.metrics.items()]
         if with_speed and self.samples_per_s is not None:
             parts.append(f"{rate_text(self.samples_per_s)} samples/s")
+        elif with_speed and not self._num_samples and self.step_s:
+            parts.append(f"{rate_text(1 / self.step_s)} steps/s")
         if with_speed and self.shares:
             parts.append(shares_text(self.shares))
         if with_speed and (idle := idle_texts(self.idle)):

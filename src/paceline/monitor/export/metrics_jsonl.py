@@ -102,13 +102,14 @@ class MetricsFile:
 
 def metrics_line(row: Step, *, attempt: int) -> dict[str, Any]:
     """Return what `metrics.jsonl` says about a step; values that are not finite become null."""
+    is_loss_known = row.loss is not None or row.num_samples > 0  # else of a program's own loop, which has said nothing
     return {
         "step": row.step,
         "attempt": attempt,
         "epoch": row.epoch,
         "time": round(row.time, 6),
         "num_samples": row.num_samples,
-        "loss": real(row.loss),
+        **({"loss": real(row.loss)} if is_loss_known else {}),
         "samples_per_s": None if row.samples_per_s is None else round(row.samples_per_s, 3),
         "skipped": row.skipped,
         **({"num_dropped": row.num_dropped} if row.num_dropped else {}),

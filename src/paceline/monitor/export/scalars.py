@@ -78,6 +78,9 @@ def _scalars(row: Step) -> dict[str, float]:
     scalars = {"loss": row.loss, **row.measured, "samples_per_second": row.samples_per_s, "progress/epoch": row.epoch}
     scalars["progress/workers"] = len(row.workers)
     scalars["noise_scale"] = row.noise_scale
+    total_s = row.seconds.get("total", 0.0)
+    if not row.num_samples and total_s > 0:
+        scalars["steps_per_second"] = 1 / total_s
     scalars.update(_below("seconds", {**row.seconds, **parts_of(row.seconds)}))
     scalars.update(_below("idle", _idle(row)))
     return {name: value for name, value in scalars.items() if value is not None and not math.isinf(value)}

@@ -141,7 +141,7 @@ class Summary:
     @property
     def samples_per_s(self) -> float | None:
         """From the first commit to the last, everything between them included (evaluations and checkpoints too)."""
-        if self.first is None or self.last is None:
+        if self.first is None or self.last is None or not self.num_samples:
             return None
         passed = self.last.time - self.first.time
         return (self.num_samples - self.first.num_samples) / passed if passed > 0 else self.first.samples_per_s

@@ -175,6 +175,7 @@ class StepMerger:
         events = {worker: record.event for worker, record in sorted(said.items()) if isinstance(record.event, StepDone)}
         first, when = next(iter(events.values())), max(record.time for record in said.values())
         seconds = _means([event.seconds for event in events.values()])
+        measured = {worker: event for worker, event in events.items() if event.seconds.keys() != {"total"}}
         passed = when - self._last_time if self._last_time is not None else seconds.get("total", 0.0)
         self._last_time = when
         loss, metrics = _named(loss_of(list(events.values())), _means([event.metrics for event in events.values()]))
@@ -185,18 +186,20 @@ class StepMerger:
             num_samples=first.num_samples,
             loss=loss,
             metrics=metrics,
-            samples_per_s=(first.num_samples - first.num_dropped) / passed if passed > 0 else None,
+            samples_per_s=(first.num_samples - first.num_dropped) / passed
+            if passed > 0 and first.num_samples
+            else None,  # of a program's own loop no samples are known
             seconds=seconds,
             skipped=first.skipped,
             num_bytes_sent=sum(event.num_bytes_sent for event in events.values()),
             workers=tuple(events),
-            waited_s={worker: event.seconds.get("communication", 0.0) for worker, event in events.items()},
+            waited_s={worker: event.seconds.get("communication", 0.0) for worker, event in measured.items()},
             num_wire_bytes=sum(event.num_wire_bytes for event in events.values()),
             num_raw_bytes=sum(event.num_raw_bytes for event in events.values()),
             noise_scale=first.noise_scale,
             optimizer=_means([event.optimizer for event in events.values()]),
             num_dropped=first.num_dropped,
-            took_s={worker: event.seconds.get("total", 0.0) for worker, event in events.items()},
+            took_s={worker: event.seconds.get("total", 0.0) for worker, event in measured.items()},
         )
 
 
@@ -247,7 +250,9 @@ def _named(loss: float | None, metrics: dict[str, float]) -> tuple[float | None,
 
 
 def shares(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return each phase's share of the time, and what is left as "other"; empty where no time was measured."""
+    """Return each phase's share of the time, and what is left as "other"; empty where no phase was measured."""
     parts = parts_of(seconds)
+    if parts.keys() == {OTHER}:
+        return {}
     total = sum(parts.values())
     return {phase: part / total for phase, part in parts.items()} if total > 0 else {}

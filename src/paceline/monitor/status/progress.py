@@ -79,6 +79,8 @@ class Progress:
             parts.append(f"loss {number_text(self.loss)}")
         if self.samples_per_s is not None:
             parts.append(f"{rate_text(self.samples_per_s)} samples/s")
+        elif self.step_s:
+            parts.append(f"{rate_text(1 / self.step_s)} steps/s")
         return "  ".join(parts)
 
     def still_text(self) -> str:

@@ -72,6 +72,8 @@ class StepLog:
         self._reported_at, self._bytes_reported = time.perf_counter(), 0
         self._wire_reported = SentBytes()
         self._warned: set[str] = set()
+        self.is_counting = False  # the steps of a program's own loop: what it reports belongs to its next step
+        self._between: dict[str, Tensor | float] = {}
 
     def state_dict(self) -> dict[str, int]:
         """The counts, for a newcomer, which begins with the batch that is under way here."""
@@ -248,11 +250,35 @@ class StepLog:
             why += ". In fp16 the first steps find the loss scale: take more, or begin with a smaller loss_scale_start"
         raise RuntimeError(f"the run has trained nothing: in {count} {why}. Nothing is saved at the end")
 
+    def count(self, rates: Mapping[str, Tensor | float], *, loss: float | None) -> None:
+        """Report one more step of a program that has a loop of its own. Its samples are not known, and `loss` is of
+        this worker's share of them; what the script itself reports as its loss counts before that."""
+        now = time.perf_counter()
+        seconds = {"total": now - self._reported_at}
+        self.step, self._reported_at = self.step + 1, now
+        self._num_committed, self._num_trained = self._num_committed + 1, self._num_trained + 1
+        self.last_done = StepDone(
+            step=self.step,
+            epoch=0,
+            num_samples=0,
+            loss=None,
+            metrics={
+                **({} if loss is None else {"loss": loss}),
+                **{name: float(value) for name, value in self._between.items()},
+            },
+            optimizer={name: float(value) for name, value in rates.items()},
+            seconds=seconds,
+        )
+        self._between.clear()
+        self._files.emit(self.last_done)
+
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Note values of the latest batch; between batches they are reported at once."""
         values = {name_text(name): _number(name_text(name), value) for name, value in metrics.items()}
         if self.latest is not None:
             self.latest.metrics.update(values)
+        elif self.is_counting:
+            self._between.update(values)
         else:
             numbers = {name: float(value) for name, value in values.items()}
             self._files.emit(Reported(step=self.step, metrics=numbers))

@@ -331,6 +331,11 @@ class Consensus:
             self._change_over()
             self.hold()
 
+    def tell_restartable(self) -> None:
+        """Report that all workers can begin again after a loss."""
+        if self._coordinator is not None:
+            self._coordinator.tell("keeps")
+
     def kept(self) -> None:
         """Report one more complete memory checkpoint to this host's supervisor."""
         if self._coordinator is not None:

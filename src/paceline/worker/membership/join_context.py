@@ -30,6 +30,7 @@ class JoinContext:
     store: dist.Store | None = None  # of workers that torchrun, srun or mpirun started
     notice: PreemptionNotice | None = None  # there: whether this worker is asked to leave
     tell: Callable[[Event], None]  # records an event of the run
+    trains_itself: bool = False  # the program has a loop and process groups of its own: torch's default one is its own
 
 
 def allreduce_settings(context: JoinContext) -> AllReduceSettings:

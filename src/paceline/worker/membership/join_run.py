@@ -20,14 +20,14 @@ import torch.distributed as dist
 
 from paceline import environment
 from paceline.comm.algorithm_selection import with_selected_algorithm
-from paceline.comm.elastic.generation_group import ElasticGroup, generation_name
+from paceline.comm.elastic.generation_group import ElasticGroup, GenerationGroup, generation_name
 from paceline.comm.elastic.lockstep_group import CrossReplicaGroup, Lockstep, LockstepGroup
 from paceline.comm.flight_recorder import FlightRecorder
 from paceline.comm.group import Group, SingleWorkerGroup, WorkerGroup, sign_objects
 from paceline.comm.memory_checkpoint import MemoryCheckpoint, SnapshotSlot
 from paceline.comm.messages.json_channel import Channel
 from paceline.comm.peer_sockets.meeting import file_namespace
-from paceline.comm.peer_sockets.process_group import listen_at
+from paceline.comm.peer_sockets.process_group import create_peer_group, listen_at, listening_address
 from paceline.comm.rendezvous.torch_store import SupervisorStore
 from paceline.comm.shared_memory.setup import shared_memory_unavailable, with_shared_memory
 from paceline.errors import LaunchError, PlanError
@@ -111,7 +111,8 @@ def join_run(context: JoinContext) -> Iterator[WorkerContext]:
     context = dataclasses.replace(context, job=job)
     coordinator = CoordinatorClient(channel, assignment.rank, silence_s=job.silence_s)
     own_process = job.launcher != "inline" and threading.current_thread() is threading.main_thread()
-    coordinator.begin(hears_sigterm=own_process)
+    # A program with a loop of its own takes no common step after which all would leave: SIGTERM is the program's.
+    coordinator.begin(hears_sigterm=own_process and not context.trains_itself)
     with contextlib.closing(coordinator):
         if is_elastic:
             with _reporting_end(coordinator), _join_elastic(context, channel, coordinator) as joined:
@@ -137,7 +138,8 @@ def _reporting_end(coordinator: CoordinatorClient) -> Iterator[None]:
 def _join_fixed(
     context: JoinContext, shared: dist.Store, coordinator: CoordinatorClient | None
 ) -> Iterator[WorkerContext]:
-    """Join torch's default process group, so that code which calls torch.distributed itself works too."""
+    """Join torch's default process group, so that code which calls torch.distributed itself works too; or a group of
+    the run's own, where that place is for the group of a program that trains itself."""
     assignment, device, recorder = context.assignment, context.device, context.recorder
     timeout_s = context.job.timeout_s
     recorder.join(generation_name(0), range(assignment.workers), is_main=True)
@@ -147,17 +149,20 @@ def _join_fixed(
     remark = open_network_remark(device, hosts=assignment.hosts, is_private=context.job.private_network)
     if remark is not None and assignment.rank == 0:
         context.tell(Note(text=remark))
-    dist.init_process_group(
-        _backend(context),
-        store=shared,
-        rank=assignment.rank,
-        world_size=assignment.workers,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=device if device.type == "cuda" else None,
-    )
+    if not context.trains_itself:
+        dist.init_process_group(
+            _backend(context),
+            store=shared,
+            rank=assignment.rank,
+            world_size=assignment.workers,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if device.type == "cuda" else None,
+        )
     group: WorkerGroup = SingleWorkerGroup()
     settings = allreduce_settings(context)
-    if assignment.workers > 1:
+    if context.trains_itself:
+        group = _group_beside_programs(context, shared)
+    elif assignment.workers > 1:
         group = over_torch = Group(default_group(), device=device)
         if assignment.hosts == 1 and device.type == "cpu":
             group, reason = with_shared_memory(over_torch, timeout_s=timeout_s)
@@ -206,9 +211,31 @@ def _join_fixed(
         # Where something went wrong a transfer may be pending, and to destroy its group would wait for it.
         members.close()
     finally:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dist.destroy_process_group()
+        if dist.is_initialized():  # a program that trains itself may have destroyed its own, or not
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                dist.destroy_process_group()
+
+
+def _group_beside_programs(context: JoinContext, shared: dist.Store) -> WorkerGroup:
+    """The run's own group, over sockets, where torch's default process group is the program's: what the program does
+    with that one, to its end and to a new one, does not reach the run."""
+    assignment, timeout_s = context.assignment, context.job.timeout_s
+    if assignment.workers == 1:
+        return SingleWorkerGroup()
+    members = create_peer_group(
+        dist.PrefixStore("paceline/beside", shared),
+        index=assignment.rank,
+        size=assignment.workers,
+        address=listening_address(),
+        timeout_s=timeout_s,
+        check=_nothing,
+    )
+    return GenerationGroup(members, device=torch.device("cpu"), check=_nothing, timeout_s=timeout_s)
+
+
+def _nothing() -> None:
+    """There is no other generation that would interrupt a wait."""
 
 
 @contextlib.contextmanager

@@ -23,7 +23,9 @@ __all__ = ["is_peer_failure", "release_error_space", "reserve_error_space", "wri
 PEER_LOST = re.compile(
     r"lost contact with a peer|[Cc]onnection closed by peer|Connection reset by peer|Broken pipe|Connection refused"
 )
-TORCH_ERROR = re.compile(r"gloo|NCCL|nccl|ProcessGroup|c10d|TCPStore")  # in a plain RuntimeError of torch.distributed
+TORCH_ERROR = re.compile(
+    r"gloo|NCCL|nccl|ProcessGroup|c10d|TCPStore|DistBackendError"
+)  # in a plain RuntimeError of torch.distributed
 LONG, TALL = 4000, 60  # characters and lines of one message that are kept; stderr.log has all of it
 SPARE_BYTES = 8192  # of a file that is overwritten when the disk is full
 SPARE_LONG = (3000, 1000, 300, 100)  # characters that are tried there; one may take six bytes

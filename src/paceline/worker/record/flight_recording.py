@@ -32,6 +32,7 @@ from torch import Tensor
 
 from paceline.comm.call_site import is_user_code
 from paceline.comm.flight_recorder import FILE_NAME, STACK_SIGNAL, STACKS_NAME, FlightRecorder
+from paceline.comm.recorded_calls import is_recorded
 from paceline.errors import writing
 from paceline.plan import Layout
 from paceline.plan.job import Assignment, Job
@@ -132,7 +133,10 @@ def _wrapped(original: Callable[..., Any], name: str, recorder: FlightRecorder) 
         # The only way to the caller's file at the cost of an attribute; `inspect` reads source, for milliseconds.
         if not is_user_code(sys._getframe(1).f_code.co_filename):  # pyright: ignore[reportPrivateUsage]  # documented, and named so for what it costs in other Pythons
             return original(*args, **kwargs)
-        joined = _join(recorder, args[group_at] if len(args) > group_at else kwargs.get("group"))
+        group = args[group_at] if len(args) > group_at else kwargs.get("group")
+        if is_recorded(dist.group.WORLD if group is None else group):
+            return original(*args, **kwargs)
+        joined = _join(recorder, group)
         if joined is None:
             return original(*args, **kwargs)  # which raises the error
         tensor = None if at is None else args[at] if len(args) > at else kwargs.get(keyword)

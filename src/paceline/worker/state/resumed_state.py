@@ -26,6 +26,8 @@ from paceline.worker.topology.parallel_groups import ParallelGroups
 
 __all__ = ["ResumedState"]
 
+IMPORTED = "imported"  # in the plain values of a checkpoint that `paceline import` has written
+
 # What all workers learn of a checkpoint: step, path, whether it is of this run directory, plain values. A text is
 # the reason why it cannot be used; None: there is none.
 _Found = tuple[int, str, bool, dict[str, Any]] | str | None
@@ -175,17 +177,31 @@ class ResumedState:
 
     def fill_optimizer(self, name: str) -> None:
         """Fill an optimizer that is registered. Raises CheckpointError where the state lacks it."""
+        if self._state is not None and self._is_lacking(name, "optimizers"):
+            return
         if self._state is not None:
             self._used.add(name)
             self._state.fill_optimizer(name, self._registry)
 
     def fill_object(self, name: str) -> None:
         """Fill a scheduler or another object that is registered. Raises CheckpointError where the state lacks it."""
+        if self._state is not None and self._is_lacking(name, "objects"):
+            return
         if self._state is not None:
             self._used.add(name)
             plain = self._state.plain[OBJECTS]
             load_object(name, self._registry.objects[name], plain)
             restore_learning_rates(self._registry.optimizers, plain["optimizers"])
+
+    def _is_lacking(self, name: str, kind: str) -> bool:
+        """Whether a state that came from another framework has nothing for an object, which then begins anew."""
+        plain = {} if self._state is None else self._state.plain
+        if IMPORTED not in plain or name in plain[OBJECTS][kind]:
+            return False
+        if self._group.index == 0:
+            said = f"what was imported from {plain[IMPORTED]['source']} has no state for {name!r}: it begins anew"
+            self._files.emit(Note(text=said))
+        return True
 
     def refill(self) -> None:
         """Fill everything that is prepared already."""
@@ -225,6 +241,8 @@ class ResumedState:
         if self._state is None:
             return ResumeOrigin()
         plain = self._state.plain
+        if IMPORTED in plain:  # of no attempt of a run: its samples are not known
+            return ResumeOrigin(step=self.step, source=plain[IMPORTED]["source"], starts={})
         if self._is_own_run:
             return ResumeOrigin(step=self.step, attempt=plain["attempt"])
         starts = {name: (saved["epoch"], saved["position"]) for name, saved in plain["streams"].items()}

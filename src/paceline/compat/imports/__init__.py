@@ -1,0 +1,1 @@
+"""`paceline import`: checkpoints of other frameworks become the checkpoint that a run of Paceline begins with."""
