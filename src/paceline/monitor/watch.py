@@ -52,7 +52,7 @@ from paceline.monitor.records.run_files import local_path
 from paceline.monitor.records.run_record import RunRecord
 from paceline.monitor.records.steps import Step, StepMerger
 from paceline.plan.job import Job
-from paceline.plan.program_tasks import tasks_text
+from paceline.plan.program_tasks import task_names, tasks_text
 from paceline.units import printable
 
 if TYPE_CHECKING:
@@ -144,13 +144,20 @@ class Watch:
             self._sinks.append(self._tensorboard)
         if record:
             self._sinks += more
+        names = () if job.servers is None else task_names(workers, job.servers)
         self._output = WorkerOutput(
-            attempt_dir(self.run_dir, attempt), self._local, everyone=job.show == "all", show=self._show_output
+            attempt_dir(self.run_dir, attempt),
+            self._local,
+            everyone=job.show == "all",
+            show=self._show_output,
+            names=names,
         )
         self.is_quiet = False  # another process shows, or has shown, what is read
         self._shows_run, self._closing_rows = shows_run, closing_rows
         self._tasks = "" if job.run_for is None else tasks_text(workers, job.servers)
-        self._warnings = Deduplicator(self._local, lambda text, said_by: self._show(f"{tag(said_by)} warning: {text}"))
+        self._warnings = Deduplicator(
+            self._local, lambda text, said_by: self._show(f"{tag(said_by, names)} warning: {text}")
+        )
         self._notes = Deduplicator(self._local, lambda text, said_by: self._show(text))
         self._started: dict[int, WorkerStarted] | None = {}  # None: all have started, and that was shown
         self._facts: dict[str, Any] | None = None

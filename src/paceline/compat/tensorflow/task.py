@@ -270,7 +270,8 @@ class _Task:
         self._write_error(loss_fields(name, signum=signum, pid=program.pid, is_echo=is_echo, common=common))
         self._events.close()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the program's own core is the one to look at
-        signal.signal(signum, signal.SIG_DFL)
+        if signum != signal.SIGKILL:
+            signal.signal(signum, signal.SIG_DFL)
         os.kill(os.getpid(), signum)
         return 128 + signum
 

@@ -97,6 +97,7 @@ class TaskIdentity:
             "step": None,
             "time": clock.now(),
             "usage": False,
+            "is_program": True,
             "log": self.log,
         }
 

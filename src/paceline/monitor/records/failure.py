@@ -107,9 +107,9 @@ def headline(failure: Failure, equal: Sequence[Failure] = ()) -> str:
         if failure.error is None:
             plural = what.replace("was killed", "were all killed", 1).replace("ended with", "all ended with", 1)
             return f"{subject} {plural}"
-        return f"{subject} all failed with the same error {_after(failure)}: {what}"
+        return f"{subject} all failed with the same error{_when_failed(failure)}: {what}"
     subject = f"{failure.name or f'worker {failure.worker}'} (host {failure.host}, pid {failure.pid})"
-    return f"{subject} failed {_after(failure)}: {what}" if failure.error else f"{subject} {what}"
+    return f"{subject} failed{_when_failed(failure)}: {what}" if failure.error else f"{subject} {what}"
 
 
 def _subjects(failures: Sequence[Failure]) -> str:
@@ -239,6 +239,11 @@ def _after(failure: Failure) -> str:
     """The last step that was committed: the one in hand has the next number."""
     step = _step(failure)
     return f"after step {step}" if step else "before the end of the first step"
+
+
+def _when_failed(failure: Failure) -> str:
+    """The same behind a blank; nothing for another framework's program, whose steps are not known."""
+    return "" if (failure.error or {}).get("is_program") else f" {_after(failure)}"
 
 
 def _is_same(one: Failure, other: Failure) -> bool:
