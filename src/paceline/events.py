@@ -235,13 +235,21 @@ class Restarted(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskStarted(Event):
-    """Another framework's program begins to run as this worker. Its steps are not known, so all its time counts alike;
-    `restarts`: how often it alone was started again in this attempt."""
+    """Another framework's program begins to run as this worker. Its steps are not known, so all its time counts alike
+    once it is ready. `restarts`: how often it alone was started again in this attempt."""
 
     rank: int
     name: str  # what messages call it: "worker 1", "chief", "server 0"
     pid: int  # of the program
     restarts: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskReady(Event):
+    """The program of a task listens at its address in the cluster: the framework is imported, and work may begin."""
+
+    rank: int
+    name: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 LIMIT_S = 60.0
+asked_by: list[socket.socket] = []  # connections of those that have asked for this task's name
 
 
 class UnavailableError(Exception):
@@ -35,7 +36,7 @@ def main() -> None:
     print(f"{name} has {os.environ.get('TF_CONFIG')}; torch {'torch' in sys.modules}; argv {sys.argv[1:]}", flush=True)
     if cluster:
         listen(cluster[own["type"]][own["index"]], name)
-    words = dict(word.split(":", 1) for word in sys.argv[1:])
+    words = dict(word.split(":", 1) for word in sys.argv[1:] if ":" in word)
     behaviour = words.get(name, words.get("*", "serve" if "chief" in cluster and own["type"] != "chief" else "end"))
     if behaviour != "serve":
         others = [(kind, place) for kind, places in cluster.items() for place in places]
@@ -47,7 +48,7 @@ def behave(behaviour: str, name: str, cluster: dict[str, list[str]]) -> None:
     kind, _, detail = behaviour.partition("=")
     match kind:
         case "end":
-            return
+            wait_until_asked(0 if "chief" in cluster else len(cluster.get("worker", ())))
         case "serve":
             wait_for_ever()
         case "raise":
@@ -90,6 +91,13 @@ def wait_for_ever() -> None:
         signal.pause()
 
 
+def wait_until_asked(count: int) -> None:
+    """Do not end before all others have met this task."""
+    deadline = time.monotonic() + LIMIT_S
+    while len(asked_by) < count and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 def listen(address: str, name: str) -> None:
     """Answer everybody with this task's name, in a thread, as TensorFlow's server does."""
     host, _, port = address.rpartition(":")
@@ -99,11 +107,10 @@ def listen(address: str, name: str) -> None:
     server.listen()
 
     def serve() -> None:
-        kept = []
         while True:
             sock, _ = server.accept()
             sock.sendall(name.encode())
-            kept.append(sock)
+            asked_by.append(sock)
 
     threading.Thread(target=serve, daemon=True).start()
 

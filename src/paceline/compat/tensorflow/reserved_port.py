@@ -9,10 +9,12 @@ where the program is started again.
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 __all__ = ["REUSE_PORT", "ReservedPort"]
 
 REUSE_PORT = "TF_GRPC_REUSE_PORT"
+LISTENING = "0A"  # TCP_LISTEN
 
 
 class ReservedPort:
@@ -33,3 +35,20 @@ class ReservedPort:
 
     def close(self) -> None:
         self._socket.close()
+
+    @property
+    def has_listener(self) -> bool:
+        """Whether a server listens at this port by now, as /proc/net shows it; False where there is no /proc."""
+        wanted = f":{self.number:04X}"
+        return any(
+            len(fields) > 3 and fields[1].endswith(wanted) and fields[3] == LISTENING
+            for name in ("tcp", "tcp6")
+            for fields in _rows(Path("/proc/net") / name)
+        )
+
+
+def _rows(path: Path) -> list[list[str]]:
+    try:
+        return [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return []

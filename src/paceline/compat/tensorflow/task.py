@@ -35,14 +35,15 @@ from paceline.compat.tensorflow.supervisor_orders import SupervisorOrders
 from paceline.compat.tensorflow.task_end import TaskIdentity, error_fields, is_aborted_by_peer, loss_fields
 from paceline.elastic.membership_messages import PREEMPTED
 from paceline.errors import LaunchError, PacelineError, PlanError, writing
-from paceline.events import EventLog, TaskLost, TaskStarted, Warned, WorkerFinished, WorkerStarted
+from paceline.events import EventLog, TaskLost, TaskReady, TaskStarted, Warned, WorkerFinished, WorkerStarted
 from paceline.plan.job import Assignment
 from paceline.private_files import make_run_directory
 
 __all__ = ["work"]
 
 POLL_S = 0.1  # between two looks at the program
-LOOK_S = 0.5  # between two looks at whether the chief has ended
+LOOK_S = 0.5  # between two looks at whether the chief has ended, and whether the program listens
+READY_S = 300.0  # without a server for so long, a program is taken for one that opens none
 END_S = 5.0  # from SIGTERM to SIGKILL, for a program that has no more work
 ORDER_S = 10.0  # after SIGTERM the supervisor's order comes by then; otherwise the task ends by the signal
 ADDRESS, OVER = "paceline/task/{}/address", "paceline/task/over"  # in the key-value store
@@ -52,7 +53,7 @@ QUICK_LOSS_S, MOST_QUICK_LOSSES = 60.0, 3  # a task that is lost so soon, so oft
 def work(assignment: Assignment) -> int:
     """Be this task of the run; returns the exit status. A lost program ends this process by the same signal."""
     faulthandler.enable()
-    with writing(assignment.worker_dir):
+    with writing(Path(assignment.worker_dir)):
         make_run_directory(assignment.run_dir)
         Path(assignment.worker_dir).mkdir(parents=True, exist_ok=True)
     task = _Task(assignment)
@@ -80,14 +81,16 @@ class _Task:
         self._leaves_with: int | None = None  # exit code, where all leave
         self._is_ending = False  # the supervisor ends all tasks
         self._is_over = False  # the chief has ended well
-        self._look_at = 0.0
+        self._look_at = self._look_ready_at = 0.0
         self._restarts = self._quick_losses = 0
+        self._port: ReservedPort | None = None  # None: the task is alone
+        self._is_ready = False  # its program listens at the port
 
     def run(self) -> int:
         """Start the program and look after it until this task has ended; returns the exit status."""
         signal.signal(signal.SIGTERM, self._note_termination)
-        port = ReservedPort() if len(self._places) > 1 else None
-        told = self._exchange(port)
+        self._port = ReservedPort() if len(self._places) > 1 else None
+        told = self._exchange(self._port)
         if told is None:
             return self._left()
         variables = program_environment(self._assignment, self._places, told)
@@ -189,6 +192,7 @@ class _Task:
         was_asked = False
         while (code := program.poll()) is None:
             self._hear(POLL_S)
+            self._note_ready(program)
             if not was_asked and (self._has_to_go or self._has_chief_ended()):
                 was_asked = True
                 # A supervisor that ends all tasks sends the signals itself; it kills those that are late.
@@ -197,6 +201,7 @@ class _Task:
 
     def _start(self, variables: Mapping[str, str]) -> ProgramProcess:
         own = self._assignment
+        self._is_ready, self._look_ready_at = False, 0.0
         program = ProgramProcess(
             self._job.program, self._job.args, worker_dir=self._worker_dir, environment=variables, parent=os.getpid()
         )
@@ -217,6 +222,16 @@ class _Task:
             self._send({"op": "begun"})  # SIGTERM asks it to leave from now on
         self._events.emit(TaskStarted(rank=own.rank, name=self._place.name, pid=program.pid, restarts=self._restarts))
         return program
+
+    def _note_ready(self, program: ProgramProcess) -> None:
+        """Note that the program has imported TensorFlow, and joins its cluster; one that does not listen counts as
+        ready after a while."""
+        if self._is_ready or time.monotonic() < self._look_ready_at:
+            return
+        self._look_ready_at = time.monotonic() + LOOK_S
+        if self._port is None or self._port.has_listener or program.lasted_s > READY_S:
+            self._is_ready = True
+            self._events.emit(TaskReady(rank=self._who.rank, name=self._place.name))
 
     def _has_chief_ended(self) -> bool:
         """Whether this task only serves a chief whose program has ended well."""

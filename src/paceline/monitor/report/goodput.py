@@ -34,6 +34,7 @@ from paceline.events import (
     EventsMerged,
     Record,
     TaskLost,
+    TaskReady,
     TaskStarted,
     WorkerFailed,
     WorkerFinished,
@@ -198,6 +199,7 @@ def _attempt_time(
             case (
                 WorkerStarted()
                 | TaskStarted()
+                | TaskReady()
                 | TaskLost()
                 | Evaluated()
                 | EventsMerged()

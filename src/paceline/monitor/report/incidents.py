@@ -20,6 +20,7 @@ from paceline.events import (
     ServerReplaced,
     SpikeSeen,
     TaskLost,
+    TaskReady,
     TaskStarted,
     WeightsDiffer,
     WorkerFailed,
@@ -112,8 +113,8 @@ def incidents_of(log: AttemptLog, later: AttemptLog | None) -> list[Incident]:
                 found.append(_left(log.attempt, record.time, leaving))
             case TaskLost() as lost:
                 found.append(_task_lost(log.attempt, record.time, lost))
-            case TaskStarted(restarts=int(restarts)) as started if restarts:
-                _task_back(found, record.time, started)
+            case TaskReady(rank=worker):
+                _task_back(found, record.time, worker)
             case ServerReplaced() as replaced:
                 found.append(_replaced(log.attempt, record.time, replaced))
             case SpikeSeen(step=step, action="skip" | "rollback") as spike if ("spike", step) not in seen:
@@ -191,11 +192,11 @@ def _task_lost(attempt: int, when: float, lost: TaskLost) -> Incident:
     )
 
 
-def _task_back(found: Sequence[Incident], when: float, started: TaskStarted) -> None:
-    for incident in reversed(found):
-        if incident.kind == "loss" and incident.workers == [started.rank]:
-            incident.went_on = incident.went_on or when
-            return
+def _task_back(found: Sequence[Incident], when: float, worker: int) -> None:
+    """A task is at work; where it was lost before, it is back."""
+    for incident in found:
+        if incident.kind == "loss" and incident.workers == [worker] and incident.went_on is None:
+            incident.went_on = when
 
 
 def _left(attempt: int, when: float, leaving: WorkerLeft) -> Incident:

@@ -227,7 +227,9 @@ def incident_text(incident: Incident) -> str:
 def _program_incident_text(incident: Incident, causes: str) -> str:
     """What happened to another framework's program, whose steps are not known."""
     if incident.kind != "end":
-        return f"{causes}; " + ("started again, the others went on" if incident.went_on is not None else "not replaced")
+        if incident.went_on is None:
+            return f"{causes}; the others went on, and it was not back before the end"
+        return f"{causes}; back after {duration_text(incident.went_on - incident.began)}, the others went on meanwhile"
     ended = f"attempt {incident.attempt} ended: {causes}"
     if incident.went_on is None:
         return ended

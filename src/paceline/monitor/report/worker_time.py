@@ -12,6 +12,7 @@ from paceline.events import (
     Record,
     StateKept,
     TaskLost,
+    TaskReady,
     TaskStarted,
     WorkerFinished,
     WorkerLeft,
@@ -111,11 +112,15 @@ class WorkerTime:
                 self._incident = self._leavings.pop(0) if self._leavings else None
                 self._state = "given up" if resized else "vacant"
             case TaskStarted():
-                lost = self._state in ("vacant", "new", "starting") and self._incident is not None
-                self._book(when, {"recovery" if lost else "start_up": when - self._until}, self._incident)
+                self._book_start(when)
+                self._state = "starting"
+            case TaskReady():
+                self._book_start(when)
                 self._state, self._incident = "program", None
             case TaskLost():
-                self._book(when, {PROGRAM: when - self._until})
+                if self._state == "program":
+                    self._book(when, {PROGRAM: when - self._until})
+                self._book_start(when)
                 self._state, self._incident = "vacant", self._own_losses.pop(0) if self._own_losses else None
             case WorkerFinished() if self._state == "program":
                 self._book(when, {PROGRAM: when - self._until})
@@ -164,6 +169,11 @@ class WorkerTime:
             self._until = forked  # the place was added later, or was given up for a time
             self._incident = None
         self._state = "starting"
+
+    def _book_start(self, when: float) -> None:
+        """Book the start of a program: of one that replaces a lost one, it is part of the incident."""
+        account = "start_up" if self._incident is None else "recovery"
+        self._book(when, {account: when - self._until}, self._incident)
 
     def _step(self, step_time: StepTime, when: float) -> None:
         length = when - self._until

@@ -17,6 +17,7 @@ from paceline.events import (
     Regrouped,
     Restarted,
     StepDone,
+    TaskReady,
     TaskStarted,
     WorkerFailed,
     WorkerFinished,
@@ -319,6 +320,7 @@ def _worker(
     step, age_s, state = 0, None, "starting" if started is None else "running"
     done: list[StepDone] = []
     task: TaskStarted | None = None  # the program's newest start
+    is_ready = False  # it listens since then
     is_own = True
     for number, line in enumerate(last_lines(directory / "events.jsonl")):
         event = decode_event(line)
@@ -330,6 +332,7 @@ def _worker(
         if is_own:
             state = "finished" if isinstance(event.event, WorkerFinished) else state
             done += [event.event] if isinstance(event.event, StepDone) else []
+            is_ready = is_ready or (task is None and isinstance(event.event, TaskReady))
             task = event.event if task is None and isinstance(event.event, TaskStarted) else task
             is_own = not isinstance(event.event, WorkerStarted)  # before that: the process that held the place before
         if (step and (not is_own or len(done) == NUM_IDLE_STEPS)) or number > NUM_LAST_LINES:
@@ -347,7 +350,9 @@ def _worker(
     elif state == "running" and started is not None and started.host == this_host():
         pid = started.pid if task is None else task.pid
         state = "halted" if process_state(pid) == "stopped" else state
-    is_here = state in ("running", "halted") and started is not None and started.host == this_host()
+    if task is not None and not is_ready and state == "running":
+        state = "starting"
+    is_here = state in ("starting", "running", "halted") and started is not None and started.host == this_host()
     usage = process_usage(task.pid) if task is not None and is_here else None
     return WorkerStatus(
         rank=worker,
