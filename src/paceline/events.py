@@ -227,11 +227,40 @@ class Restarted(Event):
     workers: int  # that begin again
     at_step: int  # the newest that any of them had committed
     step: int  # after which they go on
-    source: str  # of the state: "memory", "disk", or "nothing": they begin at step 1
+    source: str  # of the state: "memory", "disk", "program": what it saves itself, or "nothing": they begin at step 1
     lost_at: float  # clock.now()
     hosts: int = 1  # that are left
     lent: Sequence[int] = ()  # workers whose state comes from a neighbor host's memory
     micro: int | None = None  # samples of a micro-batch from now on; None: as before
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskStarted(Event):
+    """Another framework's program begins to run as this worker. Its steps are not known, so all its time counts alike
+    once it is ready. `restarts`: how often it alone was started again in this attempt."""
+
+    rank: int
+    name: str  # what messages call it: "worker 1", "chief", "server 0"
+    pid: int  # of the program
+    restarts: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskReady(Event):
+    """The program of a task listens at its address in the cluster: the framework is imported, and work may begin."""
+
+    rank: int
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskLost(Event):
+    """The program of one task was lost. It is started again, and the others go on meanwhile."""
+
+    rank: int
+    name: str
+    pid: int
+    reason: str  # "worker 1 (pid 4711) killed by signal 9"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

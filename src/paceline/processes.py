@@ -5,11 +5,21 @@ The system reuses process numbers, so a process is identified by its number and 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
+import time
 from pathlib import Path
 
-__all__ = ["is_same_process", "process_started_s", "process_state", "run_delay_s", "this_host"]
+__all__ = [
+    "ProcessUsage",
+    "is_same_process",
+    "process_started_s",
+    "process_state",
+    "process_usage",
+    "run_delay_s",
+    "this_host",
+]
 
 TOLERANCE_S = 0.5  # start times are kept to a hundredth; a number does not come round that quickly
 
@@ -44,6 +54,33 @@ def _started_elsewhere(pid: int) -> float | None:
         return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
     except psutil.NoSuchProcess:
         return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessUsage:
+    """What a process has used since it began."""
+
+    age_s: float
+    cpu_s: float  # of all its threads
+    memory_bytes: int  # resident now
+
+    @property
+    def cores(self) -> float:
+        """How many cores it has kept busy, on average."""
+        return self.cpu_s / self.age_s if self.age_s > 0 else 0.0
+
+
+def process_usage(pid: int) -> ProcessUsage | None:
+    """Return what a process of this host has used; None where there is none, or no /proc."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    ticks = os.sysconf("SC_CLK_TCK")
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / ticks
+    cpu_s = (int(fields[11]) + int(fields[12])) / ticks
+    return ProcessUsage(age_s=max(0.0, age_s), cpu_s=cpu_s, memory_bytes=pages * os.sysconf("SC_PAGE_SIZE"))
 
 
 STATES = {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}

@@ -22,6 +22,7 @@ from paceline.plan.command_plan import auto_base
 from paceline.plan.job import AUTO, flag_of, read_engine_table
 from paceline.plan.own_programs import program_here
 from paceline.plan.program_check import check_program
+from paceline.plan.program_tasks import refuse_plan, settled_tasks, tasks_text
 from paceline.plan.script_scan import auto_plan_of_script, workers_of_script
 
 if TYPE_CHECKING:
@@ -32,9 +33,17 @@ __all__ = ["OPTIONS", "add", "engine_of", "job_of", "run", "show_dry_run"]
 # Job field: what stands for the value in the help, and the help. "program" and "args" are the positional arguments.
 OPTIONS = {
     "run_as": ("FRAMEWORK", "run an unmodified program of another framework, with Paceline in its place: horovod"),
+    "run_for": (
+        "FRAMEWORK",
+        "start, watch and restart an unmodified program that another framework distributes by itself: tensorflow",
+    ),
     "workers": (
         "N",
         "workers of the whole job, over all hosts (default: what the script asks for, the plan's most, or 1)",
+    ),
+    "servers": (
+        "N",
+        "with --for: parameter servers, beside the workers and a chief (default: none, and no chief)",
     ),
     "launcher": (
         "NAME",
@@ -198,7 +207,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise PlanError("--detach leaves a job with an engine or in a pool: add --on slurm, or --pool POOL.")
     is_auto = _settle_auto(arguments)
     job, plan, given = job_of(arguments)
-    check_program(Path(job.program), plan, run_as=job.run_as)
+    if job.run_for is None:
+        check_program(Path(job.program), plan, run_as=job.run_as)
+    refuse_plan(job, plan)
     if arguments.dry_run:
         return show_dry_run(job, plan=plan)
     _refuse_in_world(job)
@@ -211,7 +222,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.command_started = clock.now()  # the run's start-up is what comes from here on
     from paceline.launch.fork.warm_parent_client import WarmParent
 
-    with WarmParent.start() as warm:  # before the next import: it imports torch meanwhile
+    with WarmParent.start_for(job) as warm:  # before the next import: it imports torch meanwhile
         from paceline.runs.run import start
 
         return start(
@@ -230,6 +241,10 @@ def _queue(arguments: argparse.Namespace) -> int:
             "plan='auto' measures this machine while the pool's runs use it: choose first, then give the plan."
         )
     job, plan, _ = job_of(arguments)
+    if job.run_for is not None:
+        raise PlanError(
+            f"A pool resizes runs by their plans, and a program of {job.run_for} has none: start it without --pool."
+        )
     if arguments.dry_run:
         return show_dry_run(job, plan=plan)
     from paceline.pool.replica_range import replica_range
@@ -298,6 +313,7 @@ def _run_on(engine: Engine, arguments: argparse.Namespace) -> int:
     if arguments.hosts is not None:
         arguments.hosts = host_count(engine, arguments.hosts)
     job, plan, given = job_of(arguments, head=AUTO)
+    refuse_plan(job, plan)
     job = settled(engine, job, plan, script=Path(job.program))
     submission = prepare(engine, job, plan=plan, given=given, detach=arguments.detach)
     if arguments.dry_run:
@@ -384,7 +400,11 @@ def show_dry_run(job: Job, *, plan: CommandPlan) -> int:
     """Print it and return 0; raises PlanError where the plan cannot work on the job's workers."""
     print(f"job    {config.to_python(job)}")
     workers = job.workers
-    if plan.whole is None:
+    if job.run_for is not None:
+        job = settled_tasks(job)
+        workers = job.workers
+        print(f"tasks  {tasks_text(workers or 1, job.servers)}; what they compute is the program's own matter")
+    elif plan.whole is None:
         print("plan   the script's own" + (f", with {plan.settings_text}" if plan.settings else ""))
         if workers is None:
             workers = workers_of_script(Path(job.program), plan.settings, args=job.args, say=print)
@@ -406,11 +426,17 @@ def _start_text(job: Job, workers: int | None) -> list[str]:
     elif job.hosts == 1:
         first = " (worker 0 in this process)" if job.launcher == "inline" else ""
         plural = "s" if workers > 1 else ""
-        lines.append(f"{workers} worker{plural} on this host, forked from one process that has imported torch{first}")
+        if job.run_for is not None:
+            lines.append(f"{workers} process{'es' * (workers > 1)} on this host, each a new Python with the script")
+        else:
+            lines.append(
+                f"{workers} worker{plural} on this host, forked from one process that has imported torch{first}"
+            )
     else:
         least, extra = divmod(workers, job.hosts)
         shares = f"{least}" if not extra else f"{least} or {least + 1}"
-        lines.append(f"{workers} workers on {job.hosts} hosts that meet at {job.head}, {shares} on each")
+        noun = "workers" if job.run_for is None else "processes"
+        lines.append(f"{workers} {noun} on {job.hosts} hosts that meet at {job.head}, {shares} on each")
     lines.append(
         f"run directory {job.run_dir or 'runs/<program>-<date>-<time>'}{', from the beginning' if job.fresh else ''}"
     )

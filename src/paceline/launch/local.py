@@ -218,7 +218,7 @@ def _parent(job: Job, warm: WarmParent | None) -> WarmParent | None:
         if warm is not None:
             warm.close()
         return None
-    return warm if warm is not None else WarmParent.start()
+    return warm if warm is not None else WarmParent.start_for(job)
 
 
 def _copy_program(program: Path | None, place: Path) -> None:

@@ -52,6 +52,7 @@ from paceline.monitor.records.run_files import local_path
 from paceline.monitor.records.run_record import RunRecord
 from paceline.monitor.records.steps import Step, StepMerger
 from paceline.plan.job import Job
+from paceline.plan.program_tasks import task_names, tasks_text
 from paceline.units import printable
 
 if TYPE_CHECKING:
@@ -143,12 +144,20 @@ class Watch:
             self._sinks.append(self._tensorboard)
         if record:
             self._sinks += more
+        names = () if job.servers is None else task_names(workers, job.servers)
         self._output = WorkerOutput(
-            attempt_dir(self.run_dir, attempt), self._local, everyone=job.show == "all", show=self._show_output
+            attempt_dir(self.run_dir, attempt),
+            self._local,
+            everyone=job.show == "all",
+            show=self._show_output,
+            names=names,
         )
         self.is_quiet = False  # another process shows, or has shown, what is read
         self._shows_run, self._closing_rows = shows_run, closing_rows
-        self._warnings = Deduplicator(self._local, lambda text, said_by: self._show(f"{tag(said_by)} warning: {text}"))
+        self._tasks = "" if job.run_for is None else tasks_text(workers, job.servers)
+        self._warnings = Deduplicator(
+            self._local, lambda text, said_by: self._show(f"{tag(said_by, names)} warning: {text}")
+        )
         self._notes = Deduplicator(self._local, lambda text, said_by: self._show(text))
         self._started: dict[int, WorkerStarted] | None = {}  # None: all have started, and that was shown
         self._facts: dict[str, Any] | None = None
@@ -415,7 +424,7 @@ class Watch:
         if self._started is not None and worker in self._local:
             self._started[worker] = started
             if self._started.keys() >= self._local.union(self._here):
-                self._show_of_run(ready_line(self._started.values()))
+                self._show_of_run(ready_line(self._started.values(), tasks=self._tasks))
                 self._started = None
                 self._report_lost_steps(started.resumed_from_step)
 
@@ -473,7 +482,7 @@ def _exit_note(facts: dict[str, Any], failures: Sequence[Failure]) -> str:
 
 def _closing(facts: dict[str, Any], *, is_head: bool, more: Sequence[tuple[str, str]]) -> str:
     """The closing table; for a run that failed before its first step only where its logs are."""
-    if facts["steps"] or facts["state"] == "finished":
+    if facts["steps"] or facts["tasks"] or facts["state"] == "finished":
         return closing_table(facts, is_head=is_head, more=more)
     cause = EXIT_CAUSES.get(facts["exit_code"])
     why = f" ({cause})" if cause else ""

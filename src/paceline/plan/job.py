@@ -44,7 +44,7 @@ __all__ = [
 NO_CLUSTER = "off"  # as Job.cluster: nothing is predicted
 AUTO = "auto"  # the head of hosts that meet in the run's directory
 
-OWN_FLAGS = {"run_as": "--as"}  # fields of Job with an option of another name
+OWN_FLAGS = {"run_as": "--as", "run_for": "--for"}  # fields of Job with an option of another name
 
 # Launchers that are known but not built yet: what to use until they are.
 LAUNCHERS_NOT_BUILT = {
@@ -73,7 +73,10 @@ class Job:
     args: tuple[str, ...] = ()  # the script's own arguments
     run_as: Literal["horovod"] | None = None  # the framework that an unmodified program is written for: `compat` stands
     # in for it
+    run_for: Literal["tensorflow"] | None = None  # the framework that distributes an unmodified program by itself: it
+    # is only started, watched and restarted (paceline.plan.program_tasks)
     workers: int | None = None  # of the whole job, over all hosts; None: the plan's replicas, or 1
+    servers: int | None = None  # with run_for: parameter servers, beside `workers` and a chief; None: there are none
     launcher: Literal["local", "inline"] = "local"  # "local" | "inline" (worker 0 in the calling process, for pdb)
     hosts: int = 1  # the same command is started once on each
     head: str | None = None  # HOST:PORT where the hosts meet, or "auto": in the run_dir, on a disk that they share;
@@ -111,7 +114,7 @@ class Job:
 
     def __post_init__(self) -> None:
         config.check_fields(self)
-        for name in ("workers", "hosts", "slots", "save_every", "keep", "threads", "max_steps"):
+        for name in ("workers", "servers", "hosts", "slots", "save_every", "keep", "threads", "max_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlanError(f"Job.{name} is {value}; it must be at least 1.")
@@ -137,6 +140,39 @@ class Job:
                 "for no cluster."
             )
         self._check_hosts()
+        self._check_program()
+
+    def _check_program(self) -> None:
+        """Raise PlanError for what another framework's program cannot have."""
+        if self.servers is not None and self.run_for is None:
+            raise PlanError(
+                f"Job.servers is {self.servers}; it is for programs with servers of their own: add run_for="
+                "'tensorflow' (--for tensorflow). The parameter servers of a plan are said in the plan: "
+                "parameterserver(...)."
+            )
+        if self.run_for is None:
+            return
+        if not self.program:
+            raise PlanError(f"run_for={self.run_for!r} needs a script: paceline run --for {self.run_for} train.py.")
+        if self.run_as is not None:
+            raise PlanError(
+                f"run_as={self.run_as!r} and run_for={self.run_for!r} exclude each other: a program is of one "
+                "framework."
+            )
+        if self.launcher == "inline":
+            raise PlanError(
+                f"launcher='inline' runs worker 0 in this process, and a program of {self.run_for} needs one of its "
+                "own: use launcher='local'. To debug one task, start the script by itself: python train.py."
+            )
+        unused = {name: getattr(self, name) for name in OF_STEPS if getattr(self, name) != _DEFAULTS[name]}
+        if self.cluster not in (None, NO_CLUSTER):
+            unused["cluster"] = self.cluster
+        if unused:
+            listed = ", ".join(f"{name}={value!r}" for name, value in unused.items())
+            raise PlanError(
+                f"{listed} cannot be used with run_for={self.run_for!r}: the program takes its steps, and saves, by "
+                "itself. Leave it out, and say it in the program."
+            )
 
     def _check_hosts(self) -> None:
         if self.hosts > 1 and self.head is None:
@@ -162,6 +198,12 @@ class Job:
             return f"Job(launcher={value!r}) is not built yet. Use {LAUNCHERS_NOT_BUILT[str(value)]}."
         return None
 
+
+# Fields that are about steps and saves, which another framework's program takes by itself.
+OF_STEPS = (
+    "fresh", "save_every", "save_every_s", "save_at_end", "keep", "balance", "noise_scale", "max_steps", "capture_dir",
+)  # fmt: skip
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(Job)}
 
 # In a worker's directory: space that is kept for its error.json, which may have to tell of a full disk.
 ERROR_SPARE = ".error.spare"

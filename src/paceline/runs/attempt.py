@@ -96,6 +96,7 @@ class Attempt:
         self._predictor = predictor or RunPredictor(None)
         self._loggers = loggers or RunLoggers(job)
         self._screen = screen
+        self._made_s = time.monotonic()
         self.next: RestartPlan | None = None  # after `run`: how the next attempt starts
         self.run_dir = Path(str(job.run_dir))
         self.number = 0
@@ -110,6 +111,11 @@ class Attempt:
     def micro(self) -> int | None:
         """Samples of a micro-batch with which this attempt began, if they are fewer than the plan's."""
         return None if self._restart_plan is None else self._restart_plan.micro
+
+    @property
+    def lasted_s(self) -> float:
+        """Seconds since it was made, just before it ran."""
+        return time.monotonic() - self._made_s
 
     @property
     def directory(self) -> Path:
@@ -296,7 +302,8 @@ class Attempt:
         )
         if self.takeover is not None:
             self.emit(Note(text=f"host {node_role.host} leads the run now: {self.takeover.reason}"))
-        if self.job.launcher != "inline":  # there a debugger keeps all workers waiting, on purpose
+        # In a debugger all workers wait on purpose; what another framework's program waits for is not known.
+        if self.job.launcher != "inline" and self.job.run_for is None:
             self._hang_monitor = self._hang_monitor_for(node_role)
         return self.run_dir
 
@@ -518,4 +525,5 @@ def _worker_end(exit: WorkerExit, *, oom_kills_before: int | None) -> Failure:
         ),
         sent_by_us=exit.sent_by_us,
         is_early=exit.is_early,
+        name=exit.name,
     )

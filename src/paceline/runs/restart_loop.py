@@ -33,6 +33,7 @@ from paceline.runs.attempt import Attempt
 __all__ = ["RestartBudget", "newest_state_source", "restart_decision", "run_with_restarts"]
 
 MAX_RESTARTS_WITHOUT_PROGRESS = 3  # in a row
+PROGRAM_PROGRESS_S = 600.0  # another framework's program, whose steps are not known, has gone on after so long
 
 
 def run_with_restarts(
@@ -57,15 +58,24 @@ def run_with_restarts(
             if outcome.recoverable_loss is None:
                 return None
             is_smaller = outcome.recoverable_loss.micro is not None  # which it can become only so often
-            if not (is_smaller or budget.allows(at_step)):
+            is_program = attempt.job.run_for is not None
+            if not (
+                is_smaller or budget.allows(at_step, goes_on=is_program and attempt.lasted_s >= PROGRAM_PROGRESS_S)
+            ):
+                far = f"lasted {PROGRAM_PROGRESS_S / 60:.0f} minutes" if is_program else "came beyond step "
                 attempt.say(
-                    f"the workers have begun again {MAX_RESTARTS_WITHOUT_PROGRESS} times in a row, and none came "
-                    f"beyond step {budget.furthest}: the run ends"
+                    f"the workers have begun again {MAX_RESTARTS_WITHOUT_PROGRESS} times in a row, and none {far}"
+                    f"{'' if is_program else budget.furthest}: the run ends"
                 )
                 return None
             on_disk = _on_disk(attempt, before=before)
             return restart_decision(
-                outcome.recoverable_loss, most=most, on_disk=on_disk, at_step=at_step, micro=attempt.micro
+                outcome.recoverable_loss,
+                most=most,
+                on_disk=on_disk,
+                at_step=at_step,
+                micro=attempt.micro,
+                is_program=is_program,
             )
 
         while True:
@@ -84,10 +94,11 @@ class RestartBudget:
         self.furthest = -1
         self._in_a_row = 0
 
-    def allows(self, at_step: int) -> bool:
-        """Return whether workers may restart after a loss at this step, the newest that was committed."""
-        if at_step > self.furthest:
-            self.furthest, self._in_a_row = at_step, 0
+    def allows(self, at_step: int, *, goes_on: bool = False) -> bool:
+        """Return whether workers may restart after a loss at this step, the newest that was committed. `goes_on`: the
+        attempt has brought the run on, whatever is known of its steps."""
+        if at_step > self.furthest or goes_on:
+            self.furthest, self._in_a_row = max(at_step, self.furthest), 0
         self._in_a_row += 1
         return self._in_a_row <= MAX_RESTARTS_WITHOUT_PROGRESS
 
@@ -100,18 +111,25 @@ def newest_state_source(in_memory: int | None, on_disk: int | None) -> tuple[str
 
 
 def restart_decision(
-    recoverable_loss: RecoverableLoss, *, most: int, on_disk: int | None, at_step: int, micro: int | None = None
+    recoverable_loss: RecoverableLoss,
+    *,
+    most: int,
+    on_disk: int | None,
+    at_step: int,
+    micro: int | None = None,
+    is_program: bool = False,
 ) -> RestartPlan:
     """Return how all workers restart on the remaining hosts: from which state, and which rank runs where.
 
     `most` is the number of workers with which the run began; `on_disk` is the step of the newest checkpoint. `micro`:
-    the samples of a micro-batch so far, if a restart has made them fewer.
+    the samples of a micro-batch so far, if a restart has made them fewer. `is_program`: another framework's program
+    keeps its own state.
     """
     each, hosts = recoverable_loss.workers_each, recoverable_loss.hosts
     in_memory = newest_step(
         (one for host in hosts for one in host.snapshots), recoverable_loss.workers, workers_each=each
     )
-    source, step = newest_state_source(in_memory, on_disk)
+    source, step = ("program", 0) if is_program else newest_state_source(in_memory, on_disk)
     ranks = reassign_ranks(hosts, recoverable_loss.workers, workers_each=each)
     is_kept = source == "memory"
     restarted = Restarted(

@@ -27,6 +27,7 @@ from paceline.monitor.records.run_record import RunRecord
 from paceline.plan import CommandPlan, Job, Plan, read_plan
 from paceline.plan.command_plan import auto_base
 from paceline.plan.job import AUTO
+from paceline.plan.program_tasks import refuse_plan, settled_tasks
 from paceline.plan.script_scan import workers_of_script
 from paceline.processes import this_host
 from paceline.runs.attempt import Attempt, begin_record, error_from_failures, qualified_name, wait_for_orphans
@@ -56,7 +57,14 @@ T = TypeVar("T")
 
 _calls = itertools.count()  # of `run` in this process, outside of workers
 
-JOB_FIELDS = frozenset(field.name for field in dataclasses.fields(Job)) - {"program", "args", "run_as", "restart_lost"}
+JOB_FIELDS = frozenset(field.name for field in dataclasses.fields(Job)) - {
+    "program",
+    "args",
+    "run_as",
+    "run_for",
+    "servers",
+    "restart_lost",
+}
 
 
 @folds_own_frames
@@ -497,6 +505,8 @@ def _tell(text: str) -> None:
 
 def _settled(job: Job, plan: CommandPlan, *, script: Path | None) -> Job:
     """The job with its number of workers and its run directory filled in."""
+    refuse_plan(job, plan)
+    job = settled_tasks(job)
     workers = job.workers
     if workers is None and plan.whole is not None:
         workers = plan.whole.layout.workers

@@ -39,6 +39,11 @@ def parity_request(arguments: argparse.Namespace) -> ParityRequest:
     script: Path = arguments.script
     if not script.is_file():
         raise PlanError(f"There is no file {script}. Name a Python script, for example: paceline parity train.py")
+    if arguments.run_for is not None:
+        raise PlanError(
+            f"A program of {arguments.run_for} takes its steps by itself, so its numbers cannot be compared here. "
+            "paceline parity is for scripts that call paceline.run."
+        )
     counts: tuple[int, ...] = config.parse_value(arguments.workers, tuple[int, ...], path="--workers")
     steps: int = config.parse_value(arguments.steps, int, path="--steps")
     if not counts or min(counts) < 1 or steps < 1:

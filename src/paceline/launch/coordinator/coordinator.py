@@ -115,7 +115,14 @@ class Coordinator:
             else UnreachableHosts.from_json(takeover.before.state["reach"])
         )
         self._exits = WorkerExits(range(job.workers or 0) if takeover is None else self._expected(takeover))
-        self._end = JobEnd(self._exits, self.remote_hosts, grace_s=job.grace_s, timeout_s=job.timeout_s, say=say)
+        self._end = JobEnd(
+            self._exits,
+            self.remote_hosts,
+            grace_s=job.grace_s,
+            timeout_s=job.timeout_s,
+            say=say,
+            saves=job.run_for is None,
+        )
         self._restart = JobRestart(
             job,
             self._end,
@@ -393,6 +400,11 @@ class Coordinator:
             return {"says": "it ends"}
         if request.get("op") != "resize" or not isinstance(request.get("replicas"), int):
             return {"error": f"this run does not understand {dict(request)}"}
+        if self._job.run_for is not None:
+            return {
+                "error": f"the run is a program of {self._job.run_for}, which divides its work by itself: stop it, and "
+                "start it with other --workers"
+            }
         if self._controller is None and "hosts" in request and not self._has_begun:
             return {"says": "it has not begun"}
         if self._controller is None:

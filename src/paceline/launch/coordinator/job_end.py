@@ -39,9 +39,12 @@ class JobEnd:
         grace_s: float,
         timeout_s: float,
         say: Callable[[str], None],
+        saves: bool = True,
     ) -> None:
         """`grace_s` is how long workers may take to save and leave; after Ctrl-C they may take as long as a step may
-        (`timeout_s`), since the person who pressed it can do so again."""
+        (`timeout_s`), since the person who pressed it can do so again. `saves=False`: another framework's program saves
+        what it does, or nothing.
+        """
         self.exits = exits
         self.outcome: JobOutcome | None = None
         self.is_ending = False  # the workers were told to end, or were killed for a restart
@@ -52,7 +55,7 @@ class JobEnd:
         self._num_signals = 0  # to this supervisor
         self._leave_signum: int = signal.SIGTERM  # the one that asked workers to leave
         self._remote_hosts, self._grace_s, self._say = remote_hosts, grace_s, say
-        self._timeout_s = timeout_s
+        self._timeout_s, self._saves = timeout_s, saves
         self._local_workers: LocalWorkers | None = None
         self._emit: Callable[[Event], None] | None = None
 
@@ -100,7 +103,8 @@ class JobEnd:
             self._grace_s = max(self._grace_s, self._timeout_s)
         self.leave_by = time.monotonic() + self._grace_s
         again = "; once more ends the run at once" if self._num_signals else ""
-        self._say(f"{reason}: finishing the step in hand, then saving{again}")
+        does = "finishing the step in hand, then saving" if self._saves else "the programs are asked to save and end"
+        self._say(f"{reason}: {does}{again}")
         if controller is not None:
             controller.stop(PREEMPTED, reason)
             self.note_finish(controller.finish)
@@ -153,7 +157,8 @@ class JobEnd:
             return False
         outcome = self.exits.outcome
         if self.exits.have_all_left:
-            self._say(f"{outcome.reason}: everything is saved")
+            does = "everything is saved" if self._saves else "the programs have ended, and go on from what they saved"
+            self._say(f"{outcome.reason}: {does}")
         self.finish(outcome)
         return True
 

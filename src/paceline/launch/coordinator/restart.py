@@ -82,6 +82,12 @@ class JobRestart:
         return self._decision is not None
 
     @property
+    def _next_time(self) -> str:
+        """From where the next start goes on."""
+        is_program = self._job.run_for is not None
+        return "the program goes on from what it has saved" if is_program else next_time(Path(self._run_dir))
+
+    @property
     def is_waiting_for_host(self) -> bool:
         """Whether every process has ended, and a host that joins is welcome."""
         return self._decision is not None and self._decision.is_waiting
@@ -106,7 +112,7 @@ class JobRestart:
         self, worker: int, host: str, cause: str, *, kind: str, exit_code: int, micro: int | None = None
     ) -> None:
         """Restart though no worker is lost, also where no state is in memory. `exit_code`: if that cannot be."""
-        message = f"{cause}: {next_time(Path(self._run_dir))}"
+        message = f"{cause}: {self._next_time}"
         failure = lost_worker(worker, host=host, pid=0, kind=kind, message=message, names_workers=True)
         loss = RecoverableLoss(causes=(cause,), lost=(), keeps=self.is_possible, micro=micro)
         self.is_possible = True  # from checkpoints on disk
@@ -123,7 +129,7 @@ class JobRestart:
             recoverable_loss = RecoverableLoss(causes=tuple(causes), lost=tuple(lost))
             given_up = dataclasses.replace(given_up, recoverable_loss=recoverable_loss)
         elif time.monotonic() >= self._unreachable.busy_until():
-            self._say(f"{reason}: {next_time(Path(self._run_dir))}")
+            self._say(f"{reason}: {self._next_time}")
             self._job_end.finish(given_up)
             return
         # Without state in memory this only waits until no lost host can still take steps.
@@ -166,5 +172,5 @@ class JobRestart:
                 self._admission.tick(now)
             return
         if not outcome.may_restart and outcome.exit_code == TOO_FEW and outcome.reason:
-            self._say(f"{outcome.reason}: {next_time(Path(self._run_dir))}")
+            self._say(f"{outcome.reason}: {self._next_time}")
         self._job_end.finish(outcome)

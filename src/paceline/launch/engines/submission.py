@@ -11,6 +11,7 @@ from paceline.launch.engines.sent_function import SentFunction
 from paceline.plan.command_plan import CommandPlan
 from paceline.plan.job import AUTO, Job, flag_of
 from paceline.plan.own_programs import sent_program
+from paceline.plan.program_tasks import asked_workers
 
 __all__ = ["Document", "Submission"]
 
@@ -81,7 +82,8 @@ class Submission:
     ) -> list[str]:
         """Return the words of the command that every host runs; `run_dir` and `program` where they lie elsewhere."""
         words = [python or self.python, "-m", "paceline", "run", program or sent_program(self.job.program)]
-        words += ["--hosts", str(self.least_hosts), "--workers", str(self.first_workers), "--head", head]
+        workers = asked_workers(self.first_workers, self.job.servers)
+        words += ["--hosts", str(self.least_hosts), "--workers", str(workers), "--head", head]
         words += ["--run-dir", run_dir or str(self.run_dir)]
         if token_file is not None:
             words += ["--token-file", token_file]

@@ -27,6 +27,7 @@ from paceline.launch.job.placement import worker_dir
 from paceline.launch.job.restart_plan import StoredSnapshot
 from paceline.launch.snapshots.snapshot_store import SnapshotStore
 from paceline.plan.job import ERROR_SPARE, Assignment
+from paceline.plan.program_tasks import task_name
 from paceline.private_files import make_run_directory
 
 __all__ = ["LocalWorkers", "LocalWorkersListener"]
@@ -397,6 +398,7 @@ class LocalWorkers:
                 sent_by_us=self._is_ending,
                 is_early=is_early,
                 is_out_of_memory=self._was_out_of_memory(signum),
+                name="" if self._template.job.servers is None else task_name(self._template.job, worker),
             )
         )
 

@@ -23,7 +23,8 @@ from paceline.errors import LaunchError
 from paceline.launch.fork import process_lifetime
 from paceline.launch.fork.parent_watch import ParentWatch
 from paceline.launch.io.event_loop import EventLoop, MessageStream
-from paceline.plan.job import Assignment, assignment_to_json
+from paceline.plan.job import Assignment, Job, assignment_to_json
+from paceline.plan.program_tasks import ENTRIES
 
 __all__ = ["ENTRY", "MODULES", "WarmParent"]
 
@@ -94,6 +95,12 @@ class WarmParent:
         finally:
             theirs.close()
         return cls(process, ours, output, modules=modules, entry=entry, family=family)
+
+    @classmethod
+    def start_for(cls, job: Job) -> WarmParent:
+        """Start what forks the workers of this job: without torch, where another framework's program does the work."""
+        module = ENTRIES.get(job.run_for or "")
+        return cls.start() if module is None else cls.start(modules=(module,), entry=f"{module}:work")
 
     def __enter__(self) -> WarmParent:
         return self

@@ -56,6 +56,7 @@ class WorkerExit:
     sent_by_us: bool  # its supervisor had told it to end
     is_early: bool = False  # its process ended before its function had returned, whatever its exit code says
     is_out_of_memory: bool = False  # the kernel killed it for want of memory
+    name: str = ""  # what messages call it (paceline.plan.program_tasks); "": "worker" and its rank
 
     @property
     def has_left(self) -> bool:
@@ -74,10 +75,10 @@ class WorkerExit:
     @property
     def cause(self) -> str:
         """Return "worker 2 (pid 4711) killed by signal 9", or what is known of a loss without a signal."""
+        error, name = self.error or {}, self.name or f"worker {self.worker}"
         if self.signal is not None:
-            return f"worker {self.worker} (pid {self.pid}) killed by signal {self.signal}"
-        error = self.error or {}
-        return str(error.get("cause") or error.get("message") or f"worker {self.worker} was lost")
+            return str(error.get("cause") or f"{name} (pid {self.pid}) killed by signal {self.signal}")
+        return str(error.get("cause") or error.get("message") or f"{name} was lost")
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> WorkerExit:

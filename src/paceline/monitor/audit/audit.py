@@ -122,6 +122,7 @@ def audit(run_dir: Path | str) -> AuditResult:
 def main_audit(run_dir: Path | str, json: bool = False) -> int:
     """Print the audit of a run; returns 0 when nothing is wrong in it, 1 when something is, 2 where there is no run."""
     try:
+        _refuse_program(RunRecord.load(run_dir))
         result = audit(run_dir)
     except ValueError as error:
         print(f"paceline: {error}", file=sys.stderr)
@@ -132,6 +133,16 @@ def main_audit(run_dir: Path | str, json: bool = False) -> int:
     else:
         print(printable(audit_text(result)))
     return 0 if result.is_clean else 1
+
+
+def _refuse_program(record: RunRecord) -> None:
+    """Raise ValueError for a program of another framework."""
+    framework = record.job.get("run_for")
+    if framework is not None:
+        raise ValueError(
+            f"{local_path(record.run_dir)} is a program of {framework}, which reads its data by itself: which samples "
+            "it used is not known, and nothing can be proved of them."
+        )
 
 
 def _tried_orders(epochs: Mapping[tuple[str, int], EpochColumns]) -> set[tuple[str, int]]:

@@ -48,7 +48,8 @@ def closing_table(facts: Mapping[str, Any], *, is_head: bool = True, more: Seque
         if facts["last_loss"] is not None:
             first = "" if facts["first_loss"] is None else f"{number_text(facts['first_loss'])} -> "
             rows.append(("loss", first + number_text(facts["last_loss"])))
-    if facts["workers_lost"] or any(map(facts.get, ("begun_again", "servers_replaced", "micro_halved_to"))):
+    incidents = ("begun_again", "servers_replaced", "micro_halved_to", "tasks_lost")
+    if facts["workers_lost"] or any(map(facts.get, incidents)):
         rows.append(("incidents", _incidents_text(facts)))
     if facts.get("left"):
         rows.append(("left", _left_text(facts["left"])))
@@ -104,6 +105,8 @@ def ending_text(facts: Mapping[str, Any]) -> str:
     cause = EXIT_CAUSES.get(facts["exit_code"])
     if cause and facts["state"] == "failed":  # by no fault of the program's
         cause += ": it can go on"
+    if facts.get("tasks"):  # of another framework, whose steps are not known
+        return str(facts["state"]) + (f" ({cause})" if cause else "")
     where = "at" if facts["state"] == "finished" else "after"
     return f"{facts['state']} {where} step {facts['step']}" + (f" ({cause})" if cause else "")
 
@@ -148,7 +151,12 @@ def _incidents_text(facts: Mapping[str, Any]) -> str:
         steps = again["at_step"] - again["step"]
         begun = f"again from {again['source']} after step {again['step']}" if again["step"] else "anew"
         lost = workers_text(again["lost"]) if again["lost"] else "a parameter server"
-        parts.append(f"{lost} lost: all began {begun}, {_counted(steps, 'step')} done again")
+        if again["source"] == "program":
+            parts.append(f"{_task_names(facts['tasks'], again['lost'])} lost: all tasks began again")
+        else:
+            parts.append(f"{lost} lost: all began {begun}, {_counted(steps, 'step')} done again")
+    if alone := facts.get("tasks_lost"):
+        parts.append(f"{_counted(alone, 'task')} lost, started again while the others went on")
     if servers := facts.get("servers_replaced"):
         parts.append(f"{_counted(servers, 'parameter server')} lost, replaced by mirrors, 0 steps lost")
     if lost := facts["workers_lost"]:
@@ -156,6 +164,10 @@ def _incidents_text(facts: Mapping[str, Any]) -> str:
         parts.append(f"{_counted(lost, 'worker')} lost, {facts['workers_joined']} taken in again")
         parts[-1] += f", {_counted(steps, 'step')} lost"
     return f"{'; '.join(parts)} (more: paceline report {shell_text(local_path(facts['run_dir']))})"
+
+
+def _task_names(names: Sequence[str], ranks: Sequence[int]) -> str:
+    return ", ".join(names[rank] if rank < len(names) else f"worker {rank}" for rank in ranks)
 
 
 def _counted(count: int, what: str) -> str:

@@ -6,7 +6,7 @@ A text waits for a moment, so that equal texts of other workers join it. Later r
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from paceline.units import workers_text
 
@@ -16,8 +16,11 @@ WAIT_S = 0.3
 NUM_KNOWN = (
     20_000  # texts that are remembered; a program that says more distinct ones than this may see an old one again
 )
-# What torch puts before a line and differs without a difference: the rank, and the time ("[W1121 05:21:00.123456789 ").
-VARYING = re.compile(r"^(\[rank\d+\]:\s*)?(\[[TIWEF]\d{4} \d\d:\d\d:\d\d[.\d]*\s)?")
+# What torch and TensorFlow put before a line and differs without a difference: the rank, the time, and the thread
+# ("[W1121 05:21:00.123456789 ", "W0000 00:00:1795870543.970920   15656 ").
+VARYING = re.compile(
+    r"^(\[rank\d+\]:\s*)?(\[[TIWEF]\d{4} \d\d:\d\d:\d\d[.\d]*\s|[IWEF]\d{4} \d\d:\d\d:\d+\.\d+\s+\d+\s)?"
+)
 
 
 class Deduplicator:
@@ -53,6 +56,8 @@ class Deduplicator:
             self._show(text, tuple(sorted(said_by)))
 
 
-def tag(workers: Iterable[int]) -> str:
-    """Return "[worker 2]" or "[workers 0-3, 5]"."""
+def tag(workers: Iterable[int], names: Sequence[str] = ()) -> str:
+    """Return "[worker 2]" or "[workers 0-3, 5]"; with `names`, by rank, "[chief, server 0]"."""
+    if names:
+        return f"[{', '.join(names[worker] for worker in sorted(set(workers)))}]"
     return f"[{workers_text(workers)}]"

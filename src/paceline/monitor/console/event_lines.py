@@ -21,6 +21,8 @@ from paceline.events import (
     Restarted,
     ServerReplaced,
     SpikeSeen,
+    TaskLost,
+    TaskStarted,
     WeightsDiffer,
     WireJudged,
     WorkerJoined,
@@ -75,6 +77,10 @@ def event_line(event: Event) -> str | None:
             return f"{', '.join(causes)} after step {step}: {regrouped_text(regrouped)}"
         case Restarted() as restarted:
             return restarted_text(restarted)
+        case TaskLost(reason=reason):
+            return f"{reason}: it is started again, and the others go on"
+        case TaskStarted(name=name, pid=pid, restarts=restarts) if restarts:
+            return f"{name} (pid {pid}) was started again"
         case ServerReplaced(lost=lost, by=by, step=step, took_s=took_s):
             return f"{lost} in step {step}: its mirror ({by}) took its place in {took_s:.2f} s, steps lost 0"
         case WorkerLeft(rank=worker, reason=reason, step=step, members=members):
@@ -153,6 +159,9 @@ def restarted_text(restarted: Restarted) -> str:
     again = f"{num_again} step{' is' if num_again == 1 else 's are'} done again"
     several = "both workers start" if restarted.workers == 2 else f"all {restarted.workers} workers start"
     subject = several if restarted.workers > 1 else "the worker starts"
+    if restarted.source == "program":
+        noun = "all tasks start" if restarted.workers > 1 else "the task starts"
+        return f"{', '.join(restarted.causes)}: {noun} again, and the program goes on from what it has saved"
     came = f"after step {restarted.at_step}" if restarted.at_step else "before the first step"
     memory = "this host's memory" if restarted.hosts == 1 else "each host's own memory"
     if restarted.lent:
@@ -213,10 +222,11 @@ def divergence_text(differ: WeightsDiffer) -> str:
     return f"step {differ.step}  WEIGHTS DIFFER from {others} {since}: {names}; healed from worker {differ.source}"
 
 
-def ready_line(started: Collection[WorkerStarted]) -> str:
+def ready_line(started: Collection[WorkerStarted], *, tasks: str = "") -> str:
     """Return "2 workers on cpu, ready in 1.90 s  plan replicas=2", from what the workers of this host said.
 
-    A worker is ready when it is in its group, and so are all of them then: also those of other hosts.
+    A worker is ready when it is in its group, and so are all of them then: also those of other hosts. `tasks`: of
+    another framework's program, which begins now.
     """
     first = next(iter(started))
     devices = ", ".join(sorted({event.device.partition(":")[0] for event in started}))
@@ -226,4 +236,6 @@ def ready_line(started: Collection[WorkerStarted]) -> str:
         if len(started) == first.workers
         else f"({len(started)} of them here on {first.host}: {devices})"
     )
+    if tasks:
+        return f"{tasks} {where}, started in {duration_text(max(event.startup_s for event in started))}"
     return f"{workers} {where}, ready in {duration_text(max(event.startup_s for event in started))}  plan {first.plan}"

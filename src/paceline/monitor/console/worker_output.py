@@ -7,7 +7,7 @@ that matters. If a worker goes on after a traceback, one line reports it a littl
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from paceline.monitor.console.deduplication import Deduplicator, tag
@@ -21,6 +21,7 @@ WARNING_WAIT_S = 0.3  # for the source line of a warning
 
 RANK = re.compile(r"^\[rank\d+\]: ")  # torch puts it before each line of an uncaught error, and before nothing else
 TRACEBACK = re.compile(r"^\s*(\+ Exception Group )?Traceback \(most recent call last\):")
+INFORMATIONAL = re.compile(r"^I\d{4} \d\d:\d\d:\d+\.\d+\s+\d+ ")  # a line of absl's or glog's: the log has it
 WARNING = re.compile(r"^\S.*:\d+: \w*Warning: ")
 CHAINED = (
     "During handling of the above exception, another exception occurred:",
@@ -32,17 +33,24 @@ class WorkerOutput:
     """Follows stdout.log and stderr.log of `workers` below an attempt's directory; `show` gets what is to be seen.
 
     Standard output is that of worker 0, untouched; with `everyone` that of all workers, each line tagged `[k] `.
+    `names`: what the workers are called, by rank, where that is not by their numbers.
     """
 
     def __init__(
-        self, directory: Path, workers: Collection[int], *, everyone: bool, show: Callable[[str], None]
+        self,
+        directory: Path,
+        workers: Collection[int],
+        *,
+        everyone: bool,
+        show: Callable[[str], None],
+        names: Sequence[str] = (),
     ) -> None:
-        self._directory, self._everyone, self._show = directory, everyone, show
+        self._directory, self._everyone, self._show, self._names = directory, everyone, show, names
         self._stdout: dict[int, GrowingFile] = {}
         self._stderr: dict[int, GrowingFile] = {}
         self._texts: dict[int, _StderrSplitter] = {}
         self._once = Deduplicator(
-            workers, lambda text, said_by: self._show(printable(f"{tag(said_by)} {text}", colors=True))
+            workers, lambda text, said_by: self._show(printable(f"{tag(said_by, names)} {text}", colors=True))
         )
         self.follow(workers)
 
@@ -86,7 +94,8 @@ class WorkerOutput:
 
     def _show_stdout(self, worker: int, lines: list[str]) -> None:
         if lines:
-            self._show("\n".join([f"[{worker}] {line}" for line in lines] if self._everyone else lines))
+            name = self._names[worker] if self._names else worker
+            self._show("\n".join([f"[{name}] {line}" for line in lines] if self._everyone else lines))
 
     def _take_stderr(self, worker: int, lines: list[str], now: float) -> None:
         texts = self._texts[worker]
@@ -100,7 +109,7 @@ class WorkerOutput:
             texts.traceback = ""
 
     def _tell_traceback(self, worker: int, error: str) -> None:
-        text = f"{tag([worker])} {error} (its traceback is in {local_path(self._stderr[worker].path)})"
+        text = f"{tag([worker], self._names)} {error} (its traceback is in {local_path(self._stderr[worker].path)})"
         self._show(printable(text, colors=True))
 
 
@@ -156,5 +165,5 @@ class _StderrSplitter:
             self._state, self._warning, self._warning_since = "warning", line, now
         else:
             self._state = "text"
-            if line.strip():
+            if line.strip() and not INFORMATIONAL.match(line):
                 yield line

@@ -25,6 +25,8 @@ from paceline.events import (
     ServerReplaced,
     SpikeSeen,
     StepsMerged,
+    TaskLost,
+    TaskStarted,
     WireJudged,
     WorkerFinished,
     WorkerJoined,
@@ -65,6 +67,8 @@ class Summary:
         self._ranks: set[int] = set()  # of workers that have started
         self._num_lost = self._num_joined = self._num_steps_lost = 0
         self._num_replaced = 0  # servers, by their mirrors
+        self._tasks: dict[int, str] = {}  # names of another framework's tasks, by rank
+        self._num_tasks_lost = 0  # that were started again alone
         self._judged: dict[str, Any] | None = None  # what holds of the wire
         self._begun_again: dict[str, Any] | None = None  # as this attempt: after whose loss, from where
         self._micro: int | None = None  # samples of a micro-batch, since a step ran out of memory
@@ -102,6 +106,10 @@ class Summary:
                 self._state_bytes[worker] = state
             case RunStarted() as started:
                 self._started = started
+            case TaskStarted(rank=worker, name=name):
+                self._tasks[worker] = name
+            case TaskLost():
+                self._num_tasks_lost += 1
             case Restarted(lost=lost, at_step=at_step, step=step, source=source, micro=micro):
                 self._begun_again = {"lost": list(lost), "at_step": at_step, "step": step, "source": source}
                 self._micro = micro
@@ -178,6 +186,8 @@ class Summary:
             "workers_joined": self._num_joined,
             "steps_lost": self._num_steps_lost,
             "begun_again": self._begun_again,
+            "tasks": [self._tasks[worker] for worker in sorted(self._tasks)],
+            "tasks_lost": self._num_tasks_lost,
             "servers_replaced": self._num_replaced,
             "micro_halved_to": self._micro,
             "left": self._left,

@@ -55,6 +55,7 @@ class Failure:
     oom_likely: bool = False
     sent_by_us: bool = False  # the signal: the supervisor ended this worker because of another one
     is_early: bool = False  # its process ended before its function had returned
+    name: str = ""  # what messages call it; "": "worker" and its rank
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure:
@@ -77,7 +78,7 @@ def explain(failures: Sequence[Failure]) -> str:
     equal = [failure for failure in failures if failure is first or _is_same(failure, first)]
     others = [failure for failure in failures if all(failure is not each for each in equal)]
     also = sorted((failure for failure in others if _order(failure) == 0), key=_when)
-    followed = [failure.worker for failure in others if _order(failure) != 0]
+    followed = [failure for failure in others if _order(failure) != 0]
     if first.error and first.error.get("usage"):
         return f"paceline: {first.error.get('message', '')}{_where(str(first.error.get('traceback', '')))}"
     parts = [headline(first, equal)]
@@ -89,7 +90,7 @@ def explain(failures: Sequence[Failure]) -> str:
         parts.append("If so, use a smaller Batch(micro=...): a step then needs less memory and gives the same result.")
     parts += [f"{headline(failure)} (independently)" for failure in also]
     if followed:
-        parts.append(f"{workers_text(followed)} stopped because of it")
+        parts.append(f"{_subjects(followed)} stopped because of it")
     return "\n".join(parts)
 
 
@@ -102,13 +103,20 @@ def headline(failure: Failure, equal: Sequence[Failure] = ()) -> str:
         return str(failure.error.get("message", ""))
     if len(equal) > 1:
         hosts = ", ".join(dict.fromkeys(each.host for each in equal))
-        subject = f"{workers_text(each.worker for each in equal)} ({'hosts' if ',' in hosts else 'host'} {hosts})"
+        subject = f"{_subjects(equal)} ({'hosts' if ',' in hosts else 'host'} {hosts})"
         if failure.error is None:
             plural = what.replace("was killed", "were all killed", 1).replace("ended with", "all ended with", 1)
             return f"{subject} {plural}"
-        return f"{subject} all failed with the same error {_after(failure)}: {what}"
-    subject = f"worker {failure.worker} (host {failure.host}, pid {failure.pid})"
-    return f"{subject} failed {_after(failure)}: {what}" if failure.error else f"{subject} {what}"
+        return f"{subject} all failed with the same error{_when_failed(failure)}: {what}"
+    subject = f"{failure.name or f'worker {failure.worker}'} (host {failure.host}, pid {failure.pid})"
+    return f"{subject} failed{_when_failed(failure)}: {what}" if failure.error else f"{subject} {what}"
+
+
+def _subjects(failures: Sequence[Failure]) -> str:
+    """Return "workers 0-2", or the names of workers that are called otherwise: "chief, server 0"."""
+    if all(failure.name in ("", f"worker {failure.worker}") for failure in failures):
+        return workers_text(failure.worker for failure in failures)
+    return ", ".join(failure.name or f"worker {failure.worker}" for failure in failures)
 
 
 def _traceback_parts(error: Mapping[str, Any]) -> list[str]:
@@ -231,6 +239,11 @@ def _after(failure: Failure) -> str:
     """The last step that was committed: the one in hand has the next number."""
     step = _step(failure)
     return f"after step {step}" if step else "before the end of the first step"
+
+
+def _when_failed(failure: Failure) -> str:
+    """The same behind a blank; nothing for another framework's program, whose steps are not known."""
+    return "" if (failure.error or {}).get("is_program") else f" {_after(failure)}"
 
 
 def _is_same(one: Failure, other: Failure) -> bool:

@@ -33,6 +33,9 @@ from paceline.events import (
     Evaluated,
     EventsMerged,
     Record,
+    TaskLost,
+    TaskReady,
+    TaskStarted,
     WorkerFailed,
     WorkerFinished,
     WorkerJoined,
@@ -193,9 +196,16 @@ def _attempt_time(
         match record.event:
             case WorkerLost(rank=worker) | WorkerLeft(rank=worker) if worker in log.elsewhere:
                 continue
-            case WorkerStarted() | Evaluated() | EventsMerged() | CheckpointSaved() | WorkerFinished() if (
-                record.worker is not None
-            ):
+            case (
+                WorkerStarted()
+                | TaskStarted()
+                | TaskReady()
+                | TaskLost()
+                | Evaluated()
+                | EventsMerged()
+                | CheckpointSaved()
+                | WorkerFinished()
+            ) if record.worker is not None:
                 own.setdefault(record.worker, []).append(record)
             case WorkerLost(rank=worker) | WorkerLeft(rank=worker):
                 own.setdefault(worker, []).append(record)

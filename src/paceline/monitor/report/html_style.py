@@ -9,6 +9,7 @@ COLOURS: dict[str, str] = {
     "compute": "#1f9d6b",
     "optimizer": "#55bd8f",
     "other": "var(--own)",
+    "program": "#2fa87a",
     "data": "#e3a72f",
     "communication": "#8a74d6",
     "evaluation": "#3f87cf",

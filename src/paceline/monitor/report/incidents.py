@@ -19,6 +19,9 @@ from paceline.events import (
     Restarted,
     ServerReplaced,
     SpikeSeen,
+    TaskLost,
+    TaskReady,
+    TaskStarted,
     WeightsDiffer,
     WorkerFailed,
     WorkerJoined,
@@ -69,6 +72,7 @@ class Incident:
     joined: list[Replacement] = dataclasses.field(default_factory=list[Replacement])
     source: str | None = None  # of an end after which all began again at once: where the state was (`Restarted`)
     went_on_as: int | None = None  # of an end: the attempt that went on
+    knows_steps: bool = True  # otherwise another framework's program took them
     costs: dict[str, float] = dataclasses.field(default_factory=dict[str, float])
 
     @property
@@ -107,6 +111,10 @@ def incidents_of(log: AttemptLog, later: AttemptLog | None) -> list[Incident]:
                 _replacement(found, record.time, joined, after_s)
             case WorkerLeft() as leaving:
                 found.append(_left(log.attempt, record.time, leaving))
+            case TaskLost() as lost:
+                found.append(_task_lost(log.attempt, record.time, lost))
+            case TaskReady(rank=worker):
+                _task_back(found, record.time, worker)
             case ServerReplaced() as replaced:
                 found.append(_replaced(log.attempt, record.time, replaced))
             case SpikeSeen(step=step, action="skip" | "rollback") as spike if ("spike", step) not in seen:
@@ -176,6 +184,19 @@ def _replacement(found: Sequence[Incident], when: float, event: WorkerJoined, af
         if incident.kind == "loss" and event.rank in incident.workers:
             incident.joined.append(Replacement(worker=event.rank, time=when, step=event.step, after_s=after_s))
             return
+
+
+def _task_lost(attempt: int, when: float, lost: TaskLost) -> Incident:
+    return Incident(
+        kind="loss", attempt=attempt, began=when, causes=[lost.reason], workers=[lost.rank], knows_steps=False
+    )
+
+
+def _task_back(found: Sequence[Incident], when: float, worker: int) -> None:
+    """A task is at work; where it was lost before, it is back."""
+    for incident in found:
+        if incident.kind == "loss" and incident.workers == [worker] and incident.went_on is None:
+            incident.went_on = when
 
 
 def _left(attempt: int, when: float, leaving: WorkerLeft) -> Incident:
@@ -259,6 +280,7 @@ def _end(log: AttemptLog, later: AttemptLog | None, resumed_from: int | None) ->
     moments = [record.time for record in log.records if isinstance(record.event, WorkerFailed)]
     incident = Incident(kind="end", attempt=log.attempt, began=min([*moments, log.ended]), step=log.last_step)
     incident.causes, incident.workers = reasons, [event.rank for event in failed]
+    incident.knows_steps = not any(isinstance(record.event, TaskStarted) for record in log.records)
     restarted = None if later is None else restart_of(later)
     if restarted is not None:
         incident.source, incident.causes, incident.workers = restarted.source, [*restarted.causes], [*restarted.lost]

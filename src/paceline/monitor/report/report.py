@@ -11,6 +11,7 @@ import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from paceline.events import EventsMerged, StateKept, WorkerFinished, WorkerStarted
 from paceline.monitor.records.damaged_lines import DamagedLines
@@ -22,6 +23,7 @@ from paceline.monitor.report.goodput import ACCOUNTS, USEFUL, GoodputLedger, Inc
 from paceline.monitor.report.measures import Measure, read_measures
 from paceline.monitor.report.predicted import ReportedReceipt, read_reported_receipt, receipt_lines
 from paceline.monitor.report.presence import WorkerStay, stays_of
+from paceline.plan.program_tasks import task_name
 from paceline.units import bytes_text, duration_text, workers_text
 
 __all__ = [
@@ -40,7 +42,12 @@ __all__ = [
 WIDTH = 100
 MOST_LISTED = 20  # incidents, and workers, that the table shows; the page and the JSON have all
 INDENT = 9  # of a receipt's lines
-SOURCES = {"memory": "from memory", "disk": "from disk", "nothing": "nothing was kept"}
+SOURCES = {
+    "memory": "from memory",
+    "disk": "from disk",
+    "nothing": "nothing was kept",
+    "program": "what the program saves",
+}
 COLUMNS = ("useful", "data", "communication", "checkpoint", "start_up", "recovery", "vacant", "idle")  # of a worker
 
 
@@ -129,12 +136,17 @@ def report_text(report: RunReport) -> str:
     return "\n".join(
         [
             title,
-            f"goodput {ledger.goodput:.1%}: the share of that time in useful steps",
+            f"goodput {ledger.goodput:.1%}: the share of that time in "
+            + (
+                "useful steps"
+                if report.record.job.get("run_for") is None
+                else "which the program ran (what it did again after a loss is not known)"
+            ),
             *(_wrapped(elsewhere_text(ledger), WIDTH) if ledger.elsewhere else []),
             "",
             *_accounts_lines(ledger),
-            *_workers_lines(ledger),
-            *memory_lines(report.held, most=MOST_LISTED),
+            *_workers_lines(ledger, report.record.job),
+            *memory_lines(report.held, most=MOST_LISTED, job=report.record.job),
             *([f"\n{snapshot_cost_text(report.kept)}"] if report.kept is not None else []),
             *_receipt_lines(report.reported),
             *_incidents_lines(ledger),
@@ -180,6 +192,8 @@ def elsewhere_text(ledger: GoodputLedger) -> str:
 def incident_text(incident: Incident) -> str:
     """Say what happened and how long it took to go on."""
     causes = ", ".join(incident.causes)
+    if not incident.knows_steps:
+        return _program_incident_text(incident, causes)
     if incident.kind == "end":
         after = f"attempt {incident.attempt} ended after step {incident.step + incident.steps_lost}: {causes}"
         if incident.went_on is None:
@@ -208,6 +222,18 @@ def incident_text(incident: Incident) -> str:
         )
     parts += [f"worker {each.worker} back at step {each.step} after {each.after_s:.2f} s" for each in incident.joined]
     return "; ".join(parts)
+
+
+def _program_incident_text(incident: Incident, causes: str) -> str:
+    """What happened to another framework's program, whose steps are not known."""
+    if incident.kind != "end":
+        if incident.went_on is None:
+            return f"{causes}; the others went on, and it was not back before the end"
+        return f"{causes}; back after {duration_text(incident.went_on - incident.began)}, the others went on meanwhile"
+    ended = f"attempt {incident.attempt} ended: {causes}"
+    if incident.went_on is None:
+        return ended
+    return f"{ended}; attempt {incident.went_on_as} began, and the program went on from what it had saved"
 
 
 def cost_text(incident: Incident) -> str:
@@ -239,14 +265,19 @@ def _accounts_lines(ledger: GoodputLedger) -> Iterator[str]:
     yield f"  {'total':<18}{duration_text(ledger.duration_s):>12}{1:>8.1%}{duration_text(total):>13}   + are useful"
 
 
-def _workers_lines(ledger: GoodputLedger) -> Iterator[str]:
+def _label(job: Mapping[str, Any], worker: int) -> str:
+    """A worker's number; the task's name where a program has servers."""
+    return str(worker) if job.get("servers") is None else task_name(job, worker)
+
+
+def _workers_lines(ledger: GoodputLedger, job: Mapping[str, Any]) -> Iterator[str]:
     if len(ledger.workers) < 2:
         return
     yield ""
-    yield f"{'worker':<8}" + "".join(f"{name.replace('communication', 'comm'):>11}" for name in COLUMNS)
+    yield f"{'worker':<9}" + "".join(f"{name.replace('communication', 'comm'):>11}" for name in COLUMNS)
     for worker, accounts in list(ledger.workers.items())[:MOST_LISTED]:
         useful = {"useful": sum(accounts[name] for name in USEFUL)} | dict(accounts)
-        yield f"{worker:<8}" + "".join(f"{_brief(useful[name]):>11}" for name in COLUMNS)
+        yield f"{_label(job, worker):<9}" + "".join(f"{_brief(useful[name]):>11}" for name in COLUMNS)
     if len(ledger.workers) > MOST_LISTED:
         yield f"and {len(ledger.workers) - MOST_LISTED} more: see the page, or --json"
 
@@ -306,14 +337,14 @@ def memory_by_worker(logs: Sequence[AttemptLog]) -> dict[int, WorkerMemory]:
     return {}
 
 
-def memory_lines(held: Mapping[int, WorkerMemory], *, most: int) -> Iterator[str]:
+def memory_lines(held: Mapping[int, WorkerMemory], *, most: int, job: Mapping[str, Any] | None = None) -> Iterator[str]:
     """A table with a row for each of the first `most` workers; empty if none has reported."""
     if not held:
         return
     yield ""
-    yield f"{'worker':<8}{'peak memory':>14}   {'of it parameters, buffers and optimizer state'}"
+    yield f"{'worker':<9}{'peak memory':>13}   {'of it parameters, buffers and optimizer state'}"
     for worker, one in list(held.items())[:most]:
         state = bytes_text(one.state_bytes) if one.state_bytes else "not known"
-        yield f"{worker:<8}{bytes_text(one.peak_memory_bytes):>14}   {state}"
+        yield f"{_label(job or {}, worker):<9}{bytes_text(one.peak_memory_bytes):>13}   {state}"
     if len(held) > most:
         yield f"and {len(held) - most} more: see --json"

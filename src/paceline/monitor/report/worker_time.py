@@ -11,6 +11,9 @@ from paceline.events import (
     EventsMerged,
     Record,
     StateKept,
+    TaskLost,
+    TaskReady,
+    TaskStarted,
     WorkerFinished,
     WorkerLeft,
     WorkerLost,
@@ -22,10 +25,12 @@ from paceline.monitor.report.incidents import Incident, Rewinds
 
 __all__ = ["ACCOUNTS", "USEFUL", "WorkerTime"]
 
+PROGRAM = "program"
 ACCOUNTS: dict[str, str] = {
     "compute": "forward and backward",
     "optimizer": "the optimizer's step",
     OTHER: "the script's own code in a step",
+    PROGRAM: "another framework's program, whose steps are not known",
     "data": "waiting for data",
     "communication": "waiting for other workers in a step",
     "evaluation": "worker.evaluate",
@@ -38,7 +43,7 @@ ACCOUNTS: dict[str, str] = {
     "idle": "no step left to take",
     "down": "between attempts",
 }
-USEFUL = ("compute", "optimizer", OTHER)
+USEFUL = ("compute", "optimizer", OTHER, PROGRAM)
 
 
 class WorkerTime:
@@ -63,7 +68,7 @@ class WorkerTime:
         self._worker, self._log, self._rewinds, self._note = worker, log, rewinds, note
         self._accounts = dict.fromkeys(ACCOUNTS, 0.0)
         self._until = log.began  # all time before is attributed
-        self._state = "new"  # new | starting | at work | vacant | finished | given up
+        self._state = "new"  # new | starting | at work | program | vacant | finished | given up
         self._incident = begun_by  # that emptied the place
         self._usual: dict[str, float] = {}  # an undisturbed step's seconds, by account
         self._evaluation_s = self._stall_s = self._keep_s = 0.0  # since the last recorded step
@@ -106,6 +111,20 @@ class WorkerTime:
                     self._last_words(when)
                 self._incident = self._leavings.pop(0) if self._leavings else None
                 self._state = "given up" if resized else "vacant"
+            case TaskStarted():
+                self._book_start(when)
+                self._state = "starting"
+            case TaskReady():
+                self._book_start(when)
+                self._state, self._incident = "program", None
+            case TaskLost():
+                if self._state == "program":
+                    self._book(when, {PROGRAM: when - self._until})
+                self._book_start(when)
+                self._state, self._incident = "vacant", self._own_losses.pop(0) if self._own_losses else None
+            case WorkerFinished() if self._state == "program":
+                self._book(when, {PROGRAM: when - self._until})
+                self._state = "finished"
             case WorkerFinished():
                 self._last_words(when)
                 self._state = "finished"
@@ -121,6 +140,8 @@ class WorkerTime:
         ended = self._log.ended
         rest = ended - self._until
         match self._state:
+            case "program":
+                self._book(ended, {PROGRAM: rest})
             case "finished":
                 if (self.last_step or 0) >= self._log.last_step:  # else it left before the others: its place is gone
                     self._book(ended, {"idle": rest})
@@ -148,6 +169,11 @@ class WorkerTime:
             self._until = forked  # the place was added later, or was given up for a time
             self._incident = None
         self._state = "starting"
+
+    def _book_start(self, when: float) -> None:
+        """Book the start of a program: of one that replaces a lost one, it is part of the incident."""
+        account = "start_up" if self._incident is None else "recovery"
+        self._book(when, {account: when - self._until}, self._incident)
 
     def _step(self, step_time: StepTime, when: float) -> None:
         length = when - self._until

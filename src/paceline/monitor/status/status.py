@@ -7,7 +7,7 @@ import itertools
 import json as json_text
 import os
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from paceline.events import (
     Regrouped,
     Restarted,
     StepDone,
+    TaskReady,
+    TaskStarted,
     WorkerFailed,
     WorkerFinished,
     WorkerJoined,
@@ -33,8 +35,9 @@ from paceline.monitor.records.run_files import local_path, worker_number
 from paceline.monitor.records.run_record import RUNNING, RunRecord
 from paceline.monitor.status.pool_wait import pool_that_will_go_on
 from paceline.monitor.status.progress import Progress, RunTrouble
-from paceline.processes import process_state, this_host
-from paceline.units import duration_text, printable
+from paceline.plan.program_tasks import task_name, tasks_text
+from paceline.processes import process_state, process_usage, this_host
+from paceline.units import bytes_text, duration_text, printable
 
 __all__ = ["RunStatus", "WorkerStatus", "main_status", "status"]
 
@@ -60,6 +63,11 @@ class WorkerStatus:
     step: int
     idle: float | None  # share of its last steps in which it waited for the others; None: not known
     age_s: float | None  # since its last event; None: it has not said anything
+    name: str = ""  # what messages call it
+    restarts: int = 0  # of another framework's program, alone; the next three: of its process, where it is here
+    up_s: float | None = None  # since it was started
+    cores: float | None = None  # that it has kept busy, on average
+    memory_bytes: int | None = None  # resident now
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +93,9 @@ class RunStatus:
     workers_left: int  # in the newest attempt, in good order, while the others went on
     last_leaving: str | None  # the last one of them, in words
     workers: tuple[WorkerStatus, ...]
+    tasks: str | None = (
+        None  # of another framework's program, whose steps are not known; None: Paceline takes the steps
+    )
     waits_in: str | None = None  # the folder of the pool that will go on with it; None: it runs, or no pool will
     left_out: tuple[str, ...] = ()  # files with lines that cannot be read
 
@@ -130,6 +141,7 @@ def status(run_dir: Path | str) -> RunStatus:
         workers_left=changes.num_left,
         last_leaving=changes.last_leaving,
         workers=workers,
+        tasks=_tasks(record),
         waits_in=pool_that_will_go_on(record),
         left_out=tuple(damaged.texts()),
     )
@@ -157,7 +169,7 @@ def _text(run: RunStatus) -> str:
     lines = [
         f"{local_path(run.run_dir)}: {state}{code}",
         f"  attempt {run.attempt}, {'took' if run.ended else 'for'} {since}; supervisor {run.pid} on {run.host}",
-        f"  {run.progress.text()}",
+        f"  {run.progress.text()}" if run.tasks is None else f"  {run.tasks}",
     ]
     lines += [f"  {run.trouble.error}"] if run.trouble.error else []
     if run.state == RUNNING:
@@ -182,7 +194,8 @@ def _text(run: RunStatus) -> str:
             f"  {run.workers_left} worker{'s have' if run.workers_left != 1 else ' has'} left{present}; the last one:"
         )
         lines.append(f"    {run.last_leaving}")
-    return "\n".join([*lines, "", *_table(run.workers)])
+    table = _table(run.workers) if run.tasks is None else _task_table(run.workers)
+    return "\n".join([*lines, "", *table])
 
 
 def _table(workers: tuple[WorkerStatus, ...]) -> list[str]:
@@ -195,6 +208,26 @@ def _table(workers: tuple[WorkerStatus, ...]) -> list[str]:
         )
         for worker in workers
     ]  # fmt: skip
+    return _aligned(head, rows)
+
+
+def _task_table(workers: tuple[WorkerStatus, ...]) -> list[str]:
+    """The tasks of another framework's program."""
+    head = ("task", "host", "pid", "device", "state", "up", "cores", "memory", "restarts")
+    rows = [
+        (
+            worker.name, worker.host or "-", str(worker.pid or "-"), worker.device or "-", worker.state,
+            "-" if worker.up_s is None else duration_text(worker.up_s),
+            "-" if worker.cores is None else f"{worker.cores:.2f}",
+            "-" if worker.memory_bytes is None else bytes_text(worker.memory_bytes),
+            str(worker.restarts),
+        )
+        for worker in workers
+    ]  # fmt: skip
+    return _aligned(head, rows)
+
+
+def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     return [
         "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -286,6 +319,8 @@ def _worker(
     directory = attempt_dir(record.run_dir, record.attempt) / f"worker_{worker}"
     step, age_s, state = 0, None, "starting" if started is None else "running"
     done: list[StepDone] = []
+    task: TaskStarted | None = None  # the program's newest start
+    is_ready = False  # it listens since then
     is_own = True
     for number, line in enumerate(last_lines(directory / "events.jsonl")):
         event = decode_event(line)
@@ -297,6 +332,8 @@ def _worker(
         if is_own:
             state = "finished" if isinstance(event.event, WorkerFinished) else state
             done += [event.event] if isinstance(event.event, StepDone) else []
+            is_ready = is_ready or (task is None and isinstance(event.event, TaskReady))
+            task = event.event if task is None and isinstance(event.event, TaskStarted) else task
             is_own = not isinstance(event.event, WorkerStarted)  # before that: the process that held the place before
         if (step and (not is_own or len(done) == NUM_IDLE_STEPS)) or number > NUM_LAST_LINES:
             break
@@ -311,17 +348,35 @@ def _worker(
     elif state in ("starting", "running") and record.state_now() != RUNNING:
         state = "gone"
     elif state == "running" and started is not None and started.host == this_host():
-        state = "halted" if process_state(started.pid) == "stopped" else state
+        pid = started.pid if task is None else task.pid
+        state = "halted" if process_state(pid) == "stopped" else state
+    if task is not None and not is_ready and state == "running":
+        state = "starting"
+    is_here = state in ("starting", "running", "halted") and started is not None and started.host == this_host()
+    usage = process_usage(task.pid) if task is not None and is_here else None
     return WorkerStatus(
         rank=worker,
         host=started.host if started else "",
-        pid=started.pid if started else 0,
+        pid=task.pid if task else started.pid if started else 0,
         device=started.device if started else "",
         state=state,
         step=step or (started.resumed_from_step if started else 0),
         idle=_idle(done),
         age_s=age_s,
+        name=task_name(record.job, worker),
+        restarts=task.restarts if task else 0,
+        up_s=None if usage is None else usage.age_s,
+        cores=None if usage is None else usage.cores,
+        memory_bytes=None if usage is None else usage.memory_bytes,
     )
+
+
+def _tasks(record: RunRecord) -> str | None:
+    """Return "tensorflow: chief, 2 workers, 1 server"; None where Paceline takes the run's steps."""
+    framework, servers = record.job.get("run_for"), record.job.get("servers")
+    if framework is None:
+        return None
+    return f"{framework}: {tasks_text(record.workers, servers if isinstance(servers, int) else None)}"
 
 
 def _idle(done: Iterable[StepDone]) -> float | None:

@@ -7,7 +7,7 @@ import { NONE, count, date, duration, metricTitle, number, percent, plural, rate
 import { progressBar, stateBadge } from "./overview.js";
 import { poolLink } from "./pool.js";
 import { sweepLink } from "./sweep.js";
-import { attemptsCard, card, eventsList, facts, incidentsCard, isCalm, measuresTable, receiptCard, timeCard, timeline, workersTable } from "./run_parts.js";
+import { attemptsCard, card, eventsList, facts, incidentsCard, isCalm, measuresTable, receiptCard, tasksTable, timeCard, timeline, workersTable } from "./run_parts.js";
 import { logsCard } from "./logs.js";
 
 const FIRST = ["lr", "learning_rate", "grad_norm", "gradient_norm", "loss_scale", "overflows"]; // reported names that come first
@@ -90,14 +90,14 @@ export function run(page, name, about) {
     document.title = `${summary.last_step ? `${Math.floor((100 * summary.step) / summary.last_step)} % – ` : ""}${name.split("/").pop()} – Paceline`;
     const epoch = summary.epoch !== null && known?.epochs > 1 ? `epoch ${summary.epoch + 1} of ${known.epochs}` : null;
     const since = Date.now() / 1000 - summary.at, waits = ["waiting", "starting"].includes(state.place?.state);
-    const words = [summary.last_step ? `step ${count(summary.step)} of ${count(summary.last_step)}` : `step ${count(summary.step)}`, epoch,
+    const words = [known?.tasks ? known.tasks : summary.last_step ? `step ${count(summary.step)} of ${count(summary.last_step)}` : `step ${count(summary.step)}`, epoch,
       summary.state === "running" && summary.left_s ? `${duration(summary.left_s)} left` : null,
       waits && summary.ended ? `ended ${date(summary.ended)}` : summary.state !== "running" && summary.ended ? `took ${duration(summary.ended - summary.began)}` : `for ${duration(Date.now() / 1000 - summary.began)}`,
       summary.state === "running" && summary.at && since > 5 ? `last step ${duration(Math.round(since))} ago` : null].filter(Boolean);
     const title = h("h1", null, name, " ", stateBadge({ ...summary, place: state.place }, true));
     put(head, title, h("p", { class: "program" }, summary.program || NONE, h("span", { class: "soft" }, `started ${date(summary.began)}`), known?.host ? h("span", { class: "soft" }, `on ${known.host}`) : null, state.groups.map(groupLink)),
-      h("p", { class: "plan-line" }, h("code", null, summary.plan || NONE)), h("div", { class: "progress" }, progressBar(summary), h("span", null, words.join("  ·  "))), control?.element);
-    if (control) control.show(summary.state === "running");
+      h("p", { class: "plan-line" }, h("code", null, summary.plan || NONE)), h("div", { class: "progress" }, known?.tasks ? null : progressBar(summary), h("span", null, words.join("  ·  "))), control?.element);
+    if (control) control.show(summary.state === "running", !known?.tasks);
   }
 
   function drawTiles() {
@@ -105,12 +105,13 @@ export function run(page, name, about) {
     if (!summary) return;
     const first = summary.first_loss ?? null, best = Object.entries(state.evaluations)[0];
     const incidents = report ? report.incidents.filter((one) => !isCalm(one)).length : null;
+    const hasSteps = !known?.tasks; // otherwise they are another framework's
     put(tiles, [
-      [number(summary.loss), first === null ? "loss" : `loss, from ${number(first)}`],
+      hasSteps && [number(summary.loss), first === null ? "loss" : `loss, from ${number(first)}`],
       best ? [number(best[1].at(-1)[1]), best[0]] : null,
-      [rate(summary.samples_per_s), "samples per second"],
-      [duration(summary.step_s), "a step"],
-      [known ? `${count(summary.state === "running" ? known.members : summary.workers)}` : count(summary.workers), summary.state === "running" && known && known.members < summary.workers ? `of ${summary.workers} workers` : "workers"],
+      hasSteps && [rate(summary.samples_per_s), "samples per second"],
+      hasSteps && [duration(summary.step_s), "a step"],
+      [known ? `${count(summary.state === "running" ? known.members : summary.workers)}` : count(summary.workers), summary.state === "running" && known && known.members < summary.workers ? `of ${summary.workers} workers` : hasSteps ? "workers" : "tasks"],
       report?.goodput !== undefined ? [percent(report.goodput, 1), "goodput", "good"] : null,
       noise ? [count(Math.round(noise[1])), "noise scale, samples"] : null,
       incidents !== null ? [count(incidents), incidents === 1 ? "incident" : "incidents", incidents ? "bad" : ""] : null,
@@ -139,7 +140,7 @@ export function run(page, name, about) {
   function drawReport() {
     const report = state.report;
     if (!report || report.problem) { drawAlerts(); time.replaceChildren(); return; }
-    put(time, timeCard(report, { old, pool: state.place?.pool }), receiptCard(report));
+    put(time, timeCard(report, { old, pool: state.place?.pool }), state.about?.tasks ? null : receiptCard(report));
     put(after, incidentsCard(report), attemptsCard(report));
     put(lanes, timeline(report));
     drawCurves();
@@ -165,7 +166,7 @@ export function run(page, name, about) {
         if (!curves.has(key)) curves.set(key, new Curve());
         curves.get(key).take(change);
       }
-      put(remark, found.curves.is_exact ? (curves.size ? "" : "no step yet") : "some of the steps; reading the rest");
+      put(remark, found.curves.is_exact ? (curves.size ? "" : state.about?.tasks ? "the program's steps are its own: its curves are where it writes them" : "no step yet") : "some of the steps; reading the rest");
     }
     if (found.summary || found.groups || found.place) drawHead();
     if (found.curves || found.evaluations) drawCurves();
@@ -176,7 +177,7 @@ export function run(page, name, about) {
     if (found.report || (found.place && state.report)) drawReport();
     if (found.reading) drawReading();
     if (found.evaluations && Object.keys(found.evaluations).length) put(evaluations, card("evaluations", "Evaluations", measuresTable(found.evaluations)));
-    if (found.workers) put(workers, found.workers.length ? workersTable(found.workers) : h("p", { class: "about" }, "no worker has started yet"));
+    if (found.workers) put(workers, found.workers.length ? (state.about?.tasks ? tasksTable : workersTable)(found.workers) : h("p", { class: "about" }, "no worker has started yet"));
     if (found.events) eventsList(events, found.events);
     if (found.logs) logs.changed(found.logs);
   });
@@ -240,5 +241,5 @@ function controls(name, secret) {
     setTimeout(() => { delete stop.dataset.sure; put(stop, "Stop"); }, 4000);
   } } }, "Stop");
   const buttons = h("span", { class: "buttons" }, stop, replicas, resize);
-  return { element: h("div", { class: "control" }, buttons, said), show: (isOn) => { buttons.hidden = !isOn; } };
+  return { element: h("div", { class: "control" }, buttons, said), show: (isOn, mayResize) => { buttons.hidden = !isOn; replicas.hidden = resize.hidden = !mayResize; } };
 }

@@ -3,7 +3,7 @@
 import { h, put, svg } from "./dom.js";
 import { NONE, age, bytes, clock, count, date, duration, number, percent, plural } from "./format.js";
 
-export const ACCOUNTS = ["compute", "optimizer", "other", "data", "communication", "evaluation", "checkpoint", "start_up", "recovery", "repeated", "undone", "vacant", "idle", "down"];
+export const ACCOUNTS = ["compute", "optimizer", "other", "program", "data", "communication", "evaluation", "checkpoint", "start_up", "recovery", "repeated", "undone", "vacant", "idle", "down"];
 const WORDS = { start_up: "start-up", communication: "waiting for others" };
 const word = (name) => WORDS[name] ?? name;
 
@@ -29,7 +29,7 @@ export function timeCard(report, { old = null, pool = null } = {}) {
   const whole = report.duration_s || 1, useful = new Set(report.useful);
   const shown = ACCOUNTS.filter((name) => report.wall_s[name] / whole > 0.0005);
   return card("time", "Where the time went",
-    h("p", { class: "about" }, h("b", { class: "good" }, percent(report.goodput, 1)), ` goodput: the share of ${duration(report.duration_s)} in useful steps`, old),
+    h("p", { class: "about" }, h("b", { class: "good" }, percent(report.goodput, 1)), ` goodput: the share of ${duration(report.duration_s)} in ${report.wall_s.program ? "which the program ran" : "useful steps"}`, old),
     accountsBar(report.wall_s, whole), stretches(report),
     h("ul", { class: "keys" }, shown.map((name) => h("li", null, h("span", { class: `key fill-${name}` }), h("span", { class: useful.has(name) ? "" : "soft" }, pool && name === "down" ? "down, and waiting in its pool" : word(name)),
       h("b", null, percent(report.wall_s[name] / whole, 1)), h("span", { class: "soft" }, duration(report.wall_s[name]))))));
@@ -116,6 +116,13 @@ export function workersTable(workers) {
   return table([["worker", ""], ["state", ""], ["step", "n"], ["now", "now"], ["idle", "n"], ["last event", "n"], ["host", ""], ["device", ""], ["pid", "n"]],
     workers.map((one) => [String(one.rank), h("span", { class: `state ${one.state}` }, one.state), count(one.step), doing(one), one.idle === null ? NONE : percent(one.idle),
       one.age_s === null ? NONE : age(Math.max(0, one.age_s)), one.host || NONE, one.device || NONE, one.pid ? String(one.pid) : NONE]), "workers");
+}
+
+/** The tasks of another framework's program, whose steps are not known. */
+export function tasksTable(workers) {
+  return table([["task", ""], ["state", ""], ["up", "n"], ["cores", "n"], ["memory", "n"], ["restarts", "n"], ["host", ""], ["device", ""], ["pid", "n"]],
+    workers.map((one) => [one.name, h("span", { class: `state ${one.state}` }, one.state), one.up_s === null ? NONE : duration(one.up_s), one.cores === null ? NONE : number(one.cores),
+      one.memory_bytes === null ? NONE : bytes(one.memory_bytes), count(one.restarts), one.host || NONE, one.device || NONE, one.pid ? String(one.pid) : NONE]), "workers");
 }
 
 function doing(one) {

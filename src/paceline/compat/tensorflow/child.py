@@ -1,0 +1,69 @@
+"""Runs a TensorFlow program as its own process, and nothing else: started by path, it imports only Python itself.
+
+    python child.py REPORT PARENT_PID SCRIPT [the script's arguments]
+
+The program sees what `python SCRIPT ...` would show it. If it ends with an error, what became of it is written to the
+file REPORT as a JSON object: kind, module, message and traceback of the error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import runpy
+import signal
+import sys
+import traceback
+
+__all__ = ["main"]
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Run the script of the command line as the main program."""
+    report, parent, script = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    _end_with(parent)
+    faulthandler.enable()
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
+    sys.argv = sys.argv[3:]
+    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as stop:
+        if stop.code not in (None, 0):
+            _report(report, stop)
+        raise
+    except BaseException as error:
+        _report(report, error)
+        raise
+
+
+def _end_with(parent: int) -> None:
+    """End when the process that looks after this one ends, however it does."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def _report(path: str, error: BaseException) -> None:
+    fields = {
+        "kind": type(error).__name__,
+        "module": type(error).__module__,
+        "message": str(error),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+    try:
+        with open(f"{path}.new", "w", encoding="utf-8", errors="backslashreplace") as file:
+            json.dump(fields, file)
+        os.replace(f"{path}.new", path)
+    except OSError as problem:
+        print(f"paceline: {path} could not be written: {problem}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
