@@ -1,4 +1,4 @@
-"""What the configuration file of another framework says in Paceline's words: a plan, options of the job, and what not."""
+"""What the configuration file of another framework says in Paceline's words: a plan, a job, and what not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs of Hugging Face Accelerate: `from paceline.compat.accelerate import Accelerator` in place of `accelerate`."""
+"""Programs of Hugging Face Accelerate: `from paceline.compat.accelerate import Accelerator` for `accelerate`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Accelerator`: a program of Hugging Face Accelerate as a worker of a run, over the steps that every Paceline run takes.
+"""`Accelerator`: a program of Hugging Face Accelerate as a worker of a run, over the steps of every run.
 
     from paceline.compat.accelerate import Accelerator
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,7 @@ PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp64": "no"}
 class _Program:
     """What all accelerators of a process share: it is one worker, with one loop."""
 
-    opened: list[_Program] = []
+    opened: ClassVar[list[_Program]] = []
 
     def __init__(self, worker: Worker) -> None:
         require_possible(worker.plan)
@@ -179,7 +179,9 @@ class Accelerator(ProgramMember):
         prepared = tuple(self._prepare_other(one) for one in args)
         return prepared[0] if len(prepared) == 1 else prepared
 
-    def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
         """Prepare a model."""
         return self.prepare(model)
 
@@ -213,7 +215,7 @@ class Accelerator(ProgramMember):
                 group["params"] = [now[names[id(one)]] if id(one) in names else one for one in group["params"]]
         model.register_forward_pre_hook(self._flat.before_forward)
         if not hasattr(model, "no_sync"):
-            model.no_sync = contextlib.nullcontext  # pyright: ignore[reportAttributeAccessIssue]
+            model.no_sync = cast("Any", contextlib.nullcontext)
         self._loaders.models.append(model)
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> None:
@@ -281,7 +283,7 @@ class Accelerator(ProgramMember):
             yield profiler
 
     def skip_first_batches(self, dataloader: PreparedLoader, num_batches: int = 0) -> PreparedLoader:
-        """Have the next loop over a loader leave out so many batches. After `load_state` it goes on where that stood."""
+        """Have the next loop over a loader leave out so many batches; after `load_state` it goes on where that was."""
         return skip_first_batches(dataloader, num_batches)
 
     def free_memory(self, *objects: Any) -> list[None]:
@@ -296,7 +298,9 @@ class Accelerator(ProgramMember):
 
     # State.
 
-    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> nn.Module:
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
         """Return the model, which is the program's own object."""
         return model
 
@@ -321,7 +325,9 @@ class Accelerator(ProgramMember):
         run's checkpoints. All workers call it, between steps; returns the directory."""
         project = self.project_configuration
         if output_dir is None and not project.automatic_checkpoint_naming:
-            raise ValueError("save_state() needs a directory, or ProjectConfiguration(automatic_checkpoint_naming=True)")
+            raise ValueError(
+                "save_state() needs a directory, or ProjectConfiguration(automatic_checkpoint_naming=True)"
+            )
         chosen = (
             next_directory(project, is_first=self.is_main_process)
             if project.automatic_checkpoint_naming

@@ -27,7 +27,9 @@ def mapped(value: Any, change: Callable[[Tensor], Any], *, other: Callable[[Any]
     return other(value)
 
 
-def gather_values(value: Any, world: ProgramWorld, *, is_object: bool = False, keep: tuple[int, int] | None = None) -> Any:
+def gather_values(
+    value: Any, world: ProgramWorld, *, is_object: bool = False, keep: tuple[int, int] | None = None
+) -> Any:
     """Return a tree with the workers' tensors behind each other along dim 0, on every worker.
 
     Tensors may have other lengths on other workers. `is_object`: the value is a list, and the lists are joined. `keep`:
@@ -72,7 +74,9 @@ def reduce_values(value: Any, world: ProgramWorld, *, reduction: str, scale: flo
     everywhere: list[list[Tensor]] = (
         world.everywhere(own_tensors) if reduction != "none" and world.size * world.num_same > 1 else [own_tensors]
     )
-    summed = iter([_sum([one.to(own.device) for one in parts]) for own, *parts in zip(own_tensors, *everywhere, strict=True)])
+    summed = iter(
+        [_sum([one.to(own.device) for one in parts]) for own, *parts in zip(own_tensors, *everywhere, strict=True)]
+    )
     factor = scale / (len(everywhere) if reduction == "mean" else 1)
     return mapped(value, lambda _: next(summed) if factor == 1.0 else next(summed) * factor)
 

@@ -1,7 +1,7 @@
 """Takes a flat loop over micro-batches as passes over steps: `backward` and `optimizer.step()` are in its body.
 
-A step of Paceline is a pass over this worker's micro-batches of a global batch, and then the optimizer's step. A loop of
-Accelerate has one body for both. So each micro-batch that a loader gives opens the next part of the pass, before the
+A step of Paceline is a pass over this worker's micro-batches of a global batch, and then the optimizer's step. A loop
+of Accelerate has one body for both. So each micro-batch that a loader gives opens the next part of the pass, before the
 model's forward. `backward` of the last one ends the pass: gradients are averaged over all workers there, and a later
 `optimizer.step()` takes them. In the other micro-batches it does nothing, as inside `accumulate`.
 
@@ -159,7 +159,9 @@ class FlatLoop:
             return self._give(self._open_next(), number)
         with random_state.PreservedRandomState():  # read ahead, inside another micro-batch
             data = batch.read(max(0, min(number, len(batch.micros) - 1)))
-        return self._give(to_device(data, self._worker.device, input_dtype(self._worker.plan.compute.precision)), number)
+        return self._give(
+            to_device(data, self._worker.device, input_dtype(self._worker.plan.compute.precision)), number
+        )
 
     def _give(self, data: Any, number: int) -> Any:
         batch = self._of_step()
@@ -311,4 +313,3 @@ class FlatLoop:
             own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             self._carried = [(one, gradient) for one, gradient in self._carried if id(one) not in own]
         return False
-

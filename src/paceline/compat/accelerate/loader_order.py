@@ -1,4 +1,4 @@
-"""The order in which a torch DataLoader reads its dataset: its own samplers say it, once an epoch, on every worker alike."""
+"""The order in which a torch DataLoader reads its dataset: its own samplers say it, once in an epoch."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def require_whole_batches(batches: Sequence[Sequence[Any]], micro: int) -> None:
         wrong = batches[-1]
     if wrong is not None:
         raise PlanError(
-            f"the batch sampler of a DataLoader that trains gave a batch of {len(wrong)} samples, and its batch_size is "
-            f"{micro}: steps are counted in samples, so all batches but the last must have one size. Use a sampler= "
+            f"the batch sampler of a DataLoader that trains gave a batch of {len(wrong)} samples, and its batch_size "
+            f"is {micro}: steps are counted in samples, so all batches but the last must have one size. Use a sampler= "
             "that groups the samples, with batch_size=."
         )
 

@@ -21,7 +21,7 @@ class LocalSGD:
         if enabled and plan.layout.replicas != 1 and not plan.is_local:
             raise PlanError(
                 f"LocalSGD(local_sgd_steps={local_sgd_steps}): that replicas take steps by themselves is said by the "
-                f"plan, and {plan} averages gradients in every step. Run with --plan 'localsgd(every={local_sgd_steps})'."
+                f"plan, and {plan} averages gradients in every step. Use --plan 'localsgd(every={local_sgd_steps})'."
             )
 
     def __enter__(self) -> LocalSGD:

@@ -1,9 +1,9 @@
 """A DataLoader as `Accelerator.prepare` returns it: it gives this worker's batches, of a loop that trains or evaluates.
 
 Which of the two a loop is shows in what the program does: it evaluates where gradients are off, where all models are in
-eval mode, and where the first batches got no `backward`. A loop that trains gives the micro-batches of Paceline's steps,
-with the run's ledger and checkpoints. One that evaluates shares the loader's batches among the workers; at the uneven end
-a worker without a batch gets one again, of which `gather_for_metrics` keeps nothing.
+eval mode, and where the first batches got no `backward`. A loop that trains gives the micro-batches of the run's
+steps, with its ledger and checkpoints. One that evaluates shares the loader's batches among the workers. At the uneven
+end a worker without a batch gets one again, of which `gather_for_metrics` keeps nothing.
 """
 
 from __future__ import annotations
@@ -209,8 +209,8 @@ class PreparedLoader:
             return StepShape(micro=size, slot=size * processes, slots=context.slots())
         if size % processes:
             raise PlanError(
-                f"split_batches=True splits batches of {size} samples over {processes} processes: use a batch_size that "
-                f"is a multiple of {processes}."
+                f"split_batches=True splits batches of {size} samples over {processes} processes: use a batch_size "
+                f"that is a multiple of {processes}."
             )
         return StepShape(micro=size // processes, slot=size, slots=context.slots())
 
@@ -223,9 +223,7 @@ class PreparedLoader:
             "batch_size: give it this attribute, or use a sampler= with batch_size=."
         )
 
-    def _source(
-        self, name: str, batches: list[list[Any]] | None, shape: StepShape, *, epochs: int
-    ) -> StreamSource:
+    def _source(self, name: str, batches: list[list[Any]] | None, shape: StepShape, *, epochs: int) -> StreamSource:
         loader, dataset = self.loader, self.loader.dataset
         if batches is not None:
             require_whole_batches(batches, shape.slot if self._context.splits_batches else shape.micro)

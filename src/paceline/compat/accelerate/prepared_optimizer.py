@@ -1,4 +1,4 @@
-"""Optimizers and schedulers as `Accelerator.prepare` returns them: they step where a step of all workers is complete."""
+"""Optimizers and schedulers as `Accelerator.prepare` returns them: they step where all workers do."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ class ProgramMember:
     # What all exchange. All workers call these.
 
     def gather(self, tensor: Any) -> Any:
-        """Return the workers' tensors behind each other along dim 0; a worker without a batch gives its repeated one."""
+        """Return the workers' tensors behind each other along dim 0, also those of a repeated batch."""
         return gather_values(tensor, self._world)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:

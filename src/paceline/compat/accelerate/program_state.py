@@ -1,4 +1,4 @@
-"""What of an Accelerate program is in checkpoints beside its models and optimizers: the world, and where its loops are."""
+"""What checkpoints have of an Accelerate program beside its models and optimizers: its world, and its loops."""
 
 from __future__ import annotations
 

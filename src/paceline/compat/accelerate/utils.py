@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 
-class DistributedType(str, enum.Enum):
+class DistributedType(enum.StrEnum):
     """Where a program's processes run; here it is NO, MULTI_CPU or MULTI_GPU."""
 
     NO = "NO"
@@ -55,7 +55,7 @@ class DistributedType(str, enum.Enum):
     MEGATRON_LM = "MEGATRON_LM"
 
 
-class PrecisionType(str, enum.Enum):
+class PrecisionType(enum.StrEnum):
     """In which numbers a program computes."""
 
     NO = "no"
@@ -64,7 +64,7 @@ class PrecisionType(str, enum.Enum):
     BF16 = "bf16"
 
 
-class DDPCommunicationHookType(str, enum.Enum):
+class DDPCommunicationHookType(enum.StrEnum):
     """How DDP compresses gradients; here the plan's wire says it."""
 
     NO = "no"
@@ -157,8 +157,8 @@ class DistributedDataParallelKwargs:
         hook = DDPCommunicationHookType(self.comm_hook).value
         if hook != "no":
             raise PlanError(
-                f"DistributedDataParallelKwargs(comm_hook={hook!r}): how gradients travel is said by the plan. Leave it "
-                f"out, and run with --plan {wires.get(hook, 'powersgd(rank=1)')!r}."
+                f"DistributedDataParallelKwargs(comm_hook={hook!r}): how gradients travel is said by the plan. Leave "
+                f"it out, and run with --plan {wires.get(hook, 'powersgd(rank=1)')!r}."
             )
 
 
@@ -181,12 +181,7 @@ class ProfileKwargs:
         known = {"cpu": torch.profiler.ProfilerActivity.CPU, "cuda": torch.profiler.ProfilerActivity.CUDA}
         ready = self.on_trace_ready
         if ready is None and self.output_trace_dir is not None:
-            folder = Path(self.output_trace_dir)
-
-            def ready(profiler: Any) -> None:
-                folder.mkdir(parents=True, exist_ok=True)
-                profiler.export_chrome_trace(str(folder / f"profile_{index}.json"))
-
+            ready = functools.partial(_export_trace, Path(self.output_trace_dir) / f"profile_{index}.json")
         return torch.profiler.profile(
             activities=None if self.activities is None else [known[name] for name in self.activities],
             schedule=None if self.schedule_option is None else torch.profiler.schedule(**self.schedule_option),
@@ -197,6 +192,11 @@ class ProfileKwargs:
             with_flops=self.with_flops,
             with_modules=self.with_modules,
         )
+
+
+def _export_trace(path: Path, profiler: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(path))
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:

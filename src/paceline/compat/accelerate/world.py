@@ -30,8 +30,8 @@ class ProgramWorld:
         self._group, self._worker, self._executor = group, worker, parts.executor
         if self.processes < self.size:
             raise PlanError(
-                f"the program's world has {self.processes} processes, and {self.size} workers are to run their batches: "
-                f"{self.size - self.processes} would have none. Use --workers {self.processes * self.num_same}, or "
+                f"the program's world has {self.processes} processes, and {self.size} workers are to run their "
+                f"batches: {self.size - self.processes} would have none. Use --workers {self.processes * self.num_same}, or "
                 f"{environment.PROCESSES}={self.size} for a world of {self.size} processes, with a larger global batch."
             )
 
@@ -40,10 +40,7 @@ class ProgramWorld:
 
         Inside of a step all workers are at the same micro-batch, so it may be called there, too.
         """
-        if self._executor.under_way:
-            found = self._group.gather_objects(value)
-        else:
-            found = self._worker.gather(value)
+        found = self._group.gather_objects(value) if self._executor.under_way else self._worker.gather(value)
         return found[:: self.num_same]
 
     def wait(self) -> None:
@@ -70,7 +67,7 @@ def require_possible(plan: Plan) -> None:
         )
     if plan.layout.is_elastic:
         raise PlanError(
-            f"an Accelerate program under an elastic layout ({plan.layout}): a worker that joins later runs the program "
-            "from its first line, and its loops cannot be at the others' epoch. Use a fixed number, such as replicas=2; "
+            f"an Accelerate program under an elastic layout ({plan.layout}): a worker that joins later runs the "
+            "program from its first line, and its loops cannot be at the others' epoch. Use a fixed number (replicas=2): "
             "a lost worker then ends the attempt, and --restarts has the run go on from its last checkpoint."
         )
