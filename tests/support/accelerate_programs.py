@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.compat.accelerate import Accelerator
+from paceline.compat.accelerate import Accelerator, DataLoaderConfiguration
 from paceline.compat.accelerate.utils import set_seed
 
 parser = argparse.ArgumentParser()
@@ -52,10 +52,8 @@ def main():
     accelerator = Accelerator(
         gradient_accumulation_steps=own,
         mixed_precision=args.mixed_precision,
-        split_batches=args.split_batches,
+        dataloader_config=DataLoaderConfiguration(split_batches=args.split_batches),
         cpu=True,
-    ) if args.split_batches else Accelerator(
-        gradient_accumulation_steps=own, mixed_precision=args.mixed_precision, cpu=True
     )
     set_seed(3)
     generator = torch.Generator().manual_seed(0)
@@ -64,14 +62,15 @@ def main():
     train = DataLoader(TensorDataset(x, y), batch_size=args.batch, shuffle=True, drop_last=args.drop_last)
     test = DataLoader(TensorDataset(x[:37], y[:37]), batch_size=8)
     hidden = nn.BatchNorm1d(32) if args.buffers else nn.Identity()
-    model = nn.Sequential(nn.Linear(20, 32), hidden, nn.Tanh(), nn.Dropout(args.dropout), nn.Linear(32, 2))
+    first = nn.Linear(20, 32, bias=not args.buffers)
+    model = nn.Sequential(first, hidden, nn.Tanh(), nn.Dropout(args.dropout), nn.Linear(32, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.98 ** (step // 4))
     model, optimizer, train, test, schedule = accelerator.prepare(model, optimizer, train, test, schedule)
-    first, skipped = 0, 0
+    begin, skipped = 0, 0
     if args.load:
         accelerator.load_state(args.state)
-        first, skipped = 1, args.save_at
+        begin, skipped = 1, args.save_at
     losses, measures, lengths = [], [], []
 
     def take(batch, number):
@@ -89,7 +88,7 @@ def main():
                 schedule.step()
                 optimizer.zero_grad()
 
-    for epoch in range(first, args.epochs):
+    for epoch in range(begin, args.epochs):
         model.train()
         loader = accelerator.skip_first_batches(train, skipped) if skipped else train
         lengths.append(len(train))

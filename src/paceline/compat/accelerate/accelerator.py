@@ -347,6 +347,8 @@ class Accelerator(ProgramMember):
                 "under a run that has counted its steps. Load weights: model.load_state_dict(...), or begin a new run"
             )
         load_state(self.worker, chosen, self._program.state)
+        self._world.require_same(self._program.state.processes)
+        self._program.state.processes = self.num_processes
         self._loaders.is_loaded = True
 
     # Options.

@@ -184,6 +184,7 @@ class FlatLoop:
             for _ in batch:  # a replica that takes steps by itself, and has no samples in this one
                 pass
             self._loop.commit(batch)
+            self._batch = None
 
     def _settle(self) -> None:
         """The loop goes on to another step: this one counts, also where no optimizer has stepped. Its gradients stay,

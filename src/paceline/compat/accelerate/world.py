@@ -31,9 +31,21 @@ class ProgramWorld:
         if self.processes < self.size:
             raise PlanError(
                 f"the program's world has {self.processes} processes, and {self.size} workers are to run their "
-                f"batches: {self.size - self.processes} would have none. Use --workers {self.processes * self.num_same}, or "
-                f"{environment.PROCESSES}={self.size} for a world of {self.size} processes, with a larger global batch."
+                f"batches: {self.size - self.processes} would have none. Use --workers "
+                f"{self.processes * self.num_same}, or {environment.PROCESSES}={self.size} for a world of {self.size} "
+                "processes, with a larger global batch."
             )
+
+    def require_same(self, saved: int | None) -> None:
+        """Raise PlanError where a state is of another world, and nobody has said that this one is to be another: what
+        the program has computed from the number of processes would not fit."""
+        if saved in (None, self.processes) or environment.world_processes() is not None:
+            return
+        fits = f"{environment.PROCESSES}={saved} keeps it, on any number of workers up to {saved}" if saved else ""
+        raise PlanError(
+            f"the state was saved in a world of {saved} processes, and this one has {self.processes}: its steps would "
+            f"have other samples. {fits}; {environment.PROCESSES}={self.processes} goes on with the new world."
+        )
 
     def everywhere(self, value: Any) -> list[Any]:
         """The values of the workers that run different batches, in their order; an operation of all workers.
@@ -68,6 +80,6 @@ def require_possible(plan: Plan) -> None:
     if plan.layout.is_elastic:
         raise PlanError(
             f"an Accelerate program under an elastic layout ({plan.layout}): a worker that joins later runs the "
-            "program from its first line, and its loops cannot be at the others' epoch. Use a fixed number (replicas=2): "
-            "a lost worker then ends the attempt, and --restarts has the run go on from its last checkpoint."
+            "program from its first line, and its loops cannot be at the others' epoch. Use a fixed number, such as "
+            "replicas=2: a lost worker then ends the attempt, and the run goes on from its last checkpoint."
         )
