@@ -60,6 +60,7 @@ __all__ = [
     "token",
     "trial_parameters",
     "visible_gpus",
+    "world_processes",
     "world_variables",
 ]
 
@@ -68,6 +69,7 @@ RUN_DIR = "PACELINE_RUN_DIR"  # the directory of the run that a script goes on w
 ENGINE = "PACELINE_ENGINE"  # that starts the hosts of this job: one console is shown for all of them
 MARK = "PACELINE_MARK"  # begins the lines by which a host gives rows of its metrics to its driver
 FAULTS = "PACELINE_FAULTS"  # the programme of a run that is drilled (paceline.testing): a file
+PROCESSES = "PACELINE_PROCESSES"  # of the world that an Accelerate program sees, whatever the number of workers
 MICRO_TRIAL = "PACELINE_MICRO_TRIAL"  # sizes of micro-batches to be measured, with steps: "8:12,16:6"
 PARAMETERS = "PACELINE_PARAMETERS"  # of the trial that this run is, by name: a JSON object
 POOL = "PACELINE_POOL"  # the folder of the pool in which this run was queued
@@ -288,6 +290,19 @@ def micro_batch_trial() -> list[tuple[int, int]]:
     """Where a run is to measure several sizes of micro-batches: samples of each, and in how many steps."""
     pairs = [word.split(":") for word in os.environ.get(MICRO_TRIAL, "").split(",") if word]
     return [(int(samples), int(steps)) for samples, steps in pairs]
+
+
+def world_processes() -> int | None:
+    """Return how many processes a program of another framework is to see; None: as many as there are workers.
+
+    Raises PlanError for what is no such number.
+    """
+    text = os.environ.get(PROCESSES, "").strip()
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise PlanError(f"{PROCESSES} is {text!r}; it must be a number of processes, at least 1.")
+    return int(text)
 
 
 def mlflow_experiment() -> tuple[str | None, str | None]:

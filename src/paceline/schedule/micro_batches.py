@@ -61,13 +61,16 @@ def step_ranges(*, num_samples: int, size: int, drop_last: bool, position: int =
         position = stop
 
 
-def micro_batches(start: int, stop: int, micro: int) -> tuple[MicroBatch, ...]:
+def micro_batches(start: int, stop: int, micro: int, *, is_even: bool = True) -> tuple[MicroBatch, ...]:
     """Split positions [start, stop) into the fewest micro-batches of at most `micro` samples, whose sizes differ by at
     most one.
 
     Even sizes leave no last micro-batch of a single sample, on which batch norm would fail, and keep workers equally
-    busy.
+    busy. With `is_even=False` all but the last have `micro` samples.
     """
+    if not is_even:
+        starts = range(start, stop, micro)
+        return tuple(MicroBatch(index, first, min(first + micro, stop)) for index, first in enumerate(starts))
     parts = split_evenly(stop - start, -(-(stop - start) // micro))
     return tuple(MicroBatch(index, start + part.start, start + part.stop) for index, part in enumerate(parts))
 

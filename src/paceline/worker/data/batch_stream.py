@@ -21,7 +21,6 @@ from paceline.plan import Batch
 from paceline.schedule.micro_batches import (
     MicroBatch,
     WorkerShare,
-    micro_batches,
     split_among_replicas,
     split_evenly,
     step_ranges,
@@ -60,6 +59,7 @@ class StreamSource:
     pin: bool
     name: str
     draws: WeightedDraws | None = None  # None: each sample once an epoch
+    has_equal_runs: bool = False  # every worker runs as many micro-batches in a step; some are void
 
 
 def is_map_style(dataset: Any) -> bool:
@@ -142,12 +142,14 @@ class BatchStream:
 
     def _share(self, start: int, stop: int) -> tuple[tuple[MicroBatch, ...], WorkerShare]:
         """A step's micro-batches, and which of them are this worker's."""
-        micros = micro_batches(start, stop, self._batch.resolved_micro)
+        micros = self._sizes.cut(start, stop)
         return micros, self._shares(len(micros))[self._index_and_size[0]]
 
     def _shares(self, num_micro: int) -> Sequence[WorkerShare]:
         """What each worker runs, for the workers that run different micro-batches."""
         size, each = self._index_and_size[1], self._axes.micro_batch_peers.size
+        if self.source.has_equal_runs and self._owners is None:
+            return split_among_replicas(num_micro, replicas=1, each=size)
         if each > 1:
             return split_among_replicas(num_micro, replicas=size // each, each=each)
         return [WorkerShare(own, len(own)) for own in self._balance.shares(num_micro, size)]
@@ -233,7 +235,7 @@ class BatchStream:
         """A batch, counted from `begun`; `share` is (index, count) of the share that this worker runs."""
         epoch, start = self._at(number, begun)
         stop = min(start + self._batch.size, self.num_samples)
-        micros = micro_batches(start, stop, self._batch.resolved_micro)
+        micros = self._sizes.cut(start, stop)
         (index, count), each = share, split_evenly(len(micros), share[1])
         own = micros[each[index].start : each[index].stop]
         reader, requests = MapReader(self._reading()), iter(own)
@@ -259,7 +261,7 @@ class BatchStream:
         size, num_last = self._batch.size, [self._batch.size] * 2
         if not self._batch.drop_last:
             num_last = [left % size or size for left in (self.num_samples - begun.position, self.num_samples)]
-        first, later = (len(micro_batches(0, count, self._batch.resolved_micro)) for count in num_last)
+        first, later = (len(self._sizes.cut(0, count)) for count in num_last)
         return self._batch.num_micro, first, later
 
     def stand_after(self, number: int, *, begun: StreamPosition) -> None:

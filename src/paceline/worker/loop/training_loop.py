@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline.comm.group import Disrupted
+from paceline.comm.sharded_tensors import local_part
 from paceline.events import Note, StreamOpened
 from paceline.sync.allreduce.gradient_reducer import GradientReducer
 from paceline.worker.data.batch_stream import BatchStream, StreamSource
@@ -80,13 +82,15 @@ class TrainingLoop:
         return self.between.streams
 
     def open(self, source: StreamSource, *, timeout_s: float) -> Iterator[StepBatch]:
-        """Begin a stream; returns its batches. Raises RuntimeError where replicas have left another at different
-        steps."""
+        """Begin a stream; returns its batches. One that was open under this name goes on where it was left: with more
+        epochs, for a loop over data whose end is not known. Raises RuntimeError where replicas have left another at
+        different steps."""
         terms = self.mode.begin_stream()
+        before = self.streams.get(source.name)
         stream = BatchStream(
             source,
             self._sizes,
-            cursor=self.between.positions.saved(source.name),
+            cursor=self.between.positions.saved(source.name) if before is None else before.cursor,
             group=self._group,
             run_pass=self._plain_pass,
             together=self._consensus.run,
@@ -278,6 +282,19 @@ class TrainingLoop:
                 splits=self._models.split_kinds(),
                 context_size=self._axes.context.size,
             )
+
+    def add_gradients(self, gradients: Sequence[tuple[Parameter, Tensor]], *, factor: float = 1.0) -> None:
+        """Multiply the last pass's gradients, and add others to them, which are the same on all workers."""
+        last, outcome = self._last_pass, self.executor.outcome
+        if last is None or outcome is None or not outcome.is_taken:
+            return
+        if factor != 1.0:
+            for parameter in last.parameters:
+                if parameter.grad is not None:
+                    local_part(parameter.grad).mul_(factor)
+            last.changed()
+        if gradients:
+            last.add(gradients)
 
     def clip(self, max_norm: float | None, *, max_value: float | None = None) -> Tensor:
         """Bound the global norm of the last pass's gradients, or their values; returns what the norm was."""

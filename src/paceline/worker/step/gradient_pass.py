@@ -36,7 +36,7 @@ from paceline.parallel.fully_sharded.sharded_model import ShardedModels
 from paceline.parallel.gradient_queries import backward_calls
 from paceline.parallel.precision import computing, input_dtype
 from paceline.plan import ParameterServer, Plan
-from paceline.schedule.micro_batches import MicroBatch, micro_batches
+from paceline.schedule.micro_batches import MicroBatch
 from paceline.sync.allreduce.gradient_reducer import GradientReducer
 from paceline.worker.data import random_state
 from paceline.worker.data.micro_batch_size import MicroBatchSize
@@ -483,7 +483,7 @@ class StepExecutor:
         if gradients.carries_buffers:
             return lambda: None  # they went with the gradients
         has_stages = self._axes.stages.size > 1
-        micros = micro_batches(batch.start, batch.stop, self._sizes.samples)
+        micros = self._sizes.cut(batch.start, batch.stop)
         self._buffer_trials.settle(batch, summed.of_buffers, num_micros=len(micros), group=self._group)
         return self.buffers.combine(
             summed.changed,

@@ -1,0 +1,35 @@
+"""Programs of Hugging Face Accelerate: `from paceline.compat.accelerate import Accelerator` for `accelerate`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.compat.accelerate.accelerator import Accelerator, skip_first_batches
+from paceline.compat.accelerate.local_sgd import LocalSGD
+from paceline.compat.accelerate.refused_names import refused_in_module
+from paceline.compat.accelerate.utils import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    GradientAccumulationPlugin,
+    ProfileKwargs,
+    ProjectConfiguration,
+    find_executable_batch_size,
+)
+
+__all__ = [
+    "Accelerator",
+    "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
+    "GradientAccumulationPlugin",
+    "LocalSGD",
+    "ProfileKwargs",
+    "ProjectConfiguration",
+    "find_executable_batch_size",
+    "skip_first_batches",
+]
+
+
+def __getattr__(name: str) -> Any:
+    refused_in_module("accelerate", name)

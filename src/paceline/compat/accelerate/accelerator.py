@@ -1,0 +1,405 @@
+"""`Accelerator`: a program of Hugging Face Accelerate as a worker of a run, over the steps of every run.
+
+    from paceline.compat.accelerate import Accelerator
+
+The rest of the program stays. `prepare` makes its objects part of the run, its loaders give the micro-batches of steps,
+and `backward` and `optimizer.step()` take them (`flat_loop.py`). Names that are not here are refused by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from paceline.compat.accelerate.flat_loop import FlatLoop
+from paceline.compat.accelerate.prepared_loader import LoaderContext, PreparedLoader
+from paceline.compat.accelerate.prepared_optimizer import PreparedScheduler, gate_optimizer
+from paceline.compat.accelerate.program_member import ProgramMember
+from paceline.compat.accelerate.program_state import ProgramState
+from paceline.compat.accelerate.refused_names import way_for
+from paceline.compat.accelerate.saved_state import latest_directory, load_state, next_directory, save_state
+from paceline.compat.accelerate.utils import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    ProfileKwargs,
+    ProjectConfiguration,
+)
+from paceline.compat.accelerate.world import ProgramWorld, require_possible
+from paceline.errors import PlanError
+from paceline.parallel.precision import computing
+from paceline.plan import Compute, Plan
+from paceline.runs.open_worker import open_worker
+from paceline.worker.run_member import parts_of
+from paceline.worker.worker import Worker
+
+__all__ = ["Accelerator", "skip_first_batches"]
+
+STATE = "accelerate"  # the name of a program's own state in checkpoints
+PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp64": "no"}
+
+
+class _Program:
+    """What all accelerators of a process share: it is one worker, with one loop."""
+
+    opened: ClassVar[list[_Program]] = []
+
+    def __init__(self, worker: Worker) -> None:
+        require_possible(worker.plan)
+        self.worker, self.state = worker, worker.prepare(ProgramState(), name=STATE)
+        self.flat = FlatLoop(worker)
+        self.world = ProgramWorld(worker, kept=self.state.processes)
+        self.state.processes = self.world.processes
+        self.loaders = LoaderContext(worker, self.flat, self.world, self.state)
+
+    @staticmethod
+    def of(worker: Worker) -> _Program:
+        """The program of this process; made at the first call."""
+        if not _Program.opened or _Program.opened[0].worker is not worker:
+            _Program.opened[:] = [_Program(worker)]
+        return _Program.opened[0]
+
+
+class Accelerator(ProgramMember):
+    """A program's way to its run, with the names that Accelerate's examples use. The first one of a process joins.
+
+    `gradient_accumulation_steps` batches of each process make a step. `mixed_precision` is "no", "bf16" or, where plans
+    have it, "fp16". Raises PlanError for options that are not there, with the way that there is.
+
+    Example::
+
+        from paceline.compat.accelerate import Accelerator
+
+        def begin():
+            accelerator = Accelerator(gradient_accumulation_steps=2)
+            accelerator.print(f"{accelerator.num_processes} processes on {accelerator.device}")
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool = False,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        log_with: Any = None,
+        project_dir: str | Path | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        rng_types: Sequence[str] | None = None,
+        kwargs_handlers: Sequence[Any] | None = None,
+        **others: Any,
+    ) -> None:
+        for name, value in others.items():
+            if value is not None:
+                raise PlanError(f"Accelerator({name}={value!r}) is not in Paceline: {_way_for_option(name)}")
+        worker = open_worker(plan=_plan_of(mixed_precision), **({"device": "cpu"} if cpu else {}))
+        program = _Program.of(worker)
+        super().__init__(worker, program.flat, program.world)
+        self._program, self._loaders = program, program.loaders
+        self._profile = ProfileKwargs()
+        self._take_handlers(kwargs_handlers or ())
+        plugin = gradient_accumulation_plugin or GradientAccumulationPlugin(num_steps=gradient_accumulation_steps)
+        self.gradient_accumulation_steps = plugin.num_steps
+        self._loaders.slots = lambda: self.gradient_accumulation_steps
+        self._loaders.splits_batches = split_batches or (dataloader_config or DataLoaderConfiguration()).split_batches
+        self._loaders.places = device_placement
+        self._follows_optimizer = step_scheduler_with_optimizer
+        self.project_configuration = project_config or ProjectConfiguration()
+        if project_dir is not None and self.project_configuration.project_dir is None:
+            self.project_configuration.set_directories(str(project_dir))
+        if log_with is not None:
+            self._tell_trackers(log_with)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(f"Accelerator.{name} is not in Paceline: {way_for(name)}")
+
+    # What the loop is.
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Batches of each process that make a step."""
+        return self._num_accumulated
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, number: int) -> None:
+        if number < 1:
+            raise PlanError(f"gradient_accumulation_steps is {number}; it must be at least 1.")
+        self._num_accumulated = int(number)
+
+    @property
+    def mixed_precision(self) -> str:
+        """In which numbers the run computes: "no", "bf16" or "fp16"."""
+        return PRECISIONS.get(self.worker.plan.compute.precision, "no")
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether that is another one than the model's own."""
+        return self.mixed_precision != "no"
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batch is that of all processes together."""
+        return self._loaders.splits_batches
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the present batch is the last of its step, so that the optimizer steps."""
+        return self._flat.is_sync
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step was left out on all workers, because its gradients were not finite."""
+        return self._flat.was_skipped
+
+    # Preparing.
+
+    def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
+        """Make models, optimizers, DataLoaders and schedulers part of the run; returns them in the order of the call.
+
+        Models and optimizers are the same objects, which train in place. An operation of all workers.
+        """
+        models = [one for one in args if isinstance(one, nn.Module)]
+        optimizers = [one for one in args if isinstance(one, Optimizer)]
+        for model in models:
+            self._prepare_model(model, optimizers)
+        for optimizer in optimizers:
+            self._prepare_optimizer(optimizer)
+        prepared = tuple(self._prepare_other(one) for one in args)
+        return prepared[0] if len(prepared) == 1 else prepared
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """Prepare a model."""
+        return self.prepare(model)
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
+        """Prepare an optimizer."""
+        return self.prepare(optimizer)
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """Prepare a DataLoader."""
+        return self.prepare(data_loader)
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Prepare a scheduler."""
+        return self.prepare(scheduler)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Have objects with state_dict() and load_state_dict() in the states that are saved."""
+        for one in objects:
+            self.worker.prepare(one)
+
+    def _prepare_model(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        if model in parts_of(self.worker).models:
+            return
+        names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
+        self.worker.prepare(model)
+        now = dict(model.named_parameters(remove_duplicate=False))
+        for optimizer in optimizers:  # they were made before, and a layout may have replaced the parameters
+            for group in optimizer.param_groups:
+                group["params"] = [now[names[id(one)]] if id(one) in names else one for one in group["params"]]
+        model.register_forward_pre_hook(self._flat.before_forward)
+        if not hasattr(model, "no_sync"):
+            model.no_sync = cast("Any", contextlib.nullcontext)
+        self._loaders.models.append(model)
+
+    def _prepare_optimizer(self, optimizer: Optimizer) -> None:
+        if optimizer in parts_of(self.worker).prepared.registry.optimizers.values():
+            return
+        self.worker.prepare(optimizer)
+        gate_optimizer(optimizer, self._flat)
+
+    def _prepare_other(self, thing: Any) -> Any:
+        if isinstance(thing, (nn.Module, Optimizer, PreparedLoader, PreparedScheduler)):
+            return thing
+        if isinstance(thing, DataLoader):
+            return PreparedLoader(thing, self._loaders)
+        if hasattr(thing, "step") and hasattr(thing, "state_dict"):
+            times = 1 if self.split_batches else self.num_processes
+            self.worker.prepare(thing)
+            return PreparedScheduler(thing, self._flat, times=times, follows_optimizer=self._follows_optimizer)
+        return thing
+
+    # The loop.
+
+    @contextlib.contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """Around the body of a loop: gradients of `gradient_accumulation_steps` batches make a step."""
+        yield
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Around batches whose gradients are not to be sent yet; here the last one of a step sends them."""
+        yield
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Add a batch's gradient to its step's. After a step's last batch gradients are averaged over all workers."""
+        if kwargs:
+            raise TypeError(
+                f"accelerator.backward(loss, {', '.join(kwargs)}) is not in Paceline: a micro-batch has one backward. "
+                "For gradients of gradients, torch.autograd.grad(...) in the forward"
+            )
+        self._flat.backward(loss)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Bound the norm of the averaged gradients; returns what it was. Inside of a step nothing is bounded."""
+        found = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if self._flat.in_pass:
+            return torch.nn.utils.get_total_norm([one.grad for one in found if one.grad is not None], norm_type)
+        if not parts_of(self.worker).place.axes.is_split:
+            return torch.nn.utils.clip_grad_norm_(found, max_norm, norm_type)
+        if norm_type != 2:
+            raise PlanError(
+                f"clip_grad_norm_(norm_type={norm_type}) under {self.worker.plan.layout}: workers hold parts of the "
+                "gradients, and only norms of type 2 are added up over them. Use norm_type=2, or replicas=n."
+            )
+        return self.worker.clip_gradients(max_norm)
+
+    @contextlib.contextmanager
+    def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
+        """Compute as the plan says in a block outside of the loop over a prepared loader, where it is so anyway."""
+        with computing(self.worker.plan.compute.precision, self.device):
+            yield
+
+    @contextlib.contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
+        """Record a block with torch's profiler."""
+        with (profile_handler or self._profile).build(self.process_index) as profiler:
+            yield profiler
+
+    def skip_first_batches(self, dataloader: PreparedLoader, num_batches: int = 0) -> PreparedLoader:
+        """Have the next loop over a loader leave out so many batches; after `load_state` it goes on where that was."""
+        return skip_first_batches(dataloader, num_batches)
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Forget the models of earlier loops; returns as many None as it is given objects."""
+        self._flat.close()
+        self._loaders.models.clear()
+        return [None for _ in objects]
+
+    def clear(self, *objects: Any) -> list[None]:
+        """The same."""
+        return self.free_memory(*objects)
+
+    # State.
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """Return the model, which is the program's own object."""
+        return model
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Mapping[str, Any]:
+        """Return the whole weights on the first worker, and an empty dict on others. All workers call it."""
+        return self.worker.state_dict(model)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | Path,
+        max_shard_size: Any = None,
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a model's whole weights into a folder, as safetensors. All workers call it."""
+        if not safe_serialization:
+            raise PlanError("save_model(safe_serialization=False) is not there: weights are written as safetensors.")
+        self.worker.save_model(save_directory, model)
+
+    def save_state(self, output_dir: str | Path | None = None, **kwargs: Any) -> str:
+        """Save everything that is prepared, the random state and the loaders' places into a directory, and into the
+        run's checkpoints. All workers call it, between steps; returns the directory."""
+        project = self.project_configuration
+        if output_dir is None and not project.automatic_checkpoint_naming:
+            raise ValueError(
+                "save_state() needs a directory, or ProjectConfiguration(automatic_checkpoint_naming=True)"
+            )
+        chosen = (
+            next_directory(project, is_first=self.is_main_process)
+            if project.automatic_checkpoint_naming
+            else Path(str(output_dir))
+        )
+        save_state(self.worker, chosen)
+        project.iteration += project.automatic_checkpoint_naming
+        return str(chosen)
+
+    def load_state(self, input_dir: str | Path | None = None, **kwargs: Any) -> None:
+        """Go on from a saved state, on any number of workers, before the first loop over a loader. The next loop over
+        a loader goes on where the saved one was. All workers call it."""
+        chosen = latest_directory(self.project_configuration) if input_dir is None else Path(input_dir)
+        if self._program.loaders.num_streams:
+            raise RuntimeError(
+                f"load_state({str(chosen)!r}) after the program has begun to train: what all workers hold would change "
+                "under a run that has counted its steps. Load weights: model.load_state_dict(...), or begin a new run"
+            )
+        load_state(self.worker, chosen, self._program.state)
+        self._world.require_same(self._program.state.processes)
+        self._program.state.processes = self.num_processes
+        self._loaders.is_loaded = True
+
+    # Options.
+
+    def _take_handlers(self, handlers: Sequence[Any]) -> None:
+        for one in handlers:
+            if isinstance(one, ProfileKwargs):
+                self._profile = one
+            elif not isinstance(one, DistributedDataParallelKwargs):
+                raise PlanError(
+                    f"Accelerator(kwargs_handlers=[{type(one).__name__}(...)]) is not in Paceline: "
+                    f"{way_for(type(one).__name__)}"
+                )
+
+    def _tell_trackers(self, log_with: Any) -> None:
+        job = parts_of(self.worker).files.assignment.job
+        for one in log_with if isinstance(log_with, (list, tuple)) else [log_with]:
+            name = getattr(one, "value", one)
+            if name in ("wandb", "mlflow") and name not in job.log:
+                self._tell(f"log_with={name!r}: the run's numbers go there with paceline run --log {name}")
+            elif name not in ("wandb", "mlflow", "tensorboard", "all"):
+                self._tell(f"log_with={name!r} is not used: a run has TensorBoard files, W&B and MLflow")
+
+
+def skip_first_batches(dataloader: PreparedLoader, num_batches: int = 0) -> PreparedLoader:
+    """Have the next loop over a prepared loader leave out so many batches of each worker."""
+    if not isinstance(dataloader, PreparedLoader):
+        raise TypeError(f"skip_first_batches() takes a loader that was prepared, not a {type(dataloader).__name__}")
+    dataloader.begin_at(num_batches)
+    return dataloader
+
+
+def _plan_of(mixed_precision: str | None) -> Plan | None:
+    """The plan that a program's own word asks for."""
+    if mixed_precision is None or str(mixed_precision) == "no":
+        return None
+    try:
+        return Plan(compute=Compute(precision=str(mixed_precision)))  # pyright: ignore[reportArgumentType]
+    except PlanError as error:
+        raise PlanError(f"Accelerator(mixed_precision={mixed_precision!r}): {error}") from None
+
+
+def _way_for_option(name: str) -> str:
+    plugins = {
+        "fsdp_plugin": "FullyShardedDataParallelPlugin",
+        "deepspeed_plugin": "DeepSpeedPlugin",
+        "deepspeed_plugins": "DeepSpeedPlugin",
+        "megatron_lm_plugin": "MegatronLMPlugin",
+        "torch_tp_plugin": "TorchTensorParallelPlugin",
+        "parallelism_config": "ParallelismConfig",
+    }
+    if name in ("dynamo_backend", "dynamo_plugin"):
+        return "the plan says it: --plan 'compute(compile=true)'"
+    return way_for(plugins.get(name, name))

@@ -1,0 +1,81 @@
+"""`save_state` and `load_state`: checkpoints of the run, which are also put where the program wants them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from paceline.checkpoint.checkpoint_dir import COMMIT_MARKER, find, read_commit_marker
+from paceline.compat.accelerate.program_state import ProgramState
+from paceline.compat.accelerate.utils import ProjectConfiguration
+from paceline.errors import CheckpointError
+from paceline.worker.data.random_state import restore_random_state
+from paceline.worker.run_member import parts_of
+from paceline.worker.worker import Worker
+
+__all__ = ["latest_directory", "load_state", "next_directory", "save_state"]
+
+
+def save_state(worker: Worker, directory: Path) -> None:
+    """Save a checkpoint of the run, and put it into a directory: by links where that is possible, else by copies.
+
+    An operation of all workers. Raises CheckpointError, on all of them, where it cannot be written.
+    """
+    parts = parts_of(worker)
+    worker.save()
+    parts.place.consensus.run(parts.saver.wait)
+    said = worker.gather(_publish(parts.files.checkpoint_dir, directory, step=worker.step) if worker.is_first else "")
+    if said[0]:
+        raise CheckpointError(said[0])
+
+
+def load_state(worker: Worker, directory: Path, state: ProgramState) -> None:
+    """Go on from a state that was saved, on any number of workers. An operation of all workers."""
+    worker.restore(str(directory))
+    if state.random is not None:
+        restore_random_state(state.random)
+
+
+def next_directory(project: ProjectConfiguration, *, is_first: bool) -> Path:
+    """Where a state goes under automatic names; older ones than `total_limit` allows are removed."""
+    folder = Path(project.project_dir or ".") / "checkpoints"
+    if is_first and project.total_limit is not None and folder.is_dir():
+        states = sorted(folder.glob("checkpoint_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+        for path in states[: max(0, len(states) + 1 - project.total_limit)]:
+            shutil.rmtree(path)
+    return folder / f"checkpoint_{project.iteration}"
+
+
+def latest_directory(project: ProjectConfiguration) -> Path:
+    """The newest state under automatic names; raises CheckpointError where there is none."""
+    folder = Path(project.project_dir or ".") / "checkpoints"
+    states = sorted(folder.glob("checkpoint_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+    if not states:
+        raise CheckpointError(f"{folder} has no checkpoint_0, checkpoint_1, ...: give load_state() a directory")
+    return states[-1]
+
+
+def _publish(checkpoints: Path, directory: Path, *, step: int) -> str:
+    """Put the checkpoint of a step into a directory; returns what went wrong, or ""."""
+    found = find(checkpoints)
+    if found.newest is None or found.step != step:
+        return f"{directory}: the run's checkpoint of step {step} was not completed in {checkpoints}"
+    try:
+        mark = read_commit_marker(found.newest)
+        directory.mkdir(parents=True, exist_ok=True)
+        # Without its marker a directory is no checkpoint: it goes first, and comes last.
+        (directory / COMMIT_MARKER).unlink(missing_ok=True)
+        for name in [*mark.files, COMMIT_MARKER]:
+            (directory / name).unlink(missing_ok=True)
+            _put(found.newest / name, directory / name)
+    except (OSError, CheckpointError) as error:
+        return f"{directory} could not be written: {error}"
+    return ""
+
+
+def _put(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another disk
+        shutil.copy2(source, target)

@@ -1,0 +1,52 @@
+"""Names of Accelerate that are not here are refused by name, with the way that there is."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from paceline.compat.accelerate.refused_names import WAYS, way_for
+from paceline.compat.accelerate.utils import (
+    DataLoaderConfiguration,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+)
+from paceline.errors import PlanError
+
+
+@pytest.mark.parametrize("module", ["paceline.compat.accelerate", "paceline.compat.accelerate.utils"])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [("FullyShardedDataParallelPlugin", "shard=4"), ("PartialState", "process_index"), ("no_such_name", "lists what")],
+)
+def test_an_import_of_another_name_says_the_way(module: str, name: str, way: str) -> None:
+    with pytest.raises(ImportError, match=f"{name} of accelerate.* is not in Paceline.*{way}"):
+        getattr(importlib.import_module(module), name)
+
+
+def test_what_python_looks_for_itself_is_no_refused_name() -> None:
+    assert not hasattr(importlib.import_module("paceline.compat.accelerate"), "__wrapped__")
+
+
+def test_every_way_is_one_sentence_with_the_page() -> None:
+    for name in WAYS:
+        assert way_for(name).endswith("(docs/how-to/bring-your-accelerate-program.md)")
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: GradientAccumulationPlugin(sync_with_dataloader=False), "over the end of an epoch"),
+        (lambda: GradientAccumulationPlugin(adjust_scheduler=False), "steps with the optimizer"),
+        (lambda: DataLoaderConfiguration(use_seedable_sampler=True), "is not needed"),
+        (
+            lambda: DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16),
+            r"--plan 'cast\(dtype=fp16\)'",
+        ),
+    ],
+)
+def test_options_that_are_not_there_say_the_way(make: object, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        make()  # pyright: ignore[reportCallIssue]

@@ -1,0 +1,134 @@
+"""What the Accelerate package computes without a run: weights of micro-batches, orders of loaders, nested values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
+
+from paceline.compat.accelerate.exchange import gather_values, pad_values, reduce_values
+from paceline.compat.accelerate.flat_loop import StepShape
+from paceline.compat.accelerate.loader_order import OrderedDataset, batches_of, checksum_of, require_whole_batches
+from paceline.errors import PlanError
+from paceline.schedule.micro_batches import micro_batches
+from paceline.worker.data.step_batch import StepBatch
+
+
+class FakeWorld:
+    """Workers of which each gives what a list says."""
+
+    def __init__(self, *others: Any) -> None:
+        self.size, self.num_same, self._others = 1 + len(others), 1, others
+
+    def everywhere(self, value: Any) -> list[Any]:
+        return [value, *self._others]
+
+
+def batch_of(start: int, stop: int, micro: int) -> StepBatch:
+    return StepBatch(
+        stream="train",
+        step=1,
+        epoch=0,
+        start=start,
+        stop=stop,
+        micros=micro_batches(start, stop, micro, is_even=False),
+        ends_epoch=True,
+        fetch=lambda: None,
+        run_pass=lambda _: iter(()),
+    )
+
+
+@pytest.mark.parametrize("last", range(1, 65))
+def test_gradients_of_a_short_step_are_those_of_one_process_that_adds_up_slots(last: int) -> None:
+    shape = StepShape(micro=8, slot=16, slots=4)  # two processes, four batches of each
+    batch = batch_of(128, 128 + last, 8)
+    losses = torch.rand(last, generator=torch.Generator().manual_seed(last), dtype=torch.float64)
+    slots = [part.mean() for part in losses.split(16)]
+    expected = sum(slots) / 4  # as `loss / gradient_accumulation_steps` of each slot, whichever are there
+
+    total = weight_sum = 0.0
+    for micro in batch.micros:
+        weight = shape.weight(batch, micro)
+        count = micro.num_samples if weight is None else weight
+        total += float(losses[micro.start - 128 : micro.stop - 128].mean()) * count
+        weight_sum += count
+    assert total / weight_sum * shape.factor(batch) == pytest.approx(float(expected), rel=1e-12)
+
+
+def test_micro_batches_of_a_loader_are_its_own_batches() -> None:
+    sizes = [micro.num_samples for micro in micro_batches(0, 20, 8, is_even=False)]
+    assert sizes == [8, 8, 4]
+    assert [micro.num_samples for micro in micro_batches(0, 20, 8)] == [7, 7, 6]
+
+
+def test_the_order_is_what_the_loader_itself_would_draw() -> None:
+    data = TensorDataset(torch.arange(23))
+    loader = DataLoader(data, batch_size=4, shuffle=True)
+    torch.manual_seed(5)
+    theirs = [[int(one) for one in batch[0]] for _ in range(2) for batch in loader]
+    torch.manual_seed(5)
+    batches = [*batches_of(loader), *batches_of(loader)]
+    assert batches == theirs
+    ordered = OrderedDataset(data, batches[0])
+    assert [int(ordered[place][0]) for place in range(4)] == batches[0]
+
+
+def test_an_order_has_the_checksum_of_its_numbers() -> None:
+    assert checksum_of([1, 2, 3]) == checksum_of((1, 2, 3)) != checksum_of([3, 2, 1])
+    assert checksum_of(["a", "b"]) != checksum_of(["b", "a"])
+
+
+def test_batches_of_different_sizes_are_refused() -> None:
+    class Odd(BatchSampler):
+        def __iter__(self) -> Any:
+            yield [0, 1]
+            yield [2]
+            yield [3, 4]
+
+    loader = DataLoader(TensorDataset(torch.arange(5)), batch_sampler=Odd(SequentialSampler(range(5)), 2, False))
+    with pytest.raises(PlanError, match="a batch of 1 samples, and its batch_size is 2"):
+        require_whole_batches(batches_of(loader), 2)
+
+
+def test_a_loader_without_batches_is_refused() -> None:
+    loader = DataLoader(TensorDataset(torch.arange(5)), batch_size=None, sampler=RandomSampler(range(5)))
+    with pytest.raises(PlanError, match="batch_size=None"):
+        batches_of(loader)
+
+
+def test_uneven_tensors_are_joined_and_repeated_ones_left_out() -> None:
+    here = {"guess": torch.arange(4), "loss": torch.tensor(0.5)}
+    there = [torch.tensor([7]), torch.tensor(1.5)]
+    found = gather_values(here, FakeWorld(there), keep=(4, 4))  # pyright: ignore[reportArgumentType]
+    assert found["guess"].tolist() == [0, 1, 2, 3, 7]
+    assert found["loss"].tolist() == [0.5, 1.5]
+    only_there = gather_values((torch.arange(4),), FakeWorld([torch.tensor([7])]), keep=(4, 0))  # pyright: ignore[reportArgumentType]
+    assert only_there[0].tolist() == [7]
+
+
+def test_objects_are_joined() -> None:
+    world: Any = FakeWorld(["c"])
+    assert gather_values(["a", "b"], world, is_object=True) == ["a", "b", "c"]
+    assert gather_values(["a", "b"], world, is_object=True, keep=(2, 0)) == ["c"]
+
+
+@pytest.mark.parametrize(("reduction", "expected"), [("sum", 6.0), ("mean", 3.0), ("none", 4.0)])
+def test_sums_and_means(reduction: str, expected: float) -> None:
+    world: Any = FakeWorld([torch.tensor([2.0])])
+    own = torch.tensor([4.0])
+    assert reduce_values([own], world, reduction=reduction, scale=1.0)[0].item() == expected
+    assert reduce_values([own], world, reduction=reduction, scale=0.5)[0].item() == expected / 2
+    assert own.item() == 4.0
+
+
+def test_tensors_become_as_long_as_the_longest() -> None:
+    world: Any = FakeWorld([3])
+    assert pad_values(torch.tensor([1]), world, dim=0, pad_index=9, pad_first=False).tolist() == [1, 9, 9]
+    assert pad_values(torch.tensor([1]), world, dim=0, pad_index=9, pad_first=True).tolist() == [9, 9, 1]
+
+
+def test_other_values_are_refused() -> None:
+    with pytest.raises(TypeError, match="a str was to be exchanged"):
+        gather_values({"text": "a"}, FakeWorld())  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,72 @@
+"""A program written for Accelerate on real workers: the numbers of one process, states on other numbers of workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from accelerate_programs import run_program, steps_of, write_accelerate_program
+from paceline.environment import PROCESSES
+from paceline.monitor.audit.audit import audit
+
+FAST = ("--epochs", "2")
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    return write_accelerate_program(tmp_path)
+
+
+@pytest.mark.thorough
+def test_two_workers_have_the_losses_of_one_that_runs_both_processes(program: Path, tmp_path: Path) -> None:
+    words = ("--accumulate", "2", "--buffers", "--dropout", "0.3", *FAST)
+    both = run_program(program, *words, workers=2, run_dir=tmp_path / "two")
+    alone = run_program(program, *words, workers=1, run_dir=tmp_path / "one", environment={PROCESSES: "2"})
+    assert steps_of(tmp_path / "two") == pytest.approx(steps_of(tmp_path / "one"), rel=1e-5)
+    assert len(steps_of(tmp_path / "two")) == 2 * 4  # 101 samples in steps of 2 x 2 x 8
+    assert both["weight"] == pytest.approx(alone["weight"], rel=1e-6)
+    assert (both["measures"], both["rate"], both["lengths"]) == (alone["measures"], alone["rate"], alone["lengths"])
+    assert audit(tmp_path / "two").verdict == "clean"
+
+
+@pytest.mark.thorough
+def test_a_state_saved_inside_an_epoch_goes_on_on_another_number_of_workers(program: Path, tmp_path: Path) -> None:
+    words = ("--dropout", "0.3")
+    run_program(program, *words, workers=2, run_dir=tmp_path / "whole")
+    run_program(program, *words, "--save-at", "3", workers=2, run_dir=tmp_path / "begun")
+    more = (*words, "--save-at", "3", "--load")
+    with pytest.raises(AssertionError, match=f"{PROCESSES}=2 keeps it"):
+        run_program(program, *more, workers=1, run_dir=tmp_path / "another")
+    run_program(program, *more, workers=1, run_dir=tmp_path / "rest", environment={PROCESSES: "2"})
+    begun, rest = steps_of(tmp_path / "begun"), steps_of(tmp_path / "rest")
+    assert len(begun) == 7 + 3
+    assert [*begun, *rest] == pytest.approx(steps_of(tmp_path / "whole"), rel=1e-5)
+
+
+@pytest.mark.further
+@pytest.mark.parametrize("plan", ["shard=2", "shard=2+zero=1", "tensor=2"])
+def test_layouts_have_the_losses_of_replicas(program: Path, tmp_path: Path, plan: str) -> None:
+    words = ("--accumulate", "2", *FAST)
+    run_program(program, *words, workers=2, run_dir=tmp_path / "split", options=("--plan", plan))
+    processes = "1" if plan == "tensor=2" else "2"
+    run_program(program, *words, workers=1, run_dir=tmp_path / "one", environment={PROCESSES: processes})
+    assert steps_of(tmp_path / "split") == pytest.approx(steps_of(tmp_path / "one"), rel=1e-4)
+
+
+@pytest.mark.further
+def test_a_run_that_is_stopped_goes_on_where_it_was_without_a_word_in_the_program(
+    program: Path, tmp_path: Path
+) -> None:
+    run_program(program, workers=1, run_dir=tmp_path / "whole")
+    run_program(program, workers=1, run_dir=tmp_path / "run", options=("--max-steps", "20"))
+    run_program(program, workers=1, run_dir=tmp_path / "run")
+    assert steps_of(tmp_path / "run") == pytest.approx(steps_of(tmp_path / "whole"), rel=1e-6)
+    assert audit(tmp_path / "run").verdict == "clean"
+
+
+@pytest.mark.further
+def test_replicas_that_take_steps_by_themselves_train_too(program: Path, tmp_path: Path) -> None:
+    told = run_program(program, workers=2, run_dir=tmp_path / "run", options=("--plan", "localsgd(every=4)"))
+    assert told["measures"][-1] > 0.7
+    assert audit(tmp_path / "run").verdict == "clean"
