@@ -71,7 +71,9 @@ class Job:
 
     program: str = ""  # path of a script; "" for paceline.run(fn)
     args: tuple[str, ...] = ()  # the script's own arguments
-    run_as: Literal["horovod"] | None = None  # the framework that an unmodified program is written for: `compat` stands
+    run_as: Literal["deepspeed", "horovod"] | None = (
+        None  # the framework that an unmodified program is written for: `compat` stands
+    )
     # in for it
     workers: int | None = None  # of the whole job, over all hosts; None: the plan's replicas, or 1
     launcher: Literal["local", "inline"] = "local"  # "local" | "inline" (worker 0 in the calling process, for pdb)

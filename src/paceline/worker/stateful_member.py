@@ -14,7 +14,7 @@ from paceline.worker.parts import WorkerParts
 from paceline.worker.run_member import RunMember
 from paceline.worker.state.whole_weights import WholeWeights, weights_path
 
-__all__ = ["StatefulMember"]
+__all__ = ["StatefulMember", "loop_of"]
 
 
 class StatefulMember(RunMember):
@@ -153,3 +153,8 @@ class StatefulMember(RunMember):
     def _say(self, text: str) -> None:
         if self.is_first:
             self._files.emit(Note(text=text))
+
+
+def loop_of(member: StatefulMember) -> TrainingLoop:
+    """Return a worker's loop, for programs of Paceline's own that take steps for a loop of another framework."""
+    return member._loop  # pyright: ignore[reportPrivateUsage]  # of this very module; no user is to find it public
