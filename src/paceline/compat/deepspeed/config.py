@@ -82,7 +82,12 @@ def convert_config(source: object, *, workers: int | None = None) -> ConfigConve
     Raises PlanError where it cannot be read, and where its batch sizes do not fit each other.
     """
     table = load_config(source)
-    return _Reading(table, workers or _workers_of(table) or 1).conversion()
+    shared = math.prod(
+        size
+        for key in ("tensor_parallel.autotp_size", "sequence_parallel_size")
+        if isinstance(size := _lookup(table, key), int) and size > 1
+    )
+    return _Reading(table, workers or (_workers_of(table) or 1) * shared).conversion()
 
 
 def read_config(source: object, *, workers: int, stages: int = 1, on_cpu: bool) -> DeepSpeedConfig:
@@ -417,7 +422,7 @@ class _Reading:
                 self.optimizer = choose_optimizer(str(kind), params)
                 self._took("optimizer.type", str(self.optimizer))
             except PlanError as error:
-                self._refused.append(("optimizer.type", str(error).rstrip(".")))
+                self._refused.append(("optimizer.type", str(error).removeprefix("optimizer.type is ").rstrip(".")))
             if "params" in self._section("optimizer"):
                 self._took("optimizer.params", "options of the optimizer")
         if (kind := _lookup(self._table, "scheduler.type")) is not None and kind != AUTO:
@@ -426,7 +431,7 @@ class _Reading:
                 self.schedule = choose_schedule(str(kind), params)
                 self._took("scheduler.type", f"paceline.compat.deepspeed.schedules.{kind}")
             except PlanError as error:
-                self._refused.append(("scheduler.type", str(error).rstrip(".")))
+                self._refused.append(("scheduler.type", str(error).removeprefix("scheduler.type is ").rstrip(".")))
             if "params" in self._section("scheduler"):
                 self._took("scheduler.params", "options of the schedule")
 

@@ -45,6 +45,8 @@ MISSING = {
 class DeepSpeedEngine(nn.Module):
     """A model that trains in a program's loop, with DeepSpeed's names. `initialize` makes it."""
 
+    _shuffles = True  # its training data
+
     def __init__(
         self,
         worker: Worker,
@@ -265,7 +267,8 @@ class DeepSpeedEngine(nn.Module):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> MicroBatchLoader:
-        """Return a loader of this worker's micro-batches of a dataset. `route` "train" shuffles them."""
+        """Return a loader of this worker's micro-batches of a dataset. `route` "train" shuffles them, but for a
+        pipeline's."""
         stages = self._worker.plan.layout.stages
         return MicroBatchLoader(
             dataset,
@@ -273,7 +276,7 @@ class DeepSpeedEngine(nn.Module):
             workers=self.dp_world_size,
             index=self.global_rank // stages,
             sampler=data_sampler,
-            shuffle=route == "train" and stages == 1,
+            shuffle=route == "train" and self._shuffles,
             collate=collate_fn or self.collate_fn,
             loaders=num_local_io_workers or 0,
             drop_last=self._settings.drop_last,

@@ -12,7 +12,8 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from paceline.compat.deepspeed.refusals import SUBMODULES, refusal
+from paceline.compat.deepspeed.refusals import SUBMODULES, is_refused, refusal
+from paceline.errors import PlanError
 
 __all__ = ["PACKAGE", "answer_imports", "stop_answering"]
 
@@ -35,8 +36,42 @@ class _Loader(importlib.abc.Loader):
         module.__spec__ = self._spec  # it has run already, under its own name
 
 
+class _RefusedName:
+    """A name of a module that is not here: a program may import it, and is refused where it uses it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        raise PlanError(f"{refusal(self._name)}.")
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise PlanError(f"{refusal(f'{self._name}.{name}')}.")
+
+
+class _RefusedModule(ModuleType):
+    """A module that is not here. Programs import some at their top, and use them only for some of their options."""
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _RefusedName(f"{self.__name__.removeprefix(f'{NAME}.')}.{name}")
+
+
+class _RefusedLoader(importlib.abc.Loader):
+    """Makes a refused module."""
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return _RefusedModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """There is nothing in it."""
+
+
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules of `deepspeed`, and refuses those that are not here."""
+    """Finds the modules of `deepspeed`, and those that are refused where they are used."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -44,6 +79,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         top, _, name = fullname.partition(".")
         if top != NAME or not name:
             return None
+        if name not in SUBMODULES and is_refused(name):
+            return importlib.machinery.ModuleSpec(fullname, _RefusedLoader(), is_package=True)
         if name not in SUBMODULES:
             raise ModuleNotFoundError(refusal(name), name=fullname)
         is_package = any(one.startswith(f"{name}.") for one in SUBMODULES)

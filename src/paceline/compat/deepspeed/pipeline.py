@@ -140,8 +140,8 @@ class PipelineModule(nn.Module):
         if worker.plan.layout.stages > 1 and training_data is not None and hasattr(training_data, "__getitem__"):
             pair = (collate or torch.utils.data.default_collate)([training_data[0], training_data[1]])
             sample = (pair[0],)
-        units = ["layers.*"] if worker.plan.layout.stages > 1 else []
-        worker.prepare(self, sample=sample, units=units)
+        trained = [f"layers.{number}" for number, one in enumerate(self.layers) if any(True for _ in one.parameters())]
+        worker.prepare(self, sample=sample, units=trained if worker.plan.layout.stages > 1 else ())
 
 
 def _made(layer: Any, tied: dict[str, nn.Module]) -> nn.Module:
@@ -176,6 +176,8 @@ def _through(layers: Sequence[nn.Module], inputs: Any) -> Any:
 
 class PipelineEngine(DeepSpeedEngine):
     """An engine that takes whole steps: `train_batch` reads this worker's micro-batches, and trains on them."""
+
+    _shuffles = False
 
     def __init__(
         self,

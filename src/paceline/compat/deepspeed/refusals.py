@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["SUBMODULES", "refusal"]
+__all__ = ["SUBMODULES", "is_refused", "refusal"]
 
 DOCS = "docs/how-to/bring-your-deepspeed-program.md"
 
@@ -73,6 +73,12 @@ REFUSED: dict[str, str] = {
     "runtime.bf16_optimizer": "compute(precision=bf16) of the plan",
     "utils.groups": "the plan says which workers belong together",
 }
+
+
+def is_refused(name: str) -> bool:
+    """Whether a name with dots, or one above it, has a sentence of its own."""
+    parts = name.split(".")
+    return any(".".join(parts[:count]) in REFUSED for count in range(1, len(parts) + 1))
 
 
 def refusal(name: str) -> str:
