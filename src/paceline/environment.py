@@ -56,6 +56,7 @@ __all__ = [
     "quiet",
     "run_dir",
     "set_gloo_interface",
+    "set_world_names",
     "ssh_address",
     "token",
     "trial_parameters",
@@ -340,6 +341,12 @@ def world_variables() -> dict[str, str]:
     if TOKEN in shown:
         shown[TOKEN] = "(set, not shown)"
     return dict(sorted(shown.items()))
+
+
+def set_world_names(*, rank: int, workers: int, local_rank: int, local_workers: int) -> None:
+    """Set the variables in which torchrun says which worker this process is, for programs that read them."""
+    numbers = {"RANK": rank, "WORLD_SIZE": workers, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_workers}
+    os.environ.update({name: str(number) for name, number in numbers.items()})
 
 
 def set_gloo_interface(name: str) -> bool:

@@ -35,6 +35,7 @@ EXAMPLES = """\
   paceline plan                                            the plan of defaults
   paceline plan "replicas=4+cast(dtype=bf16)"
   paceline plan "batch(size=64,micro=4)" --workers 3 --set plan.compute.precision=bf16
+  paceline plan --from ds_config.json --workers 4          the plan that a configuration of DeepSpeed is
   paceline plan "allreduce(algorithm=tree)" --workers 5 --draw      what each worker sends to which, round by round
   paceline plan train.py --check --plan "tensor=4"         what of the script's models cannot be cut so, and why
   paceline plan train.py --workers 64 --cluster h100x8-ib  what a step costs there, and which plan is the fastest
@@ -80,6 +81,7 @@ def add(commands: Commands) -> None:
         default=[],
         help="set one value, for example plan.batch.size=64",
     )
+    parser.add_argument("--from", dest="source", metavar="FILE", help="the plan that a ds_config.json of DeepSpeed is")
     parser.add_argument("--check", action="store_true", help="say only what is wrong")
     parser.add_argument("--draw", action="store_true", help="draw how replicas sum, if the plan names an algorithm")
     add_options(parser)
@@ -90,6 +92,8 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan and its broken rules; returns 2 when there are any."""
     question = read_question(arguments)
+    if arguments.source is not None:
+        return _convert(arguments)
     if _is_script(arguments.text):
         return check_script(
             Path(arguments.text),
@@ -117,6 +121,25 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.draw and not broken:
         print(f"\n{_drawing(plan, workers, arguments.hosts)}")
     return 2 if broken else 0
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    """Print what another framework's configuration is as a plan; returns 2 where something of it is refused."""
+    if arguments.text != "default" or arguments.plan is not None:
+        raise PlanError("--from FILE gives the plan: leave out the plan, or the script.")
+    from paceline.compat.deepspeed.config import convert_config
+
+    found = convert_config(Path(arguments.source), workers=_workers(arguments.workers))
+    plan = settings.apply(Plan.parse(found.plan), *arguments.overrides)
+    if not arguments.check:
+        print(f"plan     {plan}")
+        print(f"python   {plan!r}")
+        print(f"job      {' '.join(f'--{name} {value}' for name, value in found.job.items()) or '(no option)'}")
+        for title, rows in (("taken", found.taken), ("ignored", found.ignored)):
+            print(f"\n{title}\n{table(rows, ANSWERED) or '(nothing)'}")
+        print("\nrefused")
+    print(table(found.refused, ANSWERED) or "(nothing)")
+    return 2 if found.refused else 0
 
 
 def is_about_script(words: Sequence[str]) -> bool:
@@ -169,6 +192,7 @@ def _batch_text(batch: Batch, workers: int) -> str:
 
 REFUSED = (24, 40, 32)  # columns: module, what, remedy
 NOTED = (24, 74)
+ANSWERED = (40, 58)  # columns: a key, and what became of it
 GAP = "  "
 
 

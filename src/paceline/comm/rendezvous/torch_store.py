@@ -70,6 +70,8 @@ class SupervisorStore(dist.Store):
     def delete_key(self, key: str) -> bool:
         return bool(self._channel.call("delete", key=self._prefix + key))
 
+    deleteKey = delete_key  # by this name torch's PrefixStore calls it
+
     def num_keys(self) -> int:
         return int(self._channel.call("num_keys"))
 

@@ -60,6 +60,7 @@ class StreamSource:
     name: str
     draws: WeightedDraws | None = None  # None: each sample once an epoch
     has_equal_runs: bool = False  # every worker runs as many micro-batches in a step; some are void
+    is_endless: bool = False  # a program reads its own data: samples are numbers in order, and no epoch ends
 
 
 def is_map_style(dataset: Any) -> bool:
@@ -102,7 +103,7 @@ class BatchStream:
         self._order = SampleOrder(
             samples=self.num_samples,
             seed=stream_seed(batch, source.name),
-            shuffle=batch.shuffle and self.num_samples > 0,
+            shuffle=batch.shuffle and self.num_samples > 0 and not source.is_endless,
             batch=batch.size,
             micro=batch.resolved_micro,
             drop_last=batch.drop_last,
@@ -121,7 +122,7 @@ class BatchStream:
 
     def last_step(self, done: int) -> int | None:
         """The number of the step at which the stream ends, when `done` steps were made before it; None: not known."""
-        if not self.num_samples:
+        if not self.num_samples or self.source.is_endless:
             return None
         left = self.source.epochs - self.cursor.epoch
         if left <= 0:

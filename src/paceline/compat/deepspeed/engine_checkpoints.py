@@ -1,0 +1,152 @@
+"""What an engine saves and loads: a checkpoint of the run, with the program's own `client_state` beside it.
+
+save_dir/latest                      the tag that was saved last
+save_dir/TAG/step_00000100/          the run's checkpoint, for any number of workers and any layout
+save_dir/TAG/client_state.pt         plain values, and tensors
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+
+from paceline.checkpoint.checkpoint_dir import whole_file
+from paceline.checkpoint.state_tree import decode_state, encode_state, freeze
+from paceline.errors import CheckpointError
+from paceline.regular_files import read_regular
+from paceline.worker.run_member import parts_of
+from paceline.worker.worker import Worker
+
+__all__ = ["EngineCounts", "load_engine", "save_engine"]
+
+LATEST, CLIENT = "latest", "client_state.pt"
+
+
+class EngineCounts:
+    """An engine's counters, as a part of the run's state."""
+
+    def __init__(self) -> None:
+        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """For a checkpoint."""
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Count on from a checkpoint."""
+        for name in vars(self):
+            setattr(self, name, int(state[name]))
+
+
+def save_engine(worker: Worker, folder: Path, tag: str, client_state: dict[str, Any], is_latest: bool) -> None:
+    """Save a checkpoint of the run, and put it with `client_state` into `folder/tag`; an operation of all workers.
+
+    Raises CheckpointError, on all workers, where the tag is no name of a folder, `client_state` holds more than plain
+    values and tensors, or the first worker cannot write.
+    """
+    parts = parts_of(worker)
+    worker.save()
+    parts.place.consensus.run(parts.saver.wait)
+    problem: str | None = None
+    if worker.is_first:
+        source = parts.files.checkpoint_dir / f"step_{worker.step:08d}"
+        try:
+            _put(source, folder, tag, client_state, is_latest)
+        except (CheckpointError, OSError) as error:
+            problem = str(error)
+    problem = worker.gather(problem)[0]
+    if problem is not None:
+        raise CheckpointError(f"save_checkpoint({str(folder)!r}, tag={tag!r}): {problem}")
+
+
+def _put(source: Path, folder: Path, tag: str, client_state: dict[str, Any], is_latest: bool) -> None:
+    if not tag or tag in (".", "..") or "/" in tag or "\0" in tag:
+        raise CheckpointError("the tag must be the name of a folder")
+    encoded = encode_state(freeze(client_state))
+    target = folder / tag
+    target.mkdir(parents=True, exist_ok=True)
+    for old in target.glob("step_*"):
+        if old.is_dir() and not old.is_symlink():
+            shutil.rmtree(old)
+    partial = target / f"{source.name}.partial-{os.getpid()}"
+    shutil.copytree(source, partial, copy_function=_link)
+    with whole_file(target / CLIENT) as file:
+        file.write(encoded)
+    partial.rename(target / source.name)
+    if is_latest:
+        with whole_file(folder / LATEST) as file:
+            file.write(tag.encode())
+
+
+def _link(source: str, target: str) -> None:
+    """A complete checkpoint's files never change: where the disk is the same they need no second copy."""
+    with contextlib.suppress(OSError):
+        os.link(source, target)
+        return
+    shutil.copy2(source, target)
+
+
+def load_engine(
+    worker: Worker,
+    folder: Path,
+    tag: str | None,
+    *,
+    fresh_optimizer: Optimizer | None,
+    fresh_schedule: Any,
+    fresh_counts: EngineCounts | None,
+) -> tuple[str | None, dict[str, Any]]:
+    """Have the run go on from what `save_engine` wrote; an operation of all workers. `fresh_...`: what begins anew.
+
+    Returns the folder and its client state; (None, {}) where `folder` says no latest tag.
+    """
+    found: tuple[str, str, dict[str, Any]] | str | None = None
+    if worker.is_first:
+        try:
+            found = _find(folder, tag)
+        except (CheckpointError, OSError) as error:
+            found = str(error)
+    found = worker.gather(found)[0]
+    if isinstance(found, str):
+        raise CheckpointError(f"load_checkpoint({str(folder)!r}, tag={tag!r}): {found}")
+    if found is None:
+        return None, {}
+    target, checkpoint, client_state = found
+    options = None if fresh_optimizer is None else [dict(group) for group in fresh_optimizer.param_groups]
+    schedule = None if fresh_schedule is None else dict(fresh_schedule.state_dict())
+    counts = None if fresh_counts is None else fresh_counts.state_dict()
+    worker.restore(checkpoint)
+    if fresh_optimizer is not None and options is not None:
+        fresh_optimizer.state.clear()
+        for group, before in zip(fresh_optimizer.param_groups, options, strict=True):
+            group.update({key: value for key, value in before.items() if key != "params"})
+    if schedule is not None:
+        fresh_schedule.load_state_dict(schedule)
+    if fresh_counts is not None and counts is not None:
+        fresh_counts.load_state_dict(counts)
+    return target, client_state
+
+
+def _find(folder: Path, tag: str | None) -> tuple[str, str, dict[str, Any]] | None:
+    """The folder of a tag, the run's checkpoint in it, and the client state."""
+    if tag is None:
+        latest = folder / LATEST
+        if not latest.exists():
+            return None
+        tag = read_regular(latest).decode().strip()
+    target = folder / tag
+    if any(target.glob("*model_states.pt")) or (target / "zero").is_dir():
+        raise CheckpointError(
+            f"{target} is a checkpoint of DeepSpeed itself: `paceline import {target} --run-dir RUN` makes it one that "
+            "a run goes on from"
+        )
+    saved = sorted(one for one in target.glob("step_*") if re.fullmatch(r"step_\d{8,}", one.name))
+    if not saved:
+        raise CheckpointError(f"there is no checkpoint in {target}")
+    client = target / CLIENT
+    return str(target), str(saved[-1]), decode_state(read_regular(client)) if client.exists() else {}
