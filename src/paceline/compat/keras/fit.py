@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from paceline import environment
 from paceline.compat.keras.callbacks import WorkerCallbacks
 from paceline.compat.keras.data import SampleSource, ordered, sample_source, split_arrays
 from paceline.compat.keras.evaluation import evaluate_source, predict_source
@@ -159,8 +161,7 @@ def _worker(worker: Worker | None, batch_size: int | None, source: SampleSource,
     """The worker of this call: a given one, the training function's, or that of the program."""
     found = worker or present_worker()
     if found is None:
-        batch = Batch(size=batch_size or BATCH, shuffle=shuffle, drop_last=source.drop_last)
-        found = open_worker(plan=Plan(batch=batch))
+        found = open_worker(plan=_plan(Batch(size=batch_size or BATCH, shuffle=shuffle, drop_last=source.drop_last)))
     size = found.plan.batch.size
     if batch_size is not None and batch_size != size and found.is_first:
         parts_of(found).files.emit(
@@ -169,6 +170,18 @@ def _worker(worker: Worker | None, batch_size: int | None, source: SampleSource,
                 f"Say it in the plan: batch(size={batch_size})"
             )
         )
+    return found
+
+
+def _plan(batch: Batch) -> Plan:
+    """The program's plan: that of the command, with the batch of `fit` where the command says none."""
+    own = environment.assignment()
+    whole = None if own is None else own.plan.whole
+    if own is None or whole is None:
+        return Plan(batch=batch)
+    found = dataclasses.replace(whole, batch=dataclasses.replace(batch, micro=whole.batch.micro, seed=whole.batch.seed))
+    if whole.batch.size == Batch().size:  # a whole plan of the command wins over the program's
+        environment.enter(dataclasses.replace(own, plan=dataclasses.replace(own.plan, whole=found)))
     return found
 
 

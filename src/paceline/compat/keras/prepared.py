@@ -74,6 +74,7 @@ def prepare_compiled(worker: Worker, model: Any, source: SampleSource, *, name: 
         build_model(model, source)
         _require_additive_metrics(model, source)
     require_possible_rule(model.optimizer, model, worker.plan)
+    parts_of(worker).executor.shards.close()  # a forward may have left gathered weights in the places of rows
     optimizer = worker.prepare(torch_optimizer(model.optimizer, model))
     optimizer.take_over()
     watched = leaf_metrics(model.metrics)
@@ -147,10 +148,11 @@ def _require_known_steps(worker: Worker, model: Any) -> None:
             f"compile(steps_per_execution={model.steps_per_execution}): it is 1 on the torch back end, as in Keras"
         )
     layout = worker.plan.layout
-    if layout.stages > 1:
+    if layout.workers_each != layout.shard:
         raise PlanError(
-            f"fit() under {layout!r}: a pipeline has the loss at its last stage, and fit() makes loss and metrics from "
-            "inputs and outputs at one place. Use replicas, shard or tensor."
+            f"fit() under {layout!r}: Keras' layers are none of torch's, so Paceline does not know how they could be split "
+            "(tensor, context, experts), and loss and metrics are made of inputs and outputs at one place (stages). Use "
+            "shard=n, which splits the weights of any model, with or without zero=1 or zero=2, or replicas=n."
         )
     if worker.plan.is_local or worker.plan.is_asynchronous:
         raise PlanError(

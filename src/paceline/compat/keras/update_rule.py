@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm.sharded_tensors import as_local_of, is_sharded, local_part, part_like
+from paceline.comm.sharded_tensors import as_local_of, full_tensor, is_sharded, local_part, part_like
 from paceline.compat.keras.the_keras import keras
 from paceline.compat.keras.variables import HeldVariable
 from paceline.errors import PlanError
@@ -101,7 +101,9 @@ class UpdateRule:
         self.attach(parameters, state)
         variables = [(self._variables or {})[id(one)] for one in parameters]
         gradients = [local_part(one.grad) for one in parameters if one.grad is not None]
-        with self._standing_for(parameters), self._without_global_settings() as clip:
+        if any(is_sharded(one) for one in parameters) and self.optimizer.clipnorm:
+            gradients = _each_clipped(parameters, gradients, self.optimizer.clipnorm)
+        with self._standing_for(parameters), self._without_norms(parameters) as clip:
             if clip is not None:
                 gradients = self._clipped(gradients, clip)
             self.optimizer.apply(gradients, variables)
@@ -185,16 +187,18 @@ class UpdateRule:
                     variable.place.lent = None
 
     @contextlib.contextmanager
-    def _without_global_settings(self) -> Iterator[float | None]:
-        """Meanwhile the optimizer does not clip by the norm of what is here, and divides by no scale: gradients are
-        those of the loss. Yields the bound of the global norm."""
+    def _without_norms(self, parameters: Sequence[Tensor]) -> Iterator[float | None]:
+        """Meanwhile the optimizer does not clip by norms of what is here, where that is a part, and divides by no scale:
+        gradients are those of the loss. Yields the bound of the global norm."""
         optimizer = self.optimizer
-        clip, scale = optimizer.global_clipnorm, optimizer.loss_scale_factor
+        former = optimizer.global_clipnorm, optimizer.clipnorm, optimizer.loss_scale_factor
         optimizer.global_clipnorm, optimizer.loss_scale_factor = None, None
+        if any(is_sharded(one) for one in parameters):
+            optimizer.clipnorm = None
         try:
-            yield clip
+            yield former[0]
         finally:
-            optimizer.global_clipnorm, optimizer.loss_scale_factor = clip, scale
+            optimizer.global_clipnorm, optimizer.clipnorm, optimizer.loss_scale_factor = former
 
     def _clipped(self, gradients: list[Tensor], clip: float) -> list[Tensor]:
         """As Keras' `global_clipnorm`: gradients are scaled by min(1, clip / norm)."""
@@ -207,6 +211,16 @@ class UpdateRule:
 
 def _no_norm() -> None:
     return None
+
+
+def _each_clipped(parameters: Sequence[Tensor], gradients: Sequence[Tensor], clip: float) -> list[Tensor]:
+    """As Keras' `clipnorm`: each gradient is scaled by clip / max(norm, clip). Norms are of whole gradients; all workers
+    that hold rows call it."""
+    norms = [full_tensor(torch.linalg.vector_norm(one.grad)) for one in parameters if one.grad is not None]
+    return [
+        gradient * (clip / torch.clamp(norm.to(gradient.dtype), min=clip))
+        for gradient, norm in zip(gradients, norms, strict=True)
+    ]
 
 
 def _fresh(optimizer: Any) -> Any:
