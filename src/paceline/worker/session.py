@@ -38,7 +38,16 @@ from paceline.worker.record.run_files import RunFiles
 from paceline.worker.topology.device import choose_device, peak_memory_bytes, why_gpus_are_idle
 from paceline.worker.worker import Worker
 
-__all__ = ["JoinedWorker", "being_worker", "explaining_losses", "has_run", "merge_job", "run_worker", "working_alone"]
+__all__ = [
+    "JoinedWorker",
+    "being_worker",
+    "explaining_losses",
+    "has_run",
+    "merge_job",
+    "present_worker",
+    "run_worker",
+    "working_alone",
+]
 
 T = TypeVar("T")
 
@@ -47,6 +56,14 @@ LEFT = "paceline/left/{}"  # in the store: the step after which a worker's funct
 
 
 _workers_run: set[str] = set()  # directories of workers that this process has been: a script must not call us twice
+
+
+_present: list[Worker] = []  # of this process: none or one
+
+
+def present_worker() -> Worker | None:
+    """The worker that this process is now; None before it has joined its run, and after that has ended."""
+    return _present[-1] if _present else None
 
 
 def has_run(assignment: Assignment) -> bool:
@@ -152,6 +169,7 @@ def being_worker(
             files.emit(_started(assignment, shown, device=worker.device, step=worker.step))
             _warn_of_idle_gpus(assignment, job, files)
             _note_unused_values(assignment, files, plan, fields)
+            _present.append(worker)
             try:
                 yield JoinedWorker(
                     worker=worker,
@@ -162,6 +180,8 @@ def being_worker(
             except CleanExit:
                 lifecycle.leave()
                 raise
+            finally:
+                _present.remove(worker)
             with contextlib.suppress(ChannelClosed):  # the supervisor is lost: what is left is to save
                 place.shared.set(LEFT.format(worker.rank), str(worker.step))
             if trains_itself:

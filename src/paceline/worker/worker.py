@@ -27,6 +27,7 @@ from paceline.worker.loop.stepper import Stepper, make_stepper
 from paceline.worker.loop.training_loop import TrainingLoop
 from paceline.worker.parts import WorkerParts
 from paceline.worker.state.embedding_tables import require_row_updates, server_table_names
+from paceline.worker.state.foreign_models import settle_foreign_model
 from paceline.worker.state.weight_average import ExponentialMovingAverage
 from paceline.worker.stateful_member import StatefulMember
 from paceline.worker.step.evaluation import Measure, evaluate
@@ -395,6 +396,7 @@ class Worker(StatefulMember):
     def _prepare_model(
         self, model: nn.Module, name: str | None, hints: ModelHints, buffers: Mapping[str, str] | None
     ) -> None:
+        settle_foreign_model(model)
         self._models.layout.place(model, device=self.device, is_fresh=self._prepared.is_fresh(model, name), hints=hints)
         slices, owners, tables = (
             self._models.layout.slices(model),
