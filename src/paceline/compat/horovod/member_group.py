@@ -6,6 +6,7 @@ calls in the same order; one thread makes them.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -36,6 +37,16 @@ REDUCTIONS = {
     Reduction.PRODUCT: dist.ReduceOp.PRODUCT,
 }
 WIDER = {torch.int16: torch.int32, torch.bool: torch.uint8}  # for the time of a reduction
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Options:
+    """What these groups read of torch's options, by torch's names. The caller waits at once, so the operation runs in
+    its thread."""
+
+    rootRank: int = 0  # noqa: N815
+    reduceOp: Any = dist.ReduceOp.SUM  # noqa: N815
+    asyncOp: bool = False  # noqa: N815
 
 
 class MemberGroup:
@@ -88,7 +99,7 @@ class MemberGroup:
 
     def barrier(self) -> None:
         if self._group is not None:
-            self._group.barrier(_waiting(dist.BarrierOptions())).wait()
+            self._group.barrier(_Options()).wait()
 
     def all_reduce(self, tensors: Sequence[Tensor], *, reduction: int, prescale: float, postscale: float) -> None:
         """Reduce flat tensors over all members, in place. Small ones travel in one buffer."""
@@ -99,9 +110,7 @@ class MemberGroup:
             elif self._group is not None:
                 wide = WIDER.get(row.dtype)
                 moved = row if wide is None else row.to(wide)
-                options = _waiting(dist.AllreduceOptions())
-                options.reduceOp = REDUCTIONS[reduction]
-                self._group.allreduce([moved], options).wait()
+                self._group.allreduce([moved], _Options(reduceOp=REDUCTIONS[reduction])).wait()
                 row = moved if wide is None else row.copy_(moved)
             row = _averaged(row, self.size, postscale) if reduction == Reduction.AVERAGE else _scaled(row, postscale)
             if len(parts) > 1 or row is not parts[0]:
@@ -126,7 +135,7 @@ class MemberGroup:
         if self._group is None or not whole.numel():
             whole.copy_(tensor)
         elif len(set(lengths)) == 1:
-            self._group.allgather([parts], [own], _waiting(dist.AllgatherOptions())).wait()
+            self._group.allgather([parts], [own], _Options()).wait()
         else:
             parts[self.index].copy_(own)
             for index, part in enumerate(parts):
@@ -148,16 +157,14 @@ class MemberGroup:
 
     def _broadcast(self, row: Tensor, index: int) -> None:
         if row.numel():
-            options = _waiting(dist.BroadcastOptions())
-            options.rootRank, options.rootTensor = index, 0
-            self._group.broadcast([row], options).wait()
+            self._group.broadcast([row], _Options(rootRank=index)).wait()
 
     def _exchange(self, parts: Sequence[Tensor], out: Sequence[Tensor]) -> None:
         if self._group is None:
             out[0].copy_(parts[0])
         else:
             self._group.alltoall(
-                [_bytes(one) for one in out], [_bytes(part) for part in parts], _waiting(dist.AllToAllOptions())
+                [_bytes(one) for one in out], [_bytes(part) for part in parts], _Options()
             ).wait()
 
     def _adasum(self, row: Tensor, lengths: Sequence[int]) -> None:
@@ -166,7 +173,7 @@ class MemberGroup:
         if self._group is None:
             return
         rows = [torch.empty_like(row) for _ in self.ranks]
-        self._group.allgather([rows], [row], _waiting(dist.AllgatherOptions())).wait()
+        self._group.allgather([rows], [row], _Options()).wait()
         start = 0
         for length in lengths:
             part = torch.stack([one[start : start + length] for one in rows]).double()
@@ -229,12 +236,6 @@ def _bytes(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor, 1-D: any type travels like this."""
     flat = tensor.view(-1)
     return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
-
-
-def _waiting(options: Any) -> Any:
-    """Say that the caller waits at once, so the operation runs in its thread."""
-    options.asyncOp = False
-    return options
 
 
 def _nothing() -> None:
