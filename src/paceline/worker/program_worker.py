@@ -7,6 +7,7 @@ with the program. What such a call opens stays open: the same worker is returned
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,16 +16,36 @@ import torch.distributed as dist
 from paceline.comm.flight_recorder import FlightRecorder
 from paceline.errors import PlanError
 from paceline.plan import Plan
-from paceline.plan.job import Assignment
+from paceline.plan.job import Assignment, Job
 from paceline.worker.membership.preemption import PreemptionNotice
 from paceline.worker.record.run_files import RunFiles
 from paceline.worker.session import JoinedWorker, being_worker, explaining_losses, has_run, merge_job
 from paceline.worker.worker import Worker
 
-__all__ = ["ending_with_program", "join_as_program", "program_worker", "recorder_of_program", "store_of_program"]
+__all__ = [
+    "ProgramPlace",
+    "ending_with_program",
+    "join_as_program",
+    "program_place",
+    "program_worker",
+    "recorder_of_program",
+    "store_of_program",
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ProgramPlace:
+    """Where a program that has joined runs, for the packages that stand in for its framework."""
+
+    assignment: Assignment
+    job: Job
+    shared: dist.Store  # of the whole run
+
+
 
 _stack = contextlib.ExitStack()
 _joined: list[JoinedWorker] = []  # of this process: none or one
+_places: list[ProgramPlace] = []  # likewise
 
 
 def program_worker() -> Worker | None:
@@ -44,6 +65,13 @@ def recorder_of_program() -> FlightRecorder:
     if not _joined:
         raise RuntimeError("this program has not joined its run")
     return _joined[0].place.recorder
+
+
+def program_place() -> ProgramPlace:
+    """The place of the worker that this program has joined as. Raises PlanError before that."""
+    if not _places:
+        raise PlanError("This program has not joined a run yet: call paceline.open_worker() first.")
+    return _places[0]
 
 
 def join_as_program(
@@ -83,6 +111,7 @@ def join_as_program(
     if trains_itself:
         _stack.enter_context(joined.lifecycle.counting_steps(may_restart=job.restart_lost))
     _joined.append(joined)
+    _places.append(ProgramPlace(assignment=assignment, job=job, shared=joined.place.shared))
     _stack.enter_context(explaining_losses(joined))
     return joined.worker
 
@@ -106,4 +135,5 @@ def ending_with_program() -> Iterator[None]:
 
 def _end(*error: Any) -> bool | None:
     _joined.clear()
+    _places.clear()
     return _stack.__exit__(*error)

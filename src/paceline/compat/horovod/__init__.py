@@ -1,0 +1,150 @@
+"""`horovod.torch` on Paceline: `import paceline.compat.horovod as hvd`, or `paceline run --as horovod train.py`.
+
+Operations are matched by their names, whatever the order in which workers submit them. `session.py` is the way in: what
+`init()` opens. `negotiation.py` decides what runs next, `control.py` carries requests and verdicts, and `executor.py`
+runs them over the groups of `member_group.py`.
+"""
+
+from paceline.compat.horovod import elastic
+from paceline.compat.horovod.basics import (
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    rocm_built,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
+from paceline.compat.horovod.compression import Compression
+from paceline.compat.horovod.differentiable import (
+    allgather,
+    allreduce,
+    allreduce_,
+    alltoall,
+    broadcast,
+    broadcast_,
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_reducescatter,
+    reducescatter,
+)
+from paceline.compat.horovod.errors import HorovodInternalError, HorovodVersionMismatchError, HostsUpdatedInterrupt
+from paceline.compat.horovod.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from paceline.compat.horovod.handles import poll, synchronize
+from paceline.compat.horovod.operations import (
+    allgather_async,
+    allreduce_async,
+    allreduce_async_,
+    alltoall_async,
+    barrier,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather_async,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter_async,
+    join,
+    reducescatter_async,
+    sparse_allreduce_async,
+)
+from paceline.compat.horovod.optimizer import DistributedOptimizer
+from paceline.compat.horovod.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from paceline.compat.horovod.requests import Reduction
+from paceline.compat.horovod.sync_batch_norm import SyncBatchNorm
+
+Average, Sum, Adasum = Reduction.AVERAGE, Reduction.SUM, Reduction.ADASUM
+Min, Max, Product = Reduction.MIN, Reduction.MAX, Reduction.PRODUCT
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "HorovodInternalError",
+    "HorovodVersionMismatchError",
+    "HostsUpdatedInterrupt",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "SyncBatchNorm",
+    "add_process_set",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "elastic",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "poll",
+    "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
+    "synchronize",
+]

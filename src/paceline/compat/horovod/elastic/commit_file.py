@@ -1,0 +1,81 @@
+"""Commits of an elastic program in the run's directory: from the newest one all workers go on when they start again.
+
+A thread writes them, the newest first: a commit that comes while one is being written replaces another that waits.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.errors import writing
+
+__all__ = ["CommitFile"]
+
+NAME = "horovod_commit.pt"
+
+
+class CommitFile:
+    """The file of one run. One worker writes it; all read it when they begin."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / NAME
+        self._news = threading.Condition()
+        self._next: Any = None
+        self._is_writing, self._error = False, None
+        self._thread: threading.Thread | None = None
+
+    def read(self) -> Any:
+        """Return the newest commit, None where there is none."""
+        if not self._path.exists():
+            return None
+        # The run's own file, in its private directory: it holds whatever objects the program commits.
+        return torch.load(self._path, map_location="cpu", weights_only=False)
+
+    def write(self, commit: Any) -> None:
+        """Have a commit written. Raises RunFileError where an earlier one could not be."""
+        with self._news:
+            if self._error is not None:
+                raise self._error
+            self._next = commit
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="paceline-horovod-commit", daemon=True)
+                self._thread.start()
+            self._news.notify_all()
+
+    def wait(self) -> None:
+        """Return when the newest commit is written."""
+        with self._news:
+            self._news.wait_for(lambda: self._error is not None or (self._next is None and not self._is_writing))
+
+    def remove(self) -> None:
+        """Remove the file: the program has come to its end."""
+        self._path.unlink(missing_ok=True)
+
+    def _serve(self) -> None:
+        while True:
+            with self._news:
+                self._is_writing = False
+                self._news.notify_all()
+                self._news.wait_for(lambda: self._next is not None)
+                commit, self._next, self._is_writing = self._next, None, True
+            try:
+                self._write(commit)
+            except Exception as error:  # raised at the next commit
+                with self._news:
+                    self._error, self._is_writing = error, False
+                    self._news.notify_all()
+                return
+
+    def _write(self, commit: Any) -> None:
+        temporary = self._path.with_suffix(".new")
+        with writing(self._path):
+            with temporary.open("wb") as file:
+                torch.save(commit, file)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(self._path)

@@ -1,0 +1,175 @@
+"""The state of an elastic program: what is committed, and given back after a failure.
+
+A commit copies everything in this process. The copy of rank 0 also goes to the run's directory (`commit_file.py`), from
+which all workers go on when they are started again.
+"""
+
+from __future__ import annotations
+
+import copy
+import queue
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.compat.horovod import session as sessions
+from paceline.compat.horovod.elastic.commit_file import CommitFile
+from paceline.compat.horovod.elastic.sampler import ElasticSampler
+from paceline.compat.horovod.errors import HostsUpdatedInterrupt
+from paceline.compat.horovod.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+
+__all__ = ["ObjectState", "State", "TorchState"]
+
+REMOVED = 1  # of Horovod's numbers for what has become of the hosts: the others are left out here
+
+
+class State:
+    """What all states can do. Programs make their own by overriding `save`, `restore`, `sync` and `reset`."""
+
+    def __init__(
+        self, bcast_object: Callable[..., Any] = broadcast_object, get_rank: Callable[[], int] | None = None
+    ) -> None:
+        self._bcast_object = bcast_object
+        self._host_messages: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
+        self._last_updated_timestamp = 0.0
+        self._reset_callbacks: list[Callable[[], None]] = []
+
+    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
+        """Have these called after each reset, such as one that sets the learning rate for a new number of workers."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Take note that all workers have begun again."""
+        self._host_messages = queue.SimpleQueue()
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
+        """Take note that hosts have come or gone; the next commit tells the program."""
+        self._host_messages.put((timestamp, update_res))
+
+    def commit(self) -> None:
+        """Save the state, and see whether hosts have come or gone; all workers call this."""
+        self.save()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Raise HostsUpdatedInterrupt, on all workers, where rank 0 has heard of hosts that have come or gone."""
+        before = newest = self._last_updated_timestamp
+        what = 0
+        while not self._host_messages.empty():
+            timestamp, update = self._host_messages.get()
+            if timestamp > newest:
+                newest, what = timestamp, what | int(update)
+        before, self._last_updated_timestamp, what = self._bcast_object((before, newest, what))
+        if self._last_updated_timestamp > before:
+            raise HostsUpdatedInterrupt(what == REMOVED)
+
+    def save(self) -> None:
+        """Keep the state as it is now."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Go back to what was saved last."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Give all workers the state of rank 0."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Adapt to the workers of now, before `sync`."""
+
+
+class ObjectState(State):
+    """A state of plain objects, which become attributes."""
+
+    def __init__(
+        self,
+        bcast_object: Callable[..., Any] = broadcast_object,
+        get_rank: Callable[[], int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._saved_state = kwargs
+        super().__init__(bcast_object, get_rank)
+        self._set_attributes()
+
+    def save(self) -> None:
+        self._saved_state = {name: getattr(self, name) for name in self._saved_state}
+
+    def restore(self) -> None:
+        self._set_attributes()
+
+    def sync(self) -> None:
+        if self._saved_state:
+            self._saved_state = self._bcast_object(self._saved_state)
+            self._set_attributes()
+
+    def _set_attributes(self) -> None:
+        for name, value in self._saved_state.items():
+            setattr(self, name, value)
+
+
+class TorchState(ObjectState):
+    """A state of models, optimizers and `ElasticSampler`s, each by its `state_dict`, and of plain objects."""
+
+    def __init__(self, model: nn.Module | None = None, optimizer: Optimizer | None = None, **kwargs: Any) -> None:
+        given: dict[str, Any] = {"model": model, "optimizer": optimizer, **kwargs}
+        kept = {name: one for name, one in given.items() if isinstance(one, (nn.Module, Optimizer, ElasticSampler))}
+        self.__dict__["_kept"] = kept
+        self.__dict__["_copies"] = {name: _copied(one) for name, one in kept.items()}
+        self.__dict__.update(kept)
+        self._file: CommitFile | None = None
+        super().__init__(**{name: one for name, one in given.items() if name not in kept})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._kept:
+            self._kept[name] = value
+            self._copies[name] = _copied(value)
+        super().__setattr__(name, value)
+
+    def save(self) -> None:
+        for name, one in self._kept.items():
+            self._copies[name] = _copied(one)
+        super().save()
+        if self._file is not None and sessions.current_session().rank == 0:
+            self._file.write({"copies": dict(self._copies), "objects": dict(self._saved_state)})
+
+    def restore(self) -> None:
+        for name, one in self._kept.items():
+            one.load_state_dict(copy.deepcopy(self._copies[name]))
+        super().restore()
+
+    def sync(self) -> None:
+        for one in self._kept.values():
+            if isinstance(one, nn.Module):
+                broadcast_parameters(one.state_dict(), root_rank=0)
+            elif isinstance(one, Optimizer):
+                broadcast_optimizer_state(one, root_rank=0)
+            else:
+                one.load_state_dict(broadcast_object(one.state_dict()))
+        super().sync()
+        for name, one in self._kept.items():
+            self._copies[name] = _copied(one)
+
+    def keep_in(self, file: CommitFile) -> None:
+        """Write every commit to this file from now on; where it holds one of the run, go on from that first."""
+        self._file = file
+        found = file.read()
+        if found is None:
+            return
+        self._copies.update({name: one for name, one in found["copies"].items() if name in self._kept})
+        self._saved_state.update({name: one for name, one in found["objects"].items() if name in self._saved_state})
+        self.restore()
+
+    def wait_for_file(self) -> None:
+        """Return when the newest commit is in the file."""
+        if self._file is not None:
+            self._file.wait()
+
+
+def _copied(one: Any) -> Any:
+    return copy.deepcopy(one.state_dict())

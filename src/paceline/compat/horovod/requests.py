@@ -1,0 +1,122 @@
+"""What workers say to the coordinator and hear from it, as lines of JSON.
+
+A *request* is one operation that a worker has submitted. A *verdict* is what the coordinator makes of it once all
+members of the process set have submitted theirs: run it now, or fail with an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import torch
+
+__all__ = ["Kind", "OpRequest", "Reduction", "Verdict", "decoded", "dtype_of", "encoded"]
+
+
+class Kind:
+    """The kinds of operations."""
+
+    ALLREDUCE, ALLGATHER, BROADCAST = "allreduce", "allgather", "broadcast"
+    ALLTOALL, REDUCESCATTER, BARRIER, JOIN = "alltoall", "reducescatter", "barrier", "join"
+    ADD_SET, REMOVE_SET = "add_process_set", "remove_process_set"
+    SHUTDOWN, FAILED = "shutdown", "failed"  # verdicts only: this worker has left; nothing runs any more
+
+
+class Reduction:
+    """The numbers of Horovod's reduction operations, which programs see as `hvd.Average` and so on."""
+
+    AVERAGE, SUM, ADASUM, MIN, MAX, PRODUCT = range(6)
+    NAMES = ("average", "sum", "adasum", "min", "max", "product")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class OpRequest:
+    """One operation of one worker. A grouped operation has several tensors, and runs as a whole."""
+
+    name: str
+    kind: str
+    set_id: int = 0
+    dtypes: tuple[str, ...] = ()  # of each tensor, as "float32"
+    shapes: tuple[tuple[int, ...], ...] = ()
+    reduction: int = Reduction.SUM
+    prescale: float = 1.0
+    postscale: float = 1.0
+    root: int = 0  # of a broadcast: a rank of the whole run
+    device: str = "cpu"
+    splits: tuple[int, ...] = ()  # of an all-to-all: rows for each member
+    ranks: tuple[int, ...] = ()  # of a process set that is added or removed
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(
+            math.prod(shape) * dtype_of(dtype).itemsize for dtype, shape in zip(self.dtypes, self.shapes, strict=True)
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What all members do next. Several names: these all-reduces travel together."""
+
+    kind: str
+    names: tuple[str, ...] = ()
+    set_id: int = 0
+    error: str = ""  # not empty: the operation fails with this text on all members
+    reduction: int = Reduction.SUM
+    prescale: float = 1.0
+    postscale: float = 1.0
+    root: int = 0
+    device: str = "cpu"
+    dtypes: tuple[tuple[str, ...], ...] = ()  # of each name, for a member that has joined and gives zeros
+    shapes: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    lengths: tuple[tuple[int, ...], ...] = ()  # all-gather: rows of each member, by tensor; all-to-all: by member
+    ranks: tuple[int, ...] = ()  # of a process set that is added
+    value: int = -1  # the number of a new process set; of a join, the last rank that joined
+
+
+def encoded(kind: str, items: list[OpRequest] | list[Verdict]) -> bytes:
+    """Return one line that holds these requests or verdicts. Fields with their default value are left out."""
+    rows = [[_short(item, name, default) for name, default in _fields(type(item))] for item in items]
+    return json.dumps([kind, *rows], separators=(",", ":")).encode() + b"\n"
+
+
+def decoded(line: bytes) -> tuple[str, list[Any]]:
+    """Return the kind and the items of a line; ValueError for one that is none."""
+    try:
+        kind, *rows = json.loads(line)
+        form = FORMS.get(kind)
+        if form is None:
+            return kind, rows
+        names = [name for name, _ in _fields(form)]
+        return kind, [
+            form(**{name: _frozen(value) for name, value in zip(names, row, strict=True) if value is not None})
+            for row in rows
+        ]
+    except (TypeError, KeyError, UnicodeDecodeError) as error:
+        raise ValueError(f"not a message of this protocol: {line[:80]!r}") from error
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return torch's type of this name; ValueError where there is none."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is no type of a tensor")
+    return found
+
+
+FORMS: dict[str, Any] = {"requests": OpRequest, "verdicts": Verdict}
+
+
+def _fields(form: type[Any]) -> list[tuple[str, Any]]:
+    return [(field.name, field.default) for field in dataclasses.fields(form)]
+
+
+def _short(item: Any, name: str, default: Any) -> Any:
+    value = getattr(item, name)
+    return None if value == default else value
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -1,0 +1,218 @@
+"""What `hvd.init()` opens and `hvd.shutdown()` closes: this worker's part in the operations of all.
+
+The run's worker stays open beneath it (`open_worker`). So `init()` works again after `shutdown()`: all workers begin a
+new session, the one of the same number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from paceline.comm.peer_sockets.meeting import connect_members
+from paceline.comm.peer_sockets.process_group import listening_address
+from paceline.compat.horovod.control import ControlLimits, ControlThread
+from paceline.compat.horovod.errors import HorovodInternalError, not_initialized
+from paceline.compat.horovod.executor import Executor
+from paceline.compat.horovod.member_group import MemberGroup
+from paceline.compat.horovod.negotiation import Negotiation
+from paceline.compat.horovod.pending_op import PendingOp
+from paceline.compat.horovod.requests import Kind, OpRequest, Verdict
+from paceline.compat.horovod.timeline import Timeline
+from paceline.compat.horovod.variables import HorovodVariables
+from paceline.errors import SyncError
+from paceline.worker.program_worker import ProgramPlace, program_place
+
+__all__ = ["Session", "close_session", "current_session", "is_open", "open_session"]
+
+BATCH_BYTES = 16 << 20  # of submitted tensors: what is sent to the coordinator at once
+LEAVE_S = 30.0  # for which `shutdown` waits for what is still decided
+GLOBAL = 0
+
+_numbers = itertools.count()  # of the sessions of this process
+_current: list[Session] = []  # none or one
+
+
+def open_session(ranks: Sequence[int] | None = None) -> Session:
+    """Open the session of these ranks (None: of all) if none is open, and return it; all of them must call this.
+
+    Raises ValueError where this worker is not one of the ranks.
+    """
+    if not _current:
+        place = program_place()
+        _current.append(Session(place, tuple(ranks or range(place.assignment.workers)), next(_numbers)))
+    return _current[0]
+
+
+def close_session() -> None:
+    """Close the session, if one is open."""
+    if _current:
+        _current.pop().close()
+
+
+def is_open() -> bool:
+    return bool(_current)
+
+
+def current_session() -> Session:
+    """Return the open session. Raises ValueError where there is none."""
+    if not _current:
+        raise ValueError(not_initialized())
+    return _current[0]
+
+
+class Session:
+    """One worker's part. Ranks are those of the session, which may be a part of the run's workers."""
+
+    def __init__(self, place: ProgramPlace, members: tuple[int, ...], number: int) -> None:
+        assignment = place.assignment
+        if assignment.rank not in members:
+            raise ValueError(f"worker {assignment.rank} is not one of the ranks {list(members)} of hvd.init(comm)")
+        self.variables = HorovodVariables.read()
+        self.rank, self.size = members.index(assignment.rank), len(members)
+        self._set_local_places(place, members)
+        self.sets: dict[int, tuple[int, ...]] = {GLOBAL: tuple(range(self.size))}
+        self.failure = ""
+        self._timeout_s = place.job.timeout_s
+        self._store = dist.PrefixStore(f"paceline/horovod/{number}/{'-'.join(map(str, members))}", place.shared)
+        self._lock = threading.Lock()
+        self._pending: dict[tuple[int, str], PendingOp] = {}
+        self._unnamed: Counter[tuple[int, str]] = Counter()
+        self._num_joins, self._is_closing = 0, False
+        self.timeline = Timeline(is_written=self.rank == 0)
+        self._executor = Executor(
+            rank=self.rank, take=self._take, meet=self._meet, fail=self.fail, observe=self.timeline.ran
+        )
+        self._executor.begin(self._meet(GLOBAL, self.sets[GLOBAL]))
+        self._control = self._connect()
+        if self.variables.timeline not in ("", "DYNAMIC"):
+            self.timeline.start(self.variables.timeline, marks_cycles=self.variables.marks_cycles)
+
+    def submit(self, op: PendingOp, *, is_urgent: bool = False) -> None:
+        """Submit an operation. Raises ValueError where one of its name is under way, HorovodInternalError where nothing
+        runs any more."""
+        request = op.request
+        with self._lock:
+            if self.failure:
+                raise HorovodInternalError(self.failure)
+            key = (request.set_id, request.name)
+            if key in self._pending:
+                raise ValueError(
+                    f"Duplicate tensor name {request.name}: an operation of this name is under way. Give each another "
+                    "name, or wait for the first with synchronize()"
+                )
+            self._pending[key] = op
+        self.timeline.began(request)
+        self._control.submit(request, is_urgent=is_urgent)
+
+    def name_for(self, kind: str, name: str | None, set_id: int) -> str:
+        """Return the name by which an operation is matched. Those without a name are matched by their order."""
+        if name is not None:
+            return f"{kind}.{name}"
+        with self._lock:
+            self._unnamed[set_id, kind] += 1
+            return f"{kind}.noname.{self._num_joins}.{self._unnamed[set_id, kind]}"
+
+    def flush(self) -> None:
+        """Have what was submitted sent now: somebody waits for it."""
+        self._control.flush()
+
+    def fail(self, reason: str) -> None:
+        """Fail everything that is under way, and all that comes; all other workers hear of it."""
+        with self._lock:
+            is_news, self.failure = not self.failure, self.failure or reason
+            waiting, self._pending = list(self._pending.values()), {}
+        for op in waiting:
+            op.fail(HorovodInternalError(self.failure))
+        if is_news and not self._is_closing:
+            self._control.report_failure(reason)
+        if is_news:
+            self._executor.end()
+            threading.Thread(target=self._executor.close, name="paceline-horovod-close", daemon=True).start()
+
+    def close(self) -> None:
+        """Leave: what is still decided is carried out first, and what waits for others fails, there as well."""
+        self._is_closing = True
+        self._control.leave()
+        if not self.failure:
+            self._executor.has_ended.wait(LEAVE_S)
+        self._executor.end()
+        self._executor.close()
+        self.fail("Horovod has been shut down")
+        self._control.end()
+        if self.rank > 0:
+            self._control.join(LEAVE_S)
+        self.timeline.stop()
+
+    def _connect(self) -> ControlThread:
+        """Meet the coordinator, which is rank 0."""
+        sockets = connect_members(
+            dist.PrefixStore("control", self._store),
+            index=self.rank,
+            size=self.size,
+            address=listening_address(),
+            timeout_s=self._timeout_s,
+            check=_nothing,
+        )
+        for peer in [peer for peer in sockets if self.rank and peer]:
+            sockets.pop(peer).close()
+        limits = ControlLimits(
+            cycle_s=self.variables.cycle_s,
+            warn_s=self.variables.warn_s,
+            stall_s=self.variables.stall_s or self._timeout_s,
+            batch_bytes=BATCH_BYTES,
+        )
+        negotiation = None
+        if self.rank == 0:
+            negotiation = Negotiation(range(self.size), fusion_bytes=self.variables.fusion_bytes)
+        return ControlThread(
+            sockets,
+            rank=self.rank,
+            coordinator=0,
+            negotiation=negotiation,
+            limits=limits,
+            follow=self._follow,
+            fail=self.fail,
+        )
+
+    def _follow(self, verdict: Verdict) -> None:
+        self.timeline.decided(verdict)
+        self._executor.follow(verdict)
+
+    def _take(self, set_id: int, name: str) -> PendingOp | None:
+        """Hand over an operation that runs now. The names of all process sets and all joins follow the verdicts."""
+        with self._lock:
+            if name == Kind.JOIN:
+                self._num_joins += 1
+                self._unnamed.clear()
+            return self._pending.pop((set_id, name), None)
+
+    def _meet(self, set_id: int, ranks: Sequence[int]) -> MemberGroup:
+        return MemberGroup.meet(
+            dist.PrefixStore(f"set/{set_id}", self._store),
+            ranks,
+            self.rank,
+            num_local_workers=self.local_size,
+            is_one_host=self.cross_size == 1,
+            timeout_s=self._timeout_s,
+        )
+
+    def _set_local_places(self, place: ProgramPlace, members: tuple[int, ...]) -> None:
+        assignment = place.assignment
+        self.local_rank, self.local_size = assignment.local_rank, assignment.local_workers
+        self.cross_rank, self.cross_size = assignment.host_index, assignment.hosts
+        self.is_homogeneous = assignment.local_workers * assignment.hosts == assignment.workers
+        if assignment.hosts == 1:
+            self.local_rank, self.local_size = self.rank, self.size
+            self.is_homogeneous = len(members) == self.size
+
+
+def _nothing() -> None:
+    """The default check: only the time limit ends the wait."""
