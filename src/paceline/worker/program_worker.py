@@ -42,7 +42,6 @@ class ProgramPlace:
     shared: dist.Store  # of the whole run
 
 
-
 _stack = contextlib.ExitStack()
 _joined: list[JoinedWorker] = []  # of this process: none or one
 _places: list[ProgramPlace] = []  # likewise
