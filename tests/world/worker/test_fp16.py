@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -315,13 +316,15 @@ def test_a_run_goes_on_in_another_precision(world: World) -> None:
 def test_an_overflow_of_the_scale_is_no_spike(world: World, on_spike: Any) -> None:
     def train(worker: Any) -> None:
         model = worker.prepare(small())
-        step = worker.stepper(
-            model,
-            worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)),
-            lambda o, y: F.cross_entropy(o.float(), y),
-        )
+        optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+        schedule = worker.prepare(torch.optim.lr_scheduler.StepLR(optim, step_size=4, gamma=0.5))
+        step = worker.stepper(model, optim, lambda output, y: F.cross_entropy(output.float(), y))
         for batch in worker.batches(data(), epochs=2):
             step(batch)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # torch's, that the optimizer has not stepped before the schedule
+                schedule.step()
+        assert schedule.last_epoch == worker.step == 12, "the schedule goes on with the steps"
 
     world(train, 2, Plan(batch=BATCH, guard=Guard(on_spike=on_spike), compute=fp16(loss_scale_start=2.0**25)))
     skipped = [skipped for _, skipped in scales(world)]
