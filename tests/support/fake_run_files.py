@@ -26,12 +26,12 @@ class Workers:
             directory.mkdir(parents=True)
         self.logs = [EventLog(path / "events.jsonl", worker=worker) for worker, path in enumerate(self.directories)]
 
-    def start(self, *, resumed_from_step: int = 0) -> None:
+    def start(self, *, resumed_from_step: int = 0, plan: str = "replicas=2") -> None:
         for worker in range(self.count):
-            self.start_one(worker, resumed_from_step=resumed_from_step)
+            self.start_one(worker, resumed_from_step=resumed_from_step, plan=plan)
 
-    def start_one(self, worker: int, *, host: str = "a", resumed_from_step: int = 0) -> None:
-        about: dict[str, Any] = {"rank": worker, "pid": 10 + worker, "startup_s": 1.9, "plan": "replicas=2"}
+    def start_one(self, worker: int, *, host: str = "a", resumed_from_step: int = 0, plan: str = "replicas=2") -> None:
+        about: dict[str, Any] = {"rank": worker, "pid": 10 + worker, "startup_s": 1.9, "plan": plan}
         about |= {"host": host, "resumed_from_step": resumed_from_step}
         self.logs[worker].emit(WorkerStarted(**about, workers=self.count, device="cpu"))
 

@@ -14,6 +14,7 @@ __all__ = ["attention_rate", "launch_s", "matmul_rates", "memory_bandwidth", "tr
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALL, LARGE = 1024, 8192  # sides of the matrices on a CPU, and on an accelerator
+SMALL_FP16 = 256  # on a CPU, where a product in fp16 may take 80 times as long as in fp32
 LEAST_RUNS = 3
 
 
@@ -27,9 +28,9 @@ def train_once(device: torch.device) -> None:
 
 def matmul_rates(device: torch.device, *, seconds: float) -> dict[str, float]:
     """Return operations per second of a large matrix product, by precision; each takes about `seconds`."""
-    side = SMALL if device.type == "cpu" else LARGE
     found: dict[str, float] = {}
     for name, dtype in PRECISIONS.items():
+        side = LARGE if device.type != "cpu" else SMALL_FP16 if name == "fp16" else SMALL
         left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
         found[name] = 2.0 * side**3 / _median_s(lambda left=left, right=right: left @ right, device, seconds)
     return found

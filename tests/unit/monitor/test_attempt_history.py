@@ -75,6 +75,17 @@ def test_the_closing_table_says_how_many_steps_rollbacks_undid(workers: Workers)
     assert "steps          10 (80 samples), 2 of them skipped, 4 undone by a rollback\n" in stream.getvalue()
 
 
+def test_the_closing_table_tells_overflows_of_fp16_from_broken_steps(workers: Workers) -> None:
+    stream = io.StringIO()
+    watch = Watch(workers.run, 1, 2, job=Job(), stream=stream)
+    workers.start(plan="replicas=2+compute(precision=fp16)")
+    for number, overflows in enumerate((1, 2, 2, 2), start=1):
+        scale = {"loss_scale": 65536.0 / 2**overflows, "overflows": float(overflows)}
+        workers.step(number, skipped=number < 4, optimizer=scale)
+    assert watch.finish("finished", 0)["metrics"] == {"loss_scale": 16384.0, "overflows": 2.0}
+    assert "steps          4 (32 samples), 3 of them skipped (in fp16 2 overflowed so far)\n" in stream.getvalue()
+
+
 @pytest.mark.parametrize(
     ("resumed_from", "text"),
     [

@@ -55,8 +55,10 @@ def test_progress_has_the_whole_and_people_count_epochs_from_1(
     workers.emit(StreamOpened(name="train", num_samples=100, epochs=6, last_step=192))
     metrics(workers.run, *[{}] * 8, {"samples_per_s": 20.0})  # the last batch of the epoch was short
     assert "  step 9 of 192  epoch 2 of 6  loss 0.5  1,000 samples/s\n" in shown(workers.run, capsys)
+    metrics(workers.run, {"step": 10, "loss_scale": 16777216.0})
+    assert "  loss 0.5  loss scale 16777216  1,000 samples/s\n" in shown(workers.run, capsys), "in fp16"
     told = status(workers.run).facts()
-    assert (told["step"], told["last_step"], told["epoch"], told["epochs"]) == (9, 192, 1, 6), "programs: from 0"
+    assert (told["step"], told["last_step"], told["epoch"], told["epochs"]) == (10, 192, 1, 6), "programs: from 0"
     RunRecord.load(workers.run).changed(job={"max_steps": 60})
     assert status(workers.run).progress.last_step == 60
 

@@ -132,10 +132,17 @@ def _steps_text(facts: Mapping[str, Any]) -> str:
     if facts["resumed_from_step"]:
         text += f", continued after step {facts['resumed_from_step']}"
     if facts["skipped_steps"]:
-        text += f", {facts['skipped_steps']} of them skipped"
+        text += f", {facts['skipped_steps']} of them skipped{_overflow_text(facts)}"
     if facts.get("undone_steps"):
         text += f", {facts['undone_steps']:,} undone by a rollback"
     return text
+
+
+def _overflow_text(facts: Mapping[str, Any]) -> str:
+    """In fp16: how many steps of all attempts were skipped because they overflowed, which is not broken."""
+    count = facts["metrics"].get("overflows")
+    is_scaled = "precision=fp16" in (facts["plan"] or "") and isinstance(count, (int, float))
+    return f" (in fp16 {count:,.0f} overflowed so far)" if is_scaled else ""
 
 
 def _steps_are(count: int, which: str = "") -> str:

@@ -43,6 +43,7 @@ class Progress:
     samples_per_s: float | None
     step_s: float | None  # what one of the last steps took
     since_step_s: float | None  # since the last one was committed, where the attempt has committed any
+    loss_scale: float | None = None  # in fp16
 
     @classmethod
     def of(cls, record: RunRecord, damaged: DamagedLines) -> Progress:
@@ -62,6 +63,7 @@ class Progress:
             samples_per_s=_median(each.get("samples_per_s") for each in rows),
             step_s=_median(each.get("seconds", {}).get("total") for each in rows),
             since_step_s=clock.now() - when if when > record.started else None,
+            loss_scale=scale if isinstance(scale := row.get("loss_scale"), (int, float)) else None,
         )
 
     @property
@@ -77,6 +79,8 @@ class Progress:
             parts += [f"epoch {self.epoch + 1} of {last}"] if last > 1 else []
         if self.loss is not None:
             parts.append(f"loss {number_text(self.loss)}")
+        if self.loss_scale is not None:
+            parts.append(f"loss scale {self.loss_scale:.0f}")
         if self.samples_per_s is not None:
             parts.append(f"{rate_text(self.samples_per_s)} samples/s")
         elif self.step_s:

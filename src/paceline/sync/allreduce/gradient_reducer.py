@@ -440,8 +440,8 @@ class GradientReducer(GradientBuckets):
         if self.loss_scale == 1.0:
             return
         for bucket in buckets:
-            for gradient in gradients_here(bucket.parameters):
-                gradient.mul_(1 / self.loss_scale)
+            if gradients := gradients_here(bucket.parameters):
+                torch._foreach_mul_(gradients, 1 / self.loss_scale)  # pyright: ignore[reportPrivateUsage]  # GradScaler has no public way either
 
     def _depart_next(self, metadata: Sequence[float] = ()) -> None:
         number = self._queue[self._num_departed]

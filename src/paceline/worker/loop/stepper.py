@@ -85,6 +85,9 @@ class Stepper:
 
     def _take(self, outcome: StepOutcome) -> None:
         if not outcome.is_taken:
+            if outcome.next_loss_scale is not None:  # as is expected in fp16, also in the first step
+                for optimizer in self._optimizers:
+                    optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]  # schedulers look for what torch sets and does not declare
             return
         if self._clip_norm is not None and self.grad_norm is not None:
             self._gradients.clip(self._clip_norm, self.grad_norm)
