@@ -1,4 +1,4 @@
-"""`open_worker()`: have this process be a worker from now on to its end, for programs that train in a loop of their own.
+"""`open_worker()`: have this process be a worker from now on to its end, for programs with a loop of their own.
 
 Where Paceline has started the process, it is the worker that it was started as. Under torchrun, srun or mpirun it joins
 that world. Anywhere else it is the only worker of a run of its own.

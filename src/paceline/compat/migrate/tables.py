@@ -57,9 +57,12 @@ class FrameworkTable:
         parts = self.own_name(path).split(".")
         for length in range(len(parts), 0, -1):
             name = ".".join(parts[:length])
-            for kind, table in (("refused", self.refused), ("counterpart", self.counterpart), ("works", self.works)):
-                if name in table and not (kind == "works" and self._has_listed_methods(name, parts, length)):
-                    return Verdict(kind=kind, says=table[name])
+            if name in self.refused:
+                return Verdict(kind="refused", says=self.refused[name])
+            if name in self.counterpart:
+                return Verdict(kind="counterpart", says=self.counterpart[name])
+            if name in self.works and not self._has_listed_methods(name, parts, length):
+                return Verdict(kind="works", says=self.works[name])
         if self.otherwise == WORKS:
             return Verdict(kind="works", says="")
         return Verdict(kind="refused", says=self.otherwise)
@@ -94,6 +97,5 @@ def framework_tables() -> tuple[FrameworkTable, ...]:
 
 
 def _read(fields: dict[str, Any]) -> FrameworkTable:
-    return FrameworkTable(
-        **{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-    )
+    values: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in fields.items()}
+    return FrameworkTable(**values)
