@@ -67,7 +67,7 @@ def add(commands: Commands) -> None:
         "(engine.partition=gpu); may be given many times",
     )
     parser.add_argument("--on", metavar="ENGINE", help="have an engine start it on its hosts, as for paceline run")
-    run_command.add_job_options(parser, without=("run_as", "cluster", "log"))
+    run_command.add_job_options(parser, without=("cluster", "log", "run_as", "run_for", "servers", "restart_lost"))
     parser.set_defaults(run=run)
 
 
@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.dry_run = arguments.detach = False
     arguments.script_args = tuple(own)
     arguments.tensorboard = arguments.tensorboard or "false"
-    arguments.log = None
+    arguments.log = arguments.run_as = arguments.restart_lost = None
     arguments.cluster = NO_CLUSTER  # there is no model to be predicted
     status = run_command.run(arguments)
     return status if status != 0 else _deliver(Path(arguments.run_dir), out)

@@ -1,4 +1,4 @@
-"""`paceline import`: makes a checkpoint of another framework one of Paceline's, for a run of the script to begin with."""
+"""`paceline import`: makes a checkpoint of another framework one of Paceline's, for a run to begin with."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.run_dir is not None and arguments.script is None:
         raise PlanError(
-            f"--run-dir {arguments.run_dir} begins a run of a script: name it, --script train.py. What it prepares says "
-            "which tensors are wanted, and in which order its optimizer holds them."
+            f"--run-dir {arguments.run_dir} begins a run of a script: name it, --script train.py. What it prepares "
+            "says which tensors are wanted, and in which order its optimizer holds them."
         )
     if arguments.step is not None and arguments.step < 0:
         raise PlanError(f"--step is {arguments.step}; it must be 0 or more.")

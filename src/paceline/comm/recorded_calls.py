@@ -1,4 +1,4 @@
-"""Has a process group of torch note its collectives in the flight recorder, whoever calls them: the user's own code,
+"""Has a process group of torch note its collectives in the flight recorder: those of the user's own code, of
 DistributedDataParallel, `fully_shard`, DTensor.
 
 The methods of the one group object are replaced, which torch's C++ code calls, too. A method that another one of them

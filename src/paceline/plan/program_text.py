@@ -141,7 +141,7 @@ class ProgramText:
             return False
         if any(name in RUNS_OTHER_CODE for module in self.modules for name in module.names):
             return False
-        return self.packages <= OTHER_PACKAGES
+        return "torch" in self.packages and self.packages <= OTHER_PACKAGES
 
     @property
     def runs_paceline(self) -> bool:

@@ -63,8 +63,8 @@ def import_checkpoint(arguments: argparse.Namespace) -> int:
 def _require_new(run_dir: Path) -> None:
     if any(candidates(run_dir / "checkpoints")):
         raise PlanError(
-            f"{run_dir} has checkpoints of its own, from which its run goes on. Name another --run-dir for the run that "
-            "begins with what is imported."
+            f"{run_dir} has checkpoints of its own, from which its run goes on. Name another --run-dir for the run "
+            "that begins with what is imported."
         )
 
 

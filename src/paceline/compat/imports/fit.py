@@ -99,7 +99,7 @@ def fit_optimizer(
     State by numbers is given by the order in which the script's optimizer holds its parameters, group by group.
     """
     full = {id(one): f"{prefix}.{name}" for prefix, model in models.items() for name, one in model.named_parameters()}
-    held = [[one for one in group["params"]] for group in optimizer.param_groups]
+    held = [list(group["params"]) for group in optimizer.param_groups]
     unknown = [one for group in held for one in group if id(one) not in full]
     if unknown:
         raise PlanError(
@@ -142,7 +142,7 @@ def _by_name(
         there = "unknown groups" if numbers is None else f"groups of {', '.join(str(len(one)) for one in numbers)}"
         raise PlanError(
             f"The optimizer's state is of {there} parameters, and the script's optimizer holds groups of "
-            f"{', '.join(str(len(one)) for one in held)}: which state is whose cannot be told. Have the script make the "
+            f"{', '.join(str(len(one)) for one in held)}: which is whose cannot be told. Have the script make the "
             "same groups, or give --weights-only."
         )
     return {

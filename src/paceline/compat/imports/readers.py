@@ -17,8 +17,10 @@ from paceline.errors import CheckpointError
 
 __all__ = ["KINDS", "read_foreign"]
 
-KINDS = "a file of torch.save (.pt, .pth, .bin, .ckpt), safetensors, a folder of torch.distributed.checkpoint, of "
-KINDS += "Accelerate's save_state, of Hugging Face, or of DeepSpeed"
+KINDS = (
+    "a file of torch.save (.pt, .pth, .bin, .ckpt), safetensors, a folder of torch.distributed.checkpoint, of "
+    "Accelerate's save_state, of Hugging Face, or of DeepSpeed"
+)
 # What programs call the parts of a dictionary that they save.
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "network", "weights", "params")
 OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optimizer_state", "optim", "optim_state", "opt")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 from paceline.compat.imports.fit import Fit, OptimizerFit
 from paceline.compat.imports.foreign import ForeignCheckpoint
 from paceline.units import bytes_text, printable
 
 __all__ = ["fit_table", "source_line"]
+
+T = TypeVar("T")
 
 SHOWN = 12  # names of one kind
 
@@ -56,7 +59,7 @@ def _conversions(fit: Fit) -> dict[str, list[str]]:
     return found
 
 
-def _some(named: Mapping[str, object]) -> list[tuple[str, object]]:
+def _some(named: Mapping[str, T]) -> list[tuple[str, T]]:
     return list(named.items())[:SHOWN]
 
 

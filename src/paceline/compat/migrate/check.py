@@ -7,13 +7,13 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from paceline.compat.migrate.tables import FrameworkTable, Verdict, framework_tables
+from paceline.compat.migrate.tables import FrameworkTable, CallVerdict, framework_tables
 from paceline.compat.migrate.uses import NameUse, uses_in
 from paceline.errors import PlanError
 from paceline.plan.program_text import ModuleText, ProgramText
 from paceline.units import shell_text
 
-__all__ = ["Finding", "MigrationReport", "check_program_calls"]
+__all__ = ["CallFinding", "MigrationReport", "check_program_calls"]
 
 ONE_LEVEL = 1  # of modules beside the script that it imports
 # Names that stand for another one: torch keeps several places for the same thing.
@@ -28,7 +28,7 @@ RECEIVES = ("torch.distributed.recv", "torch.distributed.irecv")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class CallFinding:
     """One use of a framework's distributed names."""
 
     file: str
@@ -45,7 +45,7 @@ class MigrationReport:
     """What a program's text says."""
 
     script: str
-    findings: tuple[Finding, ...]
+    findings: tuple[CallFinding, ...]
     changes: tuple[tuple[str, str], ...]  # a line before, and after
     starts: tuple[str, ...]  # commands
     unread: tuple[str, ...]  # files that could not be parsed
@@ -80,7 +80,7 @@ def check_program_calls(script: Path, *, args: Sequence[str] = ()) -> MigrationR
     )
 
 
-def _findings(module: ModuleText, script: Path) -> Iterator[Finding]:
+def _findings(module: ModuleText, script: Path) -> Iterator[CallFinding]:
     tables = framework_tables()
     has_keras = any(name.split(".")[0] in ("keras", "tf_keras") for name in module.imports)
 
@@ -99,7 +99,7 @@ def _findings(module: ModuleText, script: Path) -> Iterator[Finding]:
         yield from _methods(module, script, next(table for table in tables if table.methods))
 
 
-def _methods(module: ModuleText, script: Path, table: FrameworkTable) -> Iterator[Finding]:
+def _methods(module: ModuleText, script: Path, table: FrameworkTable) -> Iterator[CallFinding]:
     """Calls of methods whose objects the text does not tell, such as `model.fit` in a program of Keras."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in table.methods:
@@ -107,17 +107,17 @@ def _methods(module: ModuleText, script: Path, table: FrameworkTable) -> Iterato
             if text.startswith("paceline."):
                 continue
             use = NameUse(line=node.lineno, path=text, text=text, call=node)
-            verdict = Verdict(kind="counterpart", says=table.methods[node.func.attr])
+            verdict = CallVerdict(kind="counterpart", says=table.methods[node.func.attr])
             yield _finding(module, script, table, use, f"keras.Model.{node.func.attr}", verdict)
 
 
 def _finding(
-    module: ModuleText, script: Path, table: FrameworkTable, use: NameUse, path: str, verdict: Verdict
-) -> Finding:
+    module: ModuleText, script: Path, table: FrameworkTable, use: NameUse, path: str, verdict: CallVerdict
+) -> CallFinding:
     file = module.path
     if file.is_relative_to(script.resolve().parent):
         file = script.parent / file.relative_to(script.resolve().parent)
-    return Finding(
+    return CallFinding(
         file=str(file),
         line=use.line,
         framework=table.name,
@@ -128,13 +128,13 @@ def _finding(
     )
 
 
-def _verdict(table: FrameworkTable, use: NameUse, path: str) -> Verdict:
+def _verdict(table: FrameworkTable, use: NameUse, path: str) -> CallVerdict:
     """The table's verdict, or what the arguments of this call say against it."""
     call = use.call
     if path in RECEIVES and call is not None:
         is_named = len(call.args) > 1 or any(one.arg in ("src", "group_src") for one in call.keywords)
         if not is_named:
-            return Verdict(kind="refused", says="without a source it is not built: recv(tensor, src=rank)")
+            return CallVerdict(kind="refused", says="without a source it is not built: recv(tensor, src=rank)")
     return table.verdict(path)
 
 
@@ -148,7 +148,7 @@ def _settled(path: str) -> str:
     return path
 
 
-def _is_here(findings: Sequence[Finding], table: FrameworkTable) -> bool:
+def _is_here(findings: Sequence[CallFinding], table: FrameworkTable) -> bool:
     """Whether the program has been changed already."""
     own = [finding for finding in findings if finding.framework == table.name]
     return bool(own) and all(finding.name.startswith("paceline.") for finding in own)

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import json
 
-from paceline.compat.migrate.check import Finding, MigrationReport
+from paceline.compat.migrate.check import CallFinding, MigrationReport
 from paceline.units import printable
 
 __all__ = ["report_json", "report_text"]
@@ -37,7 +37,7 @@ def report_text(report: MigrationReport) -> str:
     return "\n".join(lines)
 
 
-def _rows(findings: list[Finding]) -> list[str]:
+def _rows(findings: list[CallFinding]) -> list[str]:
     """Equal calls of one file share a row, with all their lines."""
     merged: dict[tuple[str, str, str, str], list[int]] = {}
     for one in findings:

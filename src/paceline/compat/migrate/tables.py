@@ -15,19 +15,19 @@ from typing import Any, Literal
 
 from paceline import config
 
-__all__ = ["FRAMEWORKS", "WORKS", "FrameworkTable", "Verdict", "framework_tables"]
+__all__ = ["FRAMEWORKS", "WORKS", "FrameworkTable", "CallVerdict", "framework_tables"]
 
 FRAMEWORKS = ("tensorflow", "horovod", "deepspeed", "accelerate", "keras", "torch")
 WORKS = "works"
 
-VerdictKind = Literal["works", "counterpart", "refused"]
+CallVerdictKind = Literal["works", "counterpart", "refused"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class CallVerdict:
     """What becomes of a call."""
 
-    kind: VerdictKind
+    kind: CallVerdictKind
     says: str  # a remark on what works, the counterpart, or why it is refused
 
 
@@ -52,17 +52,20 @@ class FrameworkTable:
         """Whether a full name is one of the framework's distributed ones."""
         return any(path == one or path.startswith(f"{one}.") for one in self.watched)
 
-    def verdict(self, path: str) -> Verdict:
+    def verdict(self, path: str) -> CallVerdict:
         """What becomes of the use of a full name: of itself, or of the longest name above it that is listed."""
         parts = self.own_name(path).split(".")
         for length in range(len(parts), 0, -1):
             name = ".".join(parts[:length])
-            for kind, table in (("refused", self.refused), ("counterpart", self.counterpart), ("works", self.works)):
-                if name in table and not (kind == "works" and self._has_listed_methods(name, parts, length)):
-                    return Verdict(kind=kind, says=table[name])
+            if name in self.refused:
+                return CallVerdict(kind="refused", says=self.refused[name])
+            if name in self.counterpart:
+                return CallVerdict(kind="counterpart", says=self.counterpart[name])
+            if name in self.works and not self._has_listed_methods(name, parts, length):
+                return CallVerdict(kind="works", says=self.works[name])
         if self.otherwise == WORKS:
-            return Verdict(kind="works", says="")
-        return Verdict(kind="refused", says=self.otherwise)
+            return CallVerdict(kind="works", says="")
+        return CallVerdict(kind="refused", says=self.otherwise)
 
     def lists(self, path: str) -> bool:
         """Whether the tables have this very name."""
@@ -79,7 +82,8 @@ class FrameworkTable:
     def class_of(self, path: str) -> str | None:
         """The class of what a call of a full name returns, as a full name; None where it is not known."""
         found = self.returns.get(self.own_name(path))
-        return None if found is None else f"{self.module}.{found}"
+        base = self.here if path.startswith(f"{self.here}.") else self.module
+        return None if found is None else f"{base}.{found}"
 
     def _has_listed_methods(self, name: str, parts: list[str], length: int) -> bool:
         """Whether `name` is a class with listed methods, and the use one of its other methods."""
@@ -94,6 +98,5 @@ def framework_tables() -> tuple[FrameworkTable, ...]:
 
 
 def _read(fields: dict[str, Any]) -> FrameworkTable:
-    return FrameworkTable(
-        **{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-    )
+    values: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in fields.items()}
+    return FrameworkTable(**values)

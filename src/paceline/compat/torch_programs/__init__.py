@@ -1,1 +1,1 @@
-"""Programs that use torch.distributed themselves: DistributedDataParallel, fully_shard, DTensor, their own collectives."""
+"""Programs that use torch.distributed themselves: DistributedDataParallel, fully_shard, DTensor."""

@@ -1,4 +1,4 @@
-"""What a program asks of `torch.distributed.init_process_group(...)`, and whether the run can give it. Pure functions."""
+"""What a program asks of `torch.distributed.init_process_group(...)`, and what the run gives it. Pure functions."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def require_possible(request: GroupRequest, assignment: Assignment) -> None:
         )
     if request.rank not in (-1, own[0]):
         raise PlanError(
-            f"init_process_group(rank={request.rank}) on worker {own[0]}: read the rank from the variable RANK, or leave "
+            f"init_process_group(rank={request.rank}) on worker {own[0]}: read it from the variable RANK, or leave "
             "it out."
         )
 

@@ -1,8 +1,8 @@
 """Programs with torch.distributed calls of their own, unmodified: they join the run where they make a process group.
 
-The program's process group is torch's own, with the run's key-value store to meet in and the run's back end in place of
-gloo. The run keeps a group of its own beside it. So `destroy_process_group()`, a second group, sub-groups and meshes are
-what torch makes of them. What such a program reads in its environment is set as torchrun sets it.
+The program's process group is torch's own, with the run's key-value store to meet in, and the run's back end in place
+of gloo. The run keeps a group of its own beside it. So `destroy_process_group()`, a second group, sub-groups and meshes
+are what torch makes of them. What such a program reads in its environment is set as torchrun sets it.
 """
 
 from __future__ import annotations

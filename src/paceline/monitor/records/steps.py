@@ -175,7 +175,7 @@ class StepMerger:
         events = {worker: record.event for worker, record in sorted(said.items()) if isinstance(record.event, StepDone)}
         first, when = next(iter(events.values())), max(record.time for record in said.values())
         seconds = _means([event.seconds for event in events.values()])
-        measured = {worker: event for worker, event in events.items() if event.seconds.keys() != {"total"}}
+        measured = {worker: event for worker, event in events.items() if set(event.seconds) != {"total"}}
         passed = when - self._last_time if self._last_time is not None else seconds.get("total", 0.0)
         self._last_time = when
         loss, metrics = _named(loss_of(list(events.values())), _means([event.metrics for event in events.values()]))

@@ -1,8 +1,8 @@
 """Counts the steps of a program that has a loop of its own, by torch's hook of all optimizers.
 
-A program may have several optimizers, and each steps at most once in a step: in A B A B the second A belongs to another
-one than the first. So a step ends when as many have stepped as in any step before, or when one steps again. An optimizer
-that another one steps within its own, as ZeroRedundancyOptimizer does, is a part of that.
+A program may have several optimizers, and each steps at most once in a step: in A B A B the second A belongs to
+another one than the first. So a step ends when as many have stepped as in any step before, or when one steps again. An
+optimizer that another one steps within its own, as ZeroRedundancyOptimizer does, is a part of that.
 
 The loss of a step is that on which `backward()` was called last, on each worker; readers take the mean over workers.
 On a GPU to read it would wait for the device, so only every `FAR_STEPS`-th is read.
@@ -62,7 +62,8 @@ class ProgramSteps:
     @contextlib.contextmanager
     def _hearing_losses(self) -> Iterator[None]:
         """While entered, keep the loss of each `backward()`."""
-        original = Tensor.backward
+        its_class: Any = Tensor
+        original = its_class.backward
 
         @functools.wraps(original)
         def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -70,12 +71,12 @@ class ProgramSteps:
                 self._loss = tensor.detach()
             original(tensor, *args, **kwargs)
 
-        Tensor.backward = backward
+        its_class.backward = backward
         try:
             yield
         finally:
-            if Tensor.backward is backward:  # else other code has replaced it
-                Tensor.backward = original
+            if its_class.backward is backward:  # else other code has replaced it
+                its_class.backward = original
 
     def _optimizer_steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._leave(optimizer)  # its last step has ended in an error that the program has caught
