@@ -67,7 +67,7 @@ def add(commands: Commands) -> None:
         "(engine.partition=gpu); may be given many times",
     )
     parser.add_argument("--on", metavar="ENGINE", help="have an engine start it on its hosts, as for paceline run")
-    run_command.add_job_options(parser, without=("cluster", "log"))
+    run_command.add_job_options(parser, without=("cluster", "log", "run_as", "run_for", "servers"))
     parser.set_defaults(run=run)
 
 

@@ -1,4 +1,4 @@
-"""Programs that are started as TensorFlow's are, by a program without TensorFlow: places, ends, losses, signals, hosts."""
+"""Programs that are started as TensorFlow's are, by one without TensorFlow: places, ends, losses, signals, hosts."""
 
 from __future__ import annotations
 
