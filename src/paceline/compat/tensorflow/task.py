@@ -8,7 +8,8 @@ for the program's end, for the chief's, for orders of the supervisor, and for SI
 - A program that a signal has ended is lost. A worker beside parameter servers is started again alone. Any other loss
   is passed on: this process ends by the same signal, and the supervisor starts all tasks again.
 - What only serves a chief is ended when the chief's program has ended well.
-- At SIGTERM the programs get SIGTERM, too, and may save; however they end then, the task leaves in good order.
+- At SIGTERM the programs get SIGTERM, too, and may save. However they end then, and also where they have to be
+  killed near the end of the grace time, the task leaves in good order.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ __all__ = ["work"]
 POLL_S = 0.1  # between two looks at the program
 LOOK_S = 0.5  # between two looks at whether the chief has ended, and whether the program listens
 READY_S = 300.0  # without a server for so long, a program is taken for one that opens none
+LEAVE_S = 3.0  # of the grace time, for this process and the supervisor
 END_S = 5.0  # from SIGTERM to SIGKILL, for a program that has no more work
 ORDER_S = 10.0  # after SIGTERM the supervisor's order comes by then; otherwise the task ends by the signal
 ADDRESS, OVER = "paceline/task/{}/address", "paceline/task/over"  # in the key-value store
@@ -195,8 +197,10 @@ class _Task:
             self._note_ready(program)
             if not was_asked and (self._has_to_go or self._has_chief_ended()):
                 was_asked = True
-                # A supervisor that ends all tasks sends the signals itself; it kills those that are late.
-                program.ask_to_end(END_S if self._is_over else self._job.grace_s)
+                grace_s = self._job.grace_s
+                # Before the supervisor ends what is late: a program that TensorFlow keeps from ending at SIGTERM, as it
+                # does under a strategy of several workers, is no failure.
+                program.ask_to_end(END_S if self._is_over else max(grace_s / 2, grace_s - LEAVE_S))
         return self._ended(program, code)
 
     def _start(self, variables: Mapping[str, str]) -> ProgramProcess:
