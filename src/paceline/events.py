@@ -254,6 +254,17 @@ class TaskReady(Event):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskUsage(Event):
+    """What the program of a task uses of its host, told from time to time."""
+
+    rank: int
+    name: str
+    up_s: float  # since it was started
+    cores: float  # that it has kept busy since it was told last
+    memory_bytes: int  # resident now
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskLost(Event):
     """The program of one task was lost. It is started again, and the others go on meanwhile."""
 

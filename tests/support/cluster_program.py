@@ -100,7 +100,7 @@ def wait_until_asked(count: int) -> None:
 
 def listen(address: str, name: str) -> None:
     """Answer everybody with this task's name, in a thread, as TensorFlow's server does."""
-    host, _, port = address.rpartition(":")
+    port = address.rpartition(":")[2]
     server = socket.socket()
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(os.environ.get("TF_GRPC_REUSE_PORT") == "true"))
     server.bind(("", int(port)))

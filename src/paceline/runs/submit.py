@@ -19,7 +19,7 @@ from paceline.launch.engines.sent_function import SentFunction
 from paceline.launch.engines.submission import Submission
 from paceline.plan import CommandPlan, Job
 from paceline.plan.layout import Layout
-from paceline.plan.program_tasks import settled_tasks
+from paceline.plan.program_tasks import asked_workers, settled_tasks
 from paceline.plan.script_scan import layout_of_script, workers_of_script
 from paceline.runs.run_directory import new_run_dir
 from paceline.units import shell_text
@@ -67,6 +67,9 @@ def prepare(
 def settled(engine: Engine, job: Job, plan: CommandPlan, *, script: Path | None) -> Job:
     """Return a job for an engine with its workers and its run directory, as far as they can be known here."""
     if job.run_for is not None:
+        places = getattr(engine, "workers", None)  # of all hosts, where each is told its number
+        if job.workers is None and places is not None:
+            job = dataclasses.replace(job, workers=asked_workers(places, job.servers))
         return dataclasses.replace(settled_tasks(job), run_dir=job.run_dir or str(new_run_dir(script)))
     workers = job.workers or getattr(engine, "workers", None)  # some engines are told the workers of each host
     if workers is None and plan.whole is not None:

@@ -6,16 +6,18 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.logs.log_reader import last_lines
 from paceline.monitor.records.event_reader import attempt_dir
 from paceline.monitor.records.run_files import worker_number
+from paceline.monitor.records.run_record import RunRecord
+from paceline.plan.program_tasks import task_name
 from paceline.units import printable
 
-__all__ = ["STREAMS", "log_lines", "logs_size", "workers_with_logs"]
+__all__ = ["STREAMS", "log_lines", "logs_size", "names_in_logs", "workers_with_logs"]
 
 STREAMS = ("stdout", "stderr")
 MOST_LINES = 400  # of all files together
@@ -49,6 +51,15 @@ def workers_with_logs(run_dir: Path, attempt: int) -> list[int]:
     except OSError:  # not there yet, or out of reach
         return []
     return sorted(worker for name in names if (worker := worker_number(name)) is not None)
+
+
+def names_in_logs(run_dir: Path, workers: Sequence[int]) -> dict[int, str]:
+    """What these workers are called, where that is not by their numbers: the tasks of a program with servers."""
+    try:
+        job = RunRecord.load(run_dir).job
+    except ValueError:  # damaged, which the page says elsewhere
+        return {}
+    return {} if job.get("servers") is None else {worker: task_name(job, worker) for worker in workers}
 
 
 def logs_size(run_dir: Path, attempt: int) -> int:

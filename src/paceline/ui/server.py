@@ -30,7 +30,7 @@ from paceline.ui.comparison import MOST_COMPARED, compared
 from paceline.ui.control import RunControl
 from paceline.ui.event_stream import EventStream, Seen, Streams, json_text
 from paceline.ui.group_pages import GroupPages
-from paceline.ui.log_lines import STREAMS, log_lines, workers_with_logs
+from paceline.ui.log_lines import STREAMS, log_lines, names_in_logs, workers_with_logs
 from paceline.ui.report_process import ReportProcess
 from paceline.ui.run_view import RunView
 from paceline.ui.runs_folder import RunsFolder
@@ -182,7 +182,9 @@ class UiServer:
             attempt = view.summary.attempt if view.summary is not None else 0
             number = None if worker is None else int(worker)
             lines = log_lines(view.run_dir, attempt, worker=number, stream=stream, find=query.get("find", "")[:200])
-            return {"workers": workers_with_logs(view.run_dir, attempt), "attempt": attempt, "lines": lines}
+            workers = workers_with_logs(view.run_dir, attempt)
+            names = names_in_logs(view.run_dir, workers)
+            return {"workers": workers, "names": names, "attempt": attempt, "lines": lines}
 
         return _json(await self._in_thread(read))
 

@@ -22,7 +22,7 @@ from paceline.plan import Batch, Cast, CommandPlan, Job, Layout, Plan
 
 @pytest.fixture
 def started(takes_the_place_of: Callable[..., Record], monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
-    monkeypatch.setattr(WarmParent, "start", lambda: contextlib.nullcontext())  # no process for a run that is none
+    monkeypatch.setattr(WarmParent, "start", lambda **_: contextlib.nullcontext())  # no process for a run that is none
     yield takes_the_place_of("paceline.runs.run", "start", returns=7)
 
 
@@ -49,7 +49,10 @@ def test_the_warm_parent_starts_before_the_supervisor_is_imported(tmp_path: Path
 
 
 OPTION_VALUES: dict[str, tuple[list[str], object]] = {
+    "run_as": (["--as", "horovod"], "horovod"),
+    "run_for": (["--for", "tensorflow"], "tensorflow"),
     "workers": (["--workers", "4"], 4),
+    "servers": (["--for", "tensorflow", "--servers", "2"], 2),
     "launcher": (["--launcher", "inline"], "inline"),
     "hosts": (["--hosts", "2", "--head", "node1:1"], 2),
     "head": (["--head", "node1:29500"], "node1:29500"),
@@ -105,6 +108,27 @@ def test_options_may_stand_on_both_sides_and_the_rest_is_the_scripts(script: str
     assert keywords["given"] == ("program", "workers", "keep", "args")
     assert keywords["plan"] == CommandPlan()
     assert keywords["command_started"] > 0
+
+
+def test_another_frameworks_program_has_no_plan_and_no_pool(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    start = ("run", "--for", "tensorflow", script, "--workers", "2")
+    for plan in (["--plan", "replicas=2"], ["--set", "plan.batch.size=8"]):
+        assert "with --for tensorflow the program takes its steps by itself" in refused(capsys, *start, *plan)
+    assert "max_steps=5 cannot be used with run_for='tensorflow'" in refused(capsys, *start, "--max-steps", "5")
+    assert "a program of tensorflow has none: start it without --pool" in refused(capsys, *start, "--pool", "here")
+    said = refused(capsys, "parity", script, "--for", "tensorflow")
+    assert "--for is for programs that take their steps by themselves" in said
+
+
+def test_a_dry_run_of_another_frameworks_program_counts_its_tasks(
+    script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["run", "--for", "tensorflow", script, "--workers", "2", "--servers", "1", "--dry-run"]
+    assert cli.main(words) == 0
+    said = capsys.readouterr().out
+    assert "tasks  chief, 2 workers, 1 server; what they compute is the program's own matter" in said
+    assert "start  4 processes on this host, each a new Python with the script" in said
+    assert "torch" not in said and "plan " not in said
 
 
 def test_plan_and_overrides_reach_the_run(script: str, started: Record) -> None:

@@ -36,7 +36,6 @@ def add(commands: Commands) -> None:
         examples=EXAMPLES,
     )
     parser.add_argument("script", metavar="SCRIPT.py", type=Path, help="a Python script that calls paceline.run")
-    parser.add_argument("--for", dest="run_for", help=argparse.SUPPRESS)  # of paceline run: refused with a reason
     parser.add_argument(
         "--workers", metavar="N,N,...", default="1,2", help="numbers of workers to compare (default: 1,2)"
     )

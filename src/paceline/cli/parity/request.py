@@ -39,9 +39,9 @@ def parity_request(arguments: argparse.Namespace) -> ParityRequest:
     script: Path = arguments.script
     if not script.is_file():
         raise PlanError(f"There is no file {script}. Name a Python script, for example: paceline parity train.py")
-    if arguments.run_for is not None:
+    if "--for" in arguments.script_args and "--for" not in script.read_text(encoding="utf-8", errors="replace"):
         raise PlanError(
-            f"A program of {arguments.run_for} takes its steps by itself, so its numbers cannot be compared here. "
+            "--for is for programs that take their steps by themselves, so that their numbers cannot be compared here: "
             "paceline parity is for scripts that call paceline.run."
         )
     counts: tuple[int, ...] = config.parse_value(arguments.workers, tuple[int, ...], path="--workers")

@@ -23,7 +23,7 @@ PEER_ERRORS = frozenset(
 PEER_LOST = re.compile(
     r"Connection reset|Socket closed|[Cc]onnection refused|failed to connect to all addresses|"
     r"Collective ops is aborted|heartbeat|[Uu]nhealthy|coordination service|CoordinationService|"
-    r"is no longer connected|connection dropped|Broken pipe|GOAWAY|peer.{0,40}(?:failed|down|died|lost)",
+    r"is no longer connected|connection dropped|Broken pipe|GOAWAY|peer.{0,40}(?:failed|down|lost)",
     re.IGNORECASE,
 )
 

@@ -122,7 +122,7 @@ def audit(run_dir: Path | str) -> AuditResult:
 def main_audit(run_dir: Path | str, json: bool = False) -> int:
     """Print the audit of a run; returns 0 when nothing is wrong in it, 1 when something is, 2 where there is no run."""
     try:
-        _refuse_program(RunRecord.load(run_dir))
+        _refuse_program(Path(run_dir))
         result = audit(run_dir)
     except ValueError as error:
         print(f"paceline: {error}", file=sys.stderr)
@@ -135,12 +135,15 @@ def main_audit(run_dir: Path | str, json: bool = False) -> int:
     return 0 if result.is_clean else 1
 
 
-def _refuse_program(record: RunRecord) -> None:
-    """Raise ValueError for a program of another framework."""
-    framework = record.job.get("run_for")
+def _refuse_program(run_dir: Path) -> None:
+    """Raise ValueError for a run that is a program of another framework."""
+    try:
+        framework = RunRecord.load(run_dir).job.get("run_for")
+    except ValueError:  # the ledgers may be there without it; where they are not, that is reported below
+        return
     if framework is not None:
         raise ValueError(
-            f"{local_path(record.run_dir)} is a program of {framework}, which reads its data by itself: which samples "
+            f"{local_path(run_dir)} is a program of {framework}, which reads its data by itself: which samples "
             "it used is not known, and nothing can be proved of them."
         )
 

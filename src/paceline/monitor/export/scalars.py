@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from paceline.events import Evaluated, Record, Reported
+from paceline.events import Evaluated, Record, Reported, TaskUsage
 from paceline.monitor.export.run_logger import ScalarPoint
 from paceline.monitor.records.steps import IdleShares, Step, parts_of
 
@@ -25,6 +25,7 @@ class ScalarPoints:
     def __init__(self) -> None:
         self._num_steps = 0
         self._mean = _Mean()
+        self._began = math.inf  # of another framework's program: when its usage was told first
 
     def take(self, item: Record | Step) -> list[ScalarPoint]:
         """Return the points that an event or a step completes; most events complete none."""
@@ -37,9 +38,17 @@ class ScalarPoints:
                 return [self._mean.taken()]
         elif isinstance(item.event, Evaluated):
             return [ScalarPoint(step=item.event.step, time=item.time, values=_below("eval", item.event.metrics))]
+        elif isinstance(item.event, TaskUsage):
+            return [self._usage(item.time, item.event)]
         elif isinstance(item.event, Reported):
             return [ScalarPoint(step=item.event.step, time=item.time, values=dict(item.event.metrics))]
         return []
+
+    def _usage(self, when: float, usage: TaskUsage) -> ScalarPoint:
+        """A task's point, by the seconds since the first one was told: its steps are not known."""
+        self._began = min(self._began, when)
+        values = {"cores": usage.cores, "memory_gib": usage.memory_bytes / 2**30}
+        return ScalarPoint(step=int(when - self._began), time=when, values=_below(f"tasks/{usage.name}", values))
 
     def rest(self) -> list[ScalarPoint]:
         """Return the point of the steps that wait for others."""

@@ -11,6 +11,7 @@ from paceline.logs.log_reader import LONGEST_LINE
 from paceline.monitor.records.event_reader import attempt_dir
 from paceline.monitor.records.run_files import GrowingFile, worker_number
 from paceline.monitor.records.run_record import RunRecord
+from paceline.plan.program_tasks import task_name
 from paceline.units import printable
 
 __all__ = ["main_logs"]
@@ -24,8 +25,8 @@ SHORT = {"stdout": "", "stderr": " err"}
 def main_logs(run_dir: Path | str, worker: int | None = None, stream: str | None = None, follow: bool = False) -> int:
     """Print logs of one worker or of all, of one stream or of both; with `follow` until the run has ended.
 
-    The lines of a single file are printed as they are, those of several with a tag: `[2] ` and `[2 err] `. Returns 0, 2
-    where there is no such run, worker or stream, or 130 after Ctrl-C.
+    The lines of a single file are printed as they are, those of several with a tag: `[2] ` and `[2 err] `, or with
+    the name of a program's task. Returns 0, 2 where there is no such run, worker or stream, or 130 after Ctrl-C.
     """
     try:
         record = RunRecord.load(run_dir)
@@ -58,8 +59,11 @@ def _files(record: RunRecord, worker: int | None, stream: str | None) -> dict[st
     if worker is not None and worker not in known:
         raise ValueError(f"attempt {record.attempt} of {record.run_dir} has no worker {worker}; it has {sorted(known)}")
     chosen = sorted(known) if worker is None else [worker]
+    has_servers = record.job.get("servers") is not None  # then ranks are not the workers' numbers
     return {
-        f"[{number}{SHORT[name]}] ": GrowingFile(directory / f"worker_{number}" / f"{name}.log", say=_warn)
+        f"[{task_name(record.job, number) if has_servers else number}{SHORT[name]}] ": GrowingFile(
+            directory / f"worker_{number}" / f"{name}.log", say=_warn
+        )
         for number in chosen
         for name in (STREAMS if stream is None else (stream,))
     }

@@ -19,6 +19,7 @@ from paceline.events import (
     StepDone,
     TaskReady,
     TaskStarted,
+    TaskUsage,
     WorkerFailed,
     WorkerFinished,
     WorkerJoined,
@@ -64,9 +65,9 @@ class WorkerStatus:
     idle: float | None  # share of its last steps in which it waited for the others; None: not known
     age_s: float | None  # since its last event; None: it has not said anything
     name: str = ""  # what messages call it
-    restarts: int = 0  # of another framework's program, alone; the next three: of its process, where it is here
+    restarts: int = 0  # of another framework's program, alone; the next three: of its process, now or when told last
     up_s: float | None = None  # since it was started
-    cores: float | None = None  # that it has kept busy, on average
+    cores: float | None = None  # that it has kept busy in the last seconds
     memory_bytes: int | None = None  # resident now
 
 
@@ -321,6 +322,7 @@ def _worker(
     done: list[StepDone] = []
     task: TaskStarted | None = None  # the program's newest start
     is_ready = False  # it listens since then
+    told: TaskUsage | None = None  # what it used when that was told last
     is_own = True
     for number, line in enumerate(last_lines(directory / "events.jsonl")):
         event = decode_event(line)
@@ -333,6 +335,7 @@ def _worker(
             state = "finished" if isinstance(event.event, WorkerFinished) else state
             done += [event.event] if isinstance(event.event, StepDone) else []
             is_ready = is_ready or (task is None and isinstance(event.event, TaskReady))
+            told = event.event if told is None and task is None and isinstance(event.event, TaskUsage) else told
             task = event.event if task is None and isinstance(event.event, TaskStarted) else task
             is_own = not isinstance(event.event, WorkerStarted)  # before that: the process that held the place before
         if (step and (not is_own or len(done) == NUM_IDLE_STEPS)) or number > NUM_LAST_LINES:
@@ -365,9 +368,9 @@ def _worker(
         age_s=age_s,
         name=task_name(record.job, worker),
         restarts=task.restarts if task else 0,
-        up_s=None if usage is None else usage.age_s,
-        cores=None if usage is None else usage.cores,
-        memory_bytes=None if usage is None else usage.memory_bytes,
+        up_s=usage.age_s if usage is not None else None if told is None else told.up_s,
+        cores=None if told is None else told.cores,
+        memory_bytes=usage.memory_bytes if usage is not None else None if told is None else told.memory_bytes,
     )
 
 

@@ -93,6 +93,8 @@ def _still_there(record: RunRecord, grace_s: float) -> str:
     now = status(record.run_dir)
     known = [now.progress.still_text()] if now.stands_still else []
     known += [now.trouble.warning] if now.trouble.warning else []
+    if now.tasks is not None:
+        return f"its programs have got SIGTERM, and may save; those that have not left after {grace_s:.0f} s are ended"
     until = f"it finishes step {now.progress.step + 1} and saves; "
     until += f"a worker that has not left {grace_s:.0f} s after SIGTERM is ended"
     return "\n  ".join([until, *known])
@@ -104,6 +106,9 @@ def _how_it_ended(record: RunRecord, began: float) -> Iterator[str]:
     state, name = record.state_now(), local_path(record.run_dir)
     if facts.get("attempt") != record.attempt:
         yield f"{name} is {state}"
+        return
+    if record.job.get("run_for") is not None:
+        yield f"{name} is {state}; the same command has the program go on from what it has saved"
         return
     step, unsaved = facts["step"], facts["steps_unsaved"]
     if not facts["steps"]:

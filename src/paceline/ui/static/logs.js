@@ -34,12 +34,12 @@ export function logsCard(name) {
     if (names !== workers) {
       workers = names;
       const before = worker.value;
-      put(worker, h("option", { value: "" }, "all workers"), found.workers.map((one) => h("option", { value: String(one) }, `worker ${one}`)));
+      put(worker, h("option", { value: "" }, "all workers"), found.workers.map((one) => h("option", { value: String(one) }, found.names[one] ?? `worker ${one}`)));
       worker.value = before;
     }
     const isAtEnd = lines.scrollHeight - lines.scrollTop - lines.clientHeight < 30;
     const isTagged = found.workers.length > 1 && !worker.value;
-    put(lines, found.lines.length ? found.lines.map((line) => h("div", { class: line.stream }, isTagged || (line.stream === "stderr" && !stream.value) ? h("span", { class: "tag" }, isTagged ? `${line.worker}${line.stream === "stderr" ? " err" : ""}` : "err") : null, line.text || "\u00a0"))
+    put(lines, found.lines.length ? found.lines.map((line) => h("div", { class: line.stream }, isTagged || (line.stream === "stderr" && !stream.value) ? h("span", { class: "tag" }, isTagged ? `${found.names[line.worker] ?? line.worker}${line.stream === "stderr" ? " err" : ""}` : "err") : null, line.text || "\u00a0"))
       : h("p", { class: "about" }, find.value ? "no line has that text" : "nothing was printed"));
     if (isAtEnd || !find.value) lines.scrollTop = lines.scrollHeight;
   }

@@ -1,9 +1,8 @@
-"""`model.fit` of Keras 2 (tf_keras) under MultiWorkerMirroredStrategy with BackupAndRestore, as TensorFlow's guide has
-it.
-"""
+"""`model.fit` of Keras 2 (tf_keras) under MultiWorkerMirroredStrategy, with BackupAndRestore, as in the guide."""
 
 import argparse
 import os
+import time
 
 os.environ["TF_USE_LEGACY_KERAS"] = "1"
 
@@ -43,17 +42,12 @@ def told(epoch, logs):
     print(f"epoch {epoch + 1} loss {logs['loss']:.6f}", flush=True)
 
 
-callbacks = [tf.keras.callbacks.LambdaCallback(on_epoch_end=told)]
+def wait(epoch, logs=None):
+    while options.gate and epoch == 2 and not os.path.exists(options.gate):
+        time.sleep(0.1)
+
+
+callbacks = [tf.keras.callbacks.LambdaCallback(on_epoch_begin=wait, on_epoch_end=told)]
 if options.backup:
     callbacks.insert(0, tf.keras.callbacks.BackupAndRestore(options.backup))
-if options.gate:
-
-    def wait(epoch, logs=None):
-        while epoch == 2 and not os.path.exists(options.gate):
-            tf.io.gfile.makedirs(os.path.dirname(options.gate) or ".")
-            import time
-
-            time.sleep(0.1)
-
-    callbacks.append(tf.keras.callbacks.LambdaCallback(on_epoch_begin=wait))
 model.fit(moons(), epochs=options.epochs, callbacks=callbacks, verbose=0)

@@ -1,5 +1,5 @@
-"""A classifier in a training loop of its own under MultiWorkerMirroredStrategy, as TensorFlow's guide for such loops
-has it: a distributed dataset, a replica's step, gradients summed over all replicas, and checkpoints by CheckpointManager.
+"""A classifier in a training loop of its own under MultiWorkerMirroredStrategy, as TensorFlow's guide to them
+has it: a distributed dataset, a replica's step, gradients summed over replicas, checkpoints by CheckpointManager.
 """
 
 import argparse

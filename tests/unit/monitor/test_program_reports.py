@@ -1,0 +1,164 @@
+"""Runs of another framework's program in report, status and TensorBoard: tasks and times, and no steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from paceline.events import (
+    Event,
+    EventLog,
+    Record,
+    Restarted,
+    TaskLost,
+    TaskReady,
+    TaskStarted,
+    TaskUsage,
+    WorkerFailed,
+    WorkerFinished,
+    WorkerStarted,
+)
+from paceline.monitor.console.closing_table import closing_table
+from paceline.monitor.console.event_lines import event_line, ready_line
+from paceline.monitor.export.scalars import ScalarPoints
+from paceline.monitor.export.summary_json import Summary
+from paceline.monitor.records.run_record import RunRecord
+from paceline.monitor.report.attempt_log import AttemptLog
+from paceline.monitor.report.goodput import goodput_ledger
+from paceline.monitor.report.report import incident_text
+from paceline.monitor.status.status import main_status, status
+from paceline.plan import Job
+
+
+def started(rank: int, *, startup_s: float = 1.0, pid: int = 10) -> WorkerStarted:
+    return WorkerStarted(
+        rank=rank, workers=2, host="east", pid=pid + rank, device="cpu", startup_s=startup_s, plan="",
+        resumed_from_step=0,
+    )  # fmt: skip
+
+
+def log(records: Sequence[tuple[float, int | None, Event]], *, number: int = 1, state: str = "finished") -> AttemptLog:
+    times = [when for when, _, _ in records]
+    return AttemptLog(
+        attempt=number, workers=2, began=min(times) - 1.0, ended=max(times), state=state,
+        exit_code=0 if state == "finished" else 1, last_step=0,
+        records=[Record(when, worker, event) for when, worker, event in records], steps=lambda _: (),
+    )  # fmt: skip
+
+
+def at_work(rank: int, began: float, ready: float) -> list[tuple[float, int | None, Event]]:
+    task = TaskStarted(rank=rank, name=f"worker {rank}", pid=10 + rank)
+    return [
+        (began, rank, started(rank)),
+        (began, rank, task),
+        (ready, rank, TaskReady(rank=rank, name=f"worker {rank}")),
+    ]
+
+
+def finished(rank: int, when: float) -> tuple[float, int | None, Event]:
+    return when, rank, WorkerFinished(rank=rank, step=0, peak_memory_bytes=1 << 20)
+
+
+def test_a_programs_time_counts_from_when_it_is_ready_and_no_step_is_asked_for() -> None:
+    records = [*at_work(0, 101.0, 111.0), *at_work(1, 101.0, 111.0), finished(0, 151.0), finished(1, 151.0)]
+    ledger = goodput_ledger([log(sorted(records, key=lambda one: one[0]))])
+    assert ledger.duration_s == pytest.approx(51.0)
+    assert ledger.worker_s["program"] == pytest.approx(80.0) and ledger.worker_s["start_up"] == pytest.approx(22.0)
+    assert ledger.goodput == pytest.approx(40.0 / 51.0)
+
+
+def test_after_a_loss_of_all_the_start_of_the_next_attempt_is_the_incidents_cost() -> None:
+    failed = WorkerFailed(rank=1, host="east", step=0, reason="worker 1 was killed", follows=False)
+    first = [*at_work(0, 101.0, 105.0), *at_work(1, 101.0, 105.0), (125.0, None, failed)]
+    again = Restarted(
+        causes=["worker 1 (pid 11) killed by signal 9"], lost=[1], workers=2, at_step=0, step=0, source="program",
+        lost_at=125.0,
+    )  # fmt: skip
+    second = [(126.0, None, again), *at_work(0, 127.0, 135.0), *at_work(1, 127.0, 135.0)]
+    second += [finished(0, 145.0), finished(1, 145.0)]
+    logs = [
+        log(sorted(first, key=lambda one: one[0]), state="failed"),
+        log(sorted(second, key=lambda one: one[0]), number=2),
+    ]
+    logs[1] = dataclasses.replace(logs[1], began=125.0)
+    ledger = goodput_ledger(logs)
+    assert ledger.worker_s["program"] == pytest.approx(2 * 20.0 + 2 * 10.0)
+    assert ledger.worker_s["recovery"] == pytest.approx(2 * 10.0)  # from the loss until TensorFlow was imported again
+    (incident,) = ledger.incidents
+    assert incident_text(incident) == (
+        "attempt 1 ended: worker 1 (pid 11) killed by signal 9; attempt 2 began, and the program went on from what it "
+        "had saved"
+    )
+    assert incident.costs["recovery"] == pytest.approx(20.0)
+
+
+def test_a_task_that_was_lost_alone_costs_its_own_time_until_it_is_back() -> None:
+    lost = TaskLost(rank=1, name="worker 1", pid=11, reason="worker 1 (pid 11) killed by signal 9")
+    back = TaskStarted(rank=1, name="worker 1", pid=21, restarts=1)
+    records = [*at_work(0, 101.0, 105.0), *at_work(1, 101.0, 105.0)]
+    records += [(120.0, 1, lost), (120.5, 1, back), (128.0, 1, TaskReady(rank=1, name="worker 1"))]
+    records += [finished(0, 140.0), finished(1, 140.0)]
+    ledger = goodput_ledger([log(sorted(records, key=lambda one: one[0]))])
+    assert ledger.workers[0]["program"] == pytest.approx(35.0) and ledger.workers[0]["recovery"] == 0.0
+    assert ledger.workers[1]["program"] == pytest.approx(15.0 + 12.0)
+    assert ledger.workers[1]["recovery"] == pytest.approx(8.0)
+    (incident,) = ledger.incidents
+    assert incident_text(incident).endswith("killed by signal 9; back after 8.00 s, the others went on meanwhile")
+    assert event_line(lost) == "worker 1 (pid 11) killed by signal 9: it is started again, and the others go on"
+    assert event_line(back) == "worker 1 (pid 21) was started again"
+
+
+def test_the_closing_table_names_no_step() -> None:
+    summary = Summary(Path("run"), attempt=1, workers=2)
+    for when, worker, event in [*at_work(0, 101.0, 105.0), *at_work(1, 101.0, 105.0), finished(0, 110.0)]:
+        summary.accept(Record(when, worker, event))
+    summary.accept(Record(107.0, 1, TaskLost(rank=1, name="worker 1", pid=11, reason="it was killed")))
+    table = closing_table(summary.facts("finished", 0))
+    assert table.startswith("finished, after") and "step" not in table and "samples" not in table
+    assert "1 task lost, started again while the others went on" in table
+    assert ready_line([started(0), started(1)], tasks="chief, 1 worker, 1 server") == (
+        "chief, 1 worker, 1 server on cpu, started in 1.00 s"
+    )
+
+
+def test_status_names_tasks_by_their_roles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = dataclasses.asdict(Job(program="train.py", run_for="tensorflow", workers=3, servers=1))
+    record = RunRecord.begin_attempt(tmp_path / "run", job=job, workers=3)
+    for rank, name in enumerate(("chief", "worker 0", "server 0")):
+        place = tmp_path / f"run/attempt_1/worker_{rank}"
+        place.mkdir(parents=True)
+        events = EventLog(place / "events.jsonl", worker=rank)
+        events.emit(started(rank))
+        events.emit(TaskStarted(rank=rank, name=name, pid=100 + rank, restarts=int(rank == 1)))
+        if rank != 2:
+            events.emit(TaskReady(rank=rank, name=name))
+        events.emit(TaskUsage(rank=rank, name=name, up_s=61.0, cores=1.5, memory_bytes=3 << 30))
+        events.close()
+    now = status(tmp_path / "run")
+    record.end_attempt("failed", 1)
+    assert now.tasks == "tensorflow: chief, 1 worker, 1 server"
+    assert [(one.name, one.state, one.restarts) for one in now.workers] == [
+        ("chief", "running", 0),
+        ("worker 0", "running", 1),
+        ("server 0", "starting", 0),
+    ]
+    assert main_status(tmp_path / "run") == 0
+    said = capsys.readouterr().out
+    assert "step" not in said and "samples" not in said
+    assert "worker 0  east  101  cpu     gone   1 min 01 s  1.50   3.00 GiB  1" in said
+
+
+def test_tensorboard_gets_what_each_task_uses_by_the_seconds_of_the_attempt() -> None:
+    points = ScalarPoints()
+    found = [
+        point
+        for second in (5.0, 15.0)
+        for point in points.take(
+            Record(1000.0 + second, 0, TaskUsage(rank=0, name="chief", up_s=second, cores=0.5, memory_bytes=1 << 30))
+        )
+    ]
+    assert [point.step for point in found] == [0, 10]
+    assert found[1].values == {"tasks/chief/cores": 0.5, "tasks/chief/memory_gib": 1.0}
