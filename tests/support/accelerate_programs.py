@@ -80,13 +80,15 @@ def main():
         if args.loop == "manual":
             loss = loss / args.accumulate
         accelerator.backward(loss)
-        if args.loop != "manual" or (number + 1) % args.accumulate == 0:
-            if args.loop == "manual" or accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            if args.loop != "ahead" or accelerator.sync_gradients:
-                optimizer.step()
-                schedule.step()
-                optimizer.zero_grad()
+        if args.loop == "accumulate" or (args.loop == "manual" and (number + 1) % args.accumulate == 0):
+            step()
+
+    def step():
+        if args.loop != "accumulate" or accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
 
     for epoch in range(begin, args.epochs):
         model.train()
@@ -97,8 +99,9 @@ def main():
             while True:
                 ahead = [batch for _, batch in zip(range(args.accumulate), batches)]
                 for number, batch in enumerate(ahead):
-                    with accelerator.accumulate(model):
-                        take(batch, number)
+                    take(batch, number)
+                if ahead:
+                    step()
                 if len(ahead) < args.accumulate:
                     break
         else:

@@ -262,7 +262,12 @@ class Accelerator(ProgramMember):
         if self._flat.in_pass:
             return torch.nn.utils.get_total_norm([one.grad for one in found if one.grad is not None], norm_type)
         if not parts_of(self.worker).place.axes.is_split:
-            return torch.nn.utils.clip_grad_norm_(found, max_norm, norm_type)
+            known = self._flat.known_norm(found) if norm_type == 2 else None
+            if known is None:
+                return torch.nn.utils.clip_grad_norm_(found, max_norm, norm_type)
+            norm = torch.tensor(known, device=self.device)
+            torch.nn.utils.clip_grads_with_norm_(found, max_norm, norm)
+            return norm
         if norm_type != 2:
             raise PlanError(
                 f"clip_grad_norm_(norm_type={norm_type}) under {self.worker.plan.layout}: workers hold parts of the "

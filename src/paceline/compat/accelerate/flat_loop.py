@@ -11,7 +11,7 @@ A pass may begin again, because a step ran out of memory: then the loader gives 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -92,6 +92,13 @@ class FlatLoop:
         self._again: list[Any] = []  # the first micro-batch of a pass that begins again
         self._carried: list[tuple[Parameter, Tensor]] = []  # gradients that no zero_grad() has removed
         self._num_steps = 0  # calls of optimizer.step() since the batch was handed out
+        self._is_as_landed = False  # nothing has changed the averaged gradients
+        self._is_read_to_end = False  # the loader has no more data, and the last step's pass is under way
+
+    def leave_unused(self) -> None:
+        """Another loop begins: leave one that was read to its end without a backward."""
+        if self._is_read_to_end and self._num_backward == 0:
+            self.close()
 
     # What the accelerator asks.
 
@@ -116,6 +123,11 @@ class FlatLoop:
         """Whether the run has come to its last step (max_steps)."""
         return self._loop.between.is_stopped
 
+    def known_norm(self, parameters: Sequence[Tensor]) -> float | None:
+        """The norm of these parameters' gradients, where the pass has computed it; asked for once."""
+        is_as_landed, self._is_as_landed = self._is_as_landed, False
+        return self._loop.known_norm(parameters) if is_as_landed else None
+
     # The loader.
 
     def open(self, source: StreamSource, shape: StepShape, *, position: int | None, seed: int) -> None:
@@ -133,6 +145,10 @@ class FlatLoop:
     def close(self) -> None:
         """Leave the loop: a pass that is under way changes nothing, and its step was not taken."""
         is_open = self._pass is not None
+        if self._is_read_to_end and self._has_ended and self._batches is not None:
+            self._settle()
+            next(self._batches, None)  # there is none; what is due after the last step is done
+        self._is_read_to_end = False
         for one in (self._pass, self._batches):
             if one is not None:
                 one.close()  # pyright: ignore[reportAttributeAccessIssue]  # generators
@@ -150,6 +166,9 @@ class FlatLoop:
         if batch is not None and not self._has_ended and self._num_given >= batch.num_runs:
             if not self._trains and self._num_backward == 0:
                 raise NotTraining
+            if batch.ends_epoch:  # a loop that reads ahead comes to the end of the data before its last backward
+                self._is_read_to_end = True
+                raise StopIteration
             self._skip_rest()
         if batch is None or self._has_ended:
             batch = self._advance()
@@ -272,7 +291,9 @@ class FlatLoop:
             return
         self._pass, self._has_ended = None, True
         carried, self._carried = self._carried, []
-        self._loop.add_gradients(carried, factor=self._shape.factor(self._of_step()))
+        factor = self._shape.factor(self._of_step())
+        self._loop.add_gradients(carried, factor=factor)
+        self._is_as_landed = not carried and factor == 1.0
 
     def _skip_rest(self) -> None:
         """End a pass in which the loop has left out the backward of some micro-batches."""
@@ -300,6 +321,7 @@ class FlatLoop:
     def note_step(self) -> bool:
         """An optimizer's `step()` was called; returns whether it is to step."""
         self._num_steps += 1
+        self._is_as_landed = False
         return not self.in_pass
 
     def zero_grad(self, optimizer: Optimizer) -> bool:

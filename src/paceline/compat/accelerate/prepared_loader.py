@@ -115,6 +115,7 @@ class PreparedLoader:
     def __iter__(self) -> Iterator[Any]:
         skipped, self._begins_at = self._begins_at, 0
         context = self._context
+        context.flat.leave_unused()
         is_training = context.may_train and not self._evaluates
         if is_training and context.in_eval_mode and not self._trains_in_eval_mode:
             is_training = False

@@ -296,6 +296,14 @@ class TrainingLoop:
         if gradients:
             last.add(gradients)
 
+    def known_norm(self, parameters: Sequence[Tensor]) -> float | None:
+        """The global norm of the last pass's gradients as they landed; None where it is not that of these parameters,
+        or was not computed."""
+        last, outcome = self._last_pass, self.executor.outcome
+        if last is None or outcome is None or {id(one) for one in parameters} != {id(one) for one in last.parameters}:
+            return None
+        return outcome.grad_norm
+
     def clip(self, max_norm: float | None, *, max_value: float | None = None) -> Tensor:
         """Bound the global norm of the last pass's gradients, or their values; returns what the norm was."""
         gradients = self._last_pass
