@@ -27,6 +27,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch import _utils as torch_parts
 
 from paceline.errors import CheckpointError
 from paceline.regular_files import read_regular
@@ -51,8 +52,15 @@ class DeepSpeedCheckpoint:
 class Inert:
     """Stands for an object of a class that is not loaded: it keeps what it is given, and does nothing."""
 
+    args: tuple[Any, ...] = ()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
+        made = super().__new__(cls)
+        made.args = args
+        return made
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.args = args
+        """`__new__` has kept the arguments: pickle may leave this call out."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Inert:
         return Inert(*args)
@@ -95,8 +103,8 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("builtins", "float"): float,
     ("torch", "Size"): torch.Size,
     ("torch", "device"): torch.device,
-    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,  # pyright: ignore[reportPrivateUsage]  # what torch.save names
-    ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,  # pyright: ignore[reportPrivateUsage]  # what torch.save names
+    ("torch._utils", "_rebuild_tensor_v2"): torch_parts._rebuild_tensor_v2,  # pyright: ignore[reportPrivateUsage]  # what torch.save names
+    ("torch._utils", "_rebuild_parameter"): torch_parts._rebuild_parameter,  # pyright: ignore[reportPrivateUsage]  # what torch.save names
     **{("torch", name): getattr(torch, name) for name in _STORAGES},
     **{
         ("torch", str(one).removeprefix("torch.")): one
@@ -152,7 +160,7 @@ def read_deepspeed_checkpoint(path: Path, *, tag: str | None = None) -> DeepSpee
     states = _ranked(folder, r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
     if any(folder.glob("layer_*-model_states.pt")):
         raise CheckpointError(
-            f"{folder} is of a pipeline: each layer has a file. Make it a universal checkpoint first (ds_to_universal.py)"
+            f"{folder} is of a pipeline: each layer has a file. Make it a universal checkpoint (ds_to_universal.py)"
         )
     if not models:
         raise CheckpointError(f"{folder} has no *_model_states.pt: it is no checkpoint of DeepSpeed")
@@ -191,14 +199,14 @@ def _folder_of(path: Path, tag: str | None) -> Path:
 
 
 def _ranked(folder: Path, pattern: str) -> list[Path]:
-    """The files of the workers in the order of their numbers; those of one model parallel rank, of which there is one."""
+    """The files of the workers in the order of their numbers. CheckpointError for several model parallel ranks."""
     found = [(match, one) for one in folder.iterdir() if (match := re.fullmatch(pattern, one.name))]
     if any(int(match[2]) for match, _ in found):
         raise CheckpointError(
             f"{folder} is of a tensor parallel engine (mp_rank_01 and more): its files hold parts of layers. Make it a "
             "universal checkpoint first (ds_to_universal.py)"
         )
-    return [one for match, one in sorted(found, key=lambda pair: int(pair[0][1] or 0))]
+    return [one for _, one in sorted(found, key=lambda pair: int(pair[0][1] or 0))]
 
 
 def _mapping(value: Any, path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import math
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from paceline.compat.conversion import ConfigConversion
 from paceline.compat.deepspeed.config_keys import IGNORED, OFF, REFUSED, TAKEN
@@ -263,7 +263,7 @@ class _Reading:
         layout = Layout(
             replicas=apart // shard if apart // shard > 1 else None,
             shard=shard,
-            zero=stage if shard > 1 else 3,
+            zero=cast("Literal[1, 2, 3]", stage if shard > 1 else 3),
             tensor=tensor,
             context=context,
             stages=self._stages,

@@ -436,7 +436,8 @@ def _route_backward(engine: DeepSpeedEngine) -> None:
     if _engines:
         raise PlanError(
             "initialize() made a second engine with an optimizer: a run takes the steps of one. Train both models as "
-            "one module with parameter groups, or write a training function: worker.stepper([a, b], [x, y], forward=...)"
+            "one module with parameter groups, or write a training function: worker.stepper([a, b], [x, y], "
+            "forward=...)"
         )
     _engines.append(engine)
     original = Tensor.backward
@@ -448,7 +449,7 @@ def _route_backward(engine: DeepSpeedEngine) -> None:
             return original(self, *args, **kwargs)
         return steps.backward(self)
 
-    Tensor.backward = backward  # type: ignore[method-assign]  # torch's, for the rest of the process
+    Tensor.backward = backward  # for the rest of the process
 
 
 @contextlib.contextmanager
@@ -458,5 +459,5 @@ def forgetting_engines() -> Iterator[None]:
     try:
         yield
     finally:
-        Tensor.backward = original  # type: ignore[method-assign]
+        Tensor.backward = original
         _engines.clear()

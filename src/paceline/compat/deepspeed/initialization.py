@@ -80,8 +80,12 @@ def initialize(
     schedule = _schedule(settings, lr_scheduler, chosen)
     if schedule is not None and hasattr(schedule, "state_dict") and hasattr(schedule, "load_state_dict"):
         worker.prepare(schedule, name="lr_scheduler")
-    made = PipelineEngine if pipeline is not None else DeepSpeedEngine
-    engine = made(worker, model, settings, optimizer=chosen, schedule=schedule, collate=collate_fn)
+    terms: dict[str, Any] = {"optimizer": chosen, "schedule": schedule, "collate": collate_fn}
+    engine = (
+        DeepSpeedEngine(worker, model, settings, **terms)
+        if pipeline is None
+        else PipelineEngine(worker, pipeline, settings, **terms)
+    )
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     _tell(worker, settings)
@@ -93,7 +97,7 @@ def _source(args: Any, config: Any) -> Any:
     named = getattr(args, "deepspeed_config", None)
     if config is None and named is None:
         raise PlanError(
-            "initialize() needs a configuration: config={...} or config='ds_config.json', or args with deepspeed_config."
+            "initialize() needs a configuration: config={...}, config='ds_config.json', or args with deepspeed_config."
         )
     if config is not None and named is not None:
         raise PlanError(
@@ -115,9 +119,9 @@ def _require(plan: Plan, wanted: Plan) -> None:
     batch, layout = wanted.batch, plan.layout
     if (plan.batch.size, plan.batch.resolved_micro) != (batch.size, batch.resolved_micro):
         raise PlanError(
-            f"The run's batch is {plan.batch}, and the DeepSpeed configuration's is {batch}: a program's own loop takes "
-            f"the steps of its configuration. Add it to the command's plan: --plan '...+{Plan(batch=batch)}', or set "
-            "single values: --set plan.layout.shard=2."
+            f"The run's batch is {plan.batch}, and the DeepSpeed configuration's is {batch}: a program's own loop "
+            f"takes the steps of its configuration. Add it to the command's plan: --plan '...+{Plan(batch=batch)}', or "
+            "set single values: --set plan.layout.shard=2."
         )
     if layout.is_elastic:
         raise PlanError(
@@ -153,8 +157,8 @@ def _named_groups(
     if isinstance(optimizer, Optimizer):
         if optimizer.state:
             raise PlanError(
-                f"initialize(optimizer={type(optimizer).__name__}(...)): it has stepped already. Pass it before its first "
-                "step."
+                f"initialize(optimizer={type(optimizer).__name__}(...)): it has stepped already. Pass it before its "
+                "first step."
             )
         found: list[Any] = [dict(group) for group in optimizer.param_groups]
     elif given is None:
