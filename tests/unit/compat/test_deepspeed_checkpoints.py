@@ -82,7 +82,9 @@ def write_stage_3(folder: Path) -> None:
     folder.mkdir(parents=True)
 
     def parts(values: dict[str, Tensor], worker: int) -> Tensor:
-        cut = [torch.cat([one.flatten(), torch.zeros(-one.numel() % WORKERS)]).chunk(WORKERS) for one in values.values()]
+        cut = [
+            torch.cat([one.flatten(), torch.zeros(-one.numel() % WORKERS)]).chunk(WORKERS) for one in values.values()
+        ]
         return torch.cat([one[worker] for one in cut])
 
     for worker in range(WORKERS):
@@ -142,6 +144,19 @@ def test_whole_replicas_have_their_optimizer_by_the_order_of_parameters(tmp_path
     require_equal(found.weights, tensors(1))
     require_equal({name: one["exp_avg"] for name, one in found.optimizer.items()}, tensors(2))
     assert found.groups[0]["params"] == list(SHAPES)
+
+
+def test_frozen_parameters_are_found_by_what_the_optimizer_keeps(tmp_path: Path) -> None:
+    def read(module: dict[str, Tensor], kept: list[Tensor]) -> dict[str, Any]:
+        state = {number: {"exp_avg": one} for number, one in enumerate(kept)}
+        optimizer = {"state": state, "param_groups": [{"params": list(range(len(kept)))}]}
+        torch.save(model_state(module=module, optimizer=optimizer), tmp_path / "mp_rank_00_model_states.pt")
+        return read_deepspeed_checkpoint(tmp_path).optimizer
+
+    frozen = {"first.weight": torch.ones(4, 4), **tensors(1)}
+    found = read(frozen, list(tensors(2).values()))
+    require_equal({name: one["exp_avg"] for name, one in found.items()}, tensors(2))
+    assert read({"a": torch.ones(2), "b": torch.ones(2)}, [torch.ones(2)]) == {}  # either of the two may be frozen
 
 
 def test_files_that_do_not_fit_each_other_are_refused(tmp_path: Path) -> None:

@@ -205,7 +205,11 @@ def test_fp16_has_deepspeeds_defaults_and_names() -> None:
 
 
 def test_what_the_trainer_fills_in_is_said_to_be_open() -> None:
-    table = {"train_batch_size": "auto", "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "fp16": {"enabled": "auto"}}
+    table = {
+        "train_batch_size": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "fp16": {"enabled": "auto"},
+    }
     found = answers(table, 2)
     assert "Hugging Face" in found["ignored"]["train_batch_size"]
     assert not found["refused"]

@@ -81,6 +81,11 @@ class Inert:
         """Pickle sets items of dicts of other classes."""
 
 
+def _of_type(build: Any, kind: Any, args: Any, state: Any) -> Any:
+    """A tensor that was pickled with a type and attributes of its own: the tensor alone."""
+    return build(*args)
+
+
 _STORAGES = (
     "BFloat16Storage",
     "BoolStorage",
@@ -105,6 +110,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("torch", "device"): torch.device,
     ("torch._utils", "_rebuild_tensor_v2"): torch_parts._rebuild_tensor_v2,  # pyright: ignore[reportPrivateUsage]  # what torch.save names
     ("torch._utils", "_rebuild_parameter"): torch_parts._rebuild_parameter,  # pyright: ignore[reportPrivateUsage]  # what torch.save names
+    ("torch._tensor", "_rebuild_from_type_v2"): _of_type,
     **{("torch", name): getattr(torch, name) for name in _STORAGES},
     **{
         ("torch", str(one).removeprefix("torch.")): one
@@ -232,19 +238,36 @@ def _read_whole(model: Mapping[str, Any], path: Path) -> DeepSpeedCheckpoint:
     state = model.get("optimizer")
     optimizer: dict[str, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
-    names = [name for group in _shapes(model) for name in group]
     if isinstance(state, dict) and isinstance(state.get("state"), dict):
-        groups = [dict(group) for group in state.get("param_groups", []) if isinstance(group, dict)]
-        count = sum(len(group.get("params", ())) for group in groups)
-        # torch numbers parameters in the order of the groups, which names are known for where all are trained.
-        order = names or ([name for name in weights if name not in _buffers(model)])
-        if count == len(order):
-            optimizer = {order[number]: dict(of) for number, of in state["state"].items() if number < count}
-            for group in groups:
-                group["params"] = [order[number] for number in group["params"]]
-        else:
-            groups = []
+        kept = {int(number): dict(of) for number, of in state["state"].items()}
+        names = [name for name in weights if name not in _buffers(model)]
+        order = _order(kept, {name: weights[name] for name in names})
+        optimizer = {order[number]: of for number, of in kept.items() if number in order}
+        for group in state.get("param_groups", ()) if order else ():
+            groups.append({**group, "params": [order[number] for number in group["params"] if number in order]})
     return _made(model, weights, optimizer, groups, stage=0)
+
+
+def _order(kept: Mapping[int, Mapping[str, Any]], weights: Mapping[str, Tensor]) -> dict[int, str]:
+    """The names of an optimizer's numbered parameters: it numbers those that train, in the model's order. Frozen ones
+    are found by the shapes of what it keeps. Empty where several orders are possible."""
+    shapes = {
+        number: next((one.shape for one in of.values() if isinstance(one, Tensor) and one.dim()), None)
+        for number, of in sorted(kept.items())
+    }
+
+    def matched(numbers: Sequence[int], names: Sequence[str]) -> dict[int, str]:
+        left, found = iter(names), dict[int, str]()
+        for number in numbers:
+            name = next((one for one in left if shapes[number] in (None, weights[one].shape)), None)
+            if name is None:
+                return {}
+            found[number] = name
+        return found
+
+    first = matched(list(shapes), list(weights))
+    last = matched(list(shapes)[::-1], list(weights)[::-1])
+    return first if first == last else {}
 
 
 # ZeRO 1 and 2: each group is one flat vector, of which each worker has a slice.
@@ -255,7 +278,7 @@ def _read_stages_1_and_2(
 ) -> DeepSpeedCheckpoint:
     shapes = _shapes(model)
     paddings = parts[0].get("param_alignment_paddings")
-    weights = _tensors({name: one for name, one in _module(model).items() if name in _buffers(model)})
+    weights = _tensors(_module(model))  # buffers and frozen parameters stay, the others come in fp32
     optimizer: dict[str, dict[str, Any]] = {}
     flat = [_list(part.get("single_partition_of_fp32_groups"), folder) for part in parts]
     states = [_group_states(part.get("base_optimizer_state")) for part in parts]
@@ -274,7 +297,7 @@ def _read_stages_1_and_2(
                 for name in group:
                     optimizer.setdefault(name, {})[key] = values[0]
     frozen = cast("Mapping[str, Any]", model.get("frozen_param_fragments") or {})
-    weights |= {name: one.clone() for name, one in frozen.items() if isinstance(one, Tensor)}
+    weights |= _tensors(frozen)
     return _made(model, weights, optimizer, _named_groups(parts[0], shapes), stage=stage)
 
 
@@ -451,6 +474,7 @@ _ENGINE_KEYS = frozenset(
         "ds_config",
         "ds_version",
         "autoep_layers",
+        "checkpoint_parallel_dimensions",
         "universal_checkpoint_info",
     }
 )

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from paceline.compat.deepspeed.comm import leave_early_group, world_here
 from paceline.compat.deepspeed.config import DeepSpeedConfig, read_config
-from paceline.compat.deepspeed.engine import DeepSpeedEngine
+from paceline.compat.deepspeed.engine import DeepSpeedEngine, require_first_engine
 from paceline.compat.deepspeed.optimizers import make_optimizer, make_schedule
 from paceline.compat.deepspeed.pipeline import PipelineEngine, PipelineModule
 from paceline.errors import PlanError
@@ -68,6 +68,8 @@ def initialize(
     settings = read_config(source, workers=workers, stages=stages, on_cpu=on_cpu)
     names = {id(one): name for name, one in model.named_parameters(remove_duplicate=False)}
     groups = _named_groups(model_parameters, optimizer, model, names)
+    if optimizer is not None or settings.optimizer is not None:
+        require_first_engine()
     leave_early_group()
     worker = _join(settings)
     if pipeline is not None:
