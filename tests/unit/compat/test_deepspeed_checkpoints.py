@@ -229,7 +229,7 @@ def _replace_pickle(path: Path, code: bytes) -> None:
 def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "old.pt"
     path.write_bytes(pickle.dumps({"a": 1}))
-    with pytest.raises(CheckpointError, match="no file of torch.save"):
+    with pytest.raises(CheckpointError, match=r"no file of torch.save"):
         load_safely(path)
     torch.jit.script(torch.nn.Linear(1, 1)).save(str(tmp_path / "jit.pt"))
     with pytest.raises(CheckpointError, match="TorchScript"):

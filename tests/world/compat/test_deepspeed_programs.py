@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import programs
 import pytest
 import torch
-from programs import PACELINE
 from torch import nn
+
+import programs
+from programs import PACELINE
 
 PROGRAM = """\
 import argparse

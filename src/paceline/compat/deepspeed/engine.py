@@ -441,7 +441,7 @@ def require_first_engine() -> None:
 
 
 def _route_backward(engine: DeepSpeedEngine) -> None:
-    """Have `loss.backward()` of a number within a micro-batch be `engine.backward(loss)`, as DeepSpeed's engine does."""
+    """Have `loss.backward()` of a number within a micro-batch be `engine.backward(loss)`, as DeepSpeed does."""
     _engines.append(engine)
     original = Tensor.backward
 

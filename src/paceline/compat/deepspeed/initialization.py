@@ -19,6 +19,7 @@ from paceline.errors import PlanError
 from paceline.events import Note
 from paceline.plan import AllReduce, Guard, Plan
 from paceline.runs.open_worker import open_worker
+from paceline.worker.data.random_state import PreservedRandomState
 from paceline.worker.run_member import parts_of
 from paceline.worker.worker import Worker
 
@@ -70,24 +71,25 @@ def initialize(
     groups = _named_groups(model_parameters, optimizer, model, names)
     if optimizer is not None or settings.optimizer is not None:
         require_first_engine()
-    leave_early_group()
-    worker = _join(settings)
-    if pipeline is not None:
-        pipeline.prepare(worker, training_data, collate_fn)
-    else:
-        worker.prepare(model)
-    chosen = _optimizer(settings, optimizer, groups, model)
-    if chosen is not None:
-        worker.prepare(chosen)
-    schedule = _schedule(settings, lr_scheduler, chosen)
-    if schedule is not None and hasattr(schedule, "state_dict") and hasattr(schedule, "load_state_dict"):
-        worker.prepare(schedule, name="lr_scheduler")
-    terms: dict[str, Any] = {"optimizer": chosen, "schedule": schedule, "collate": collate_fn}
-    engine = (
-        DeepSpeedEngine(worker, model, settings, **terms)
-        if pipeline is None
-        else PipelineEngine(worker, pipeline, settings, **terms)
-    )
+    with PreservedRandomState():  # what the program draws after this call is what it would have drawn
+        leave_early_group()
+        worker = _join(settings)
+        if pipeline is not None:
+            pipeline.prepare(worker, training_data, collate_fn)
+        else:
+            worker.prepare(model)
+        chosen = _optimizer(settings, optimizer, groups, model)
+        if chosen is not None:
+            worker.prepare(chosen)
+        schedule = _schedule(settings, lr_scheduler, chosen)
+        if schedule is not None and hasattr(schedule, "state_dict") and hasattr(schedule, "load_state_dict"):
+            worker.prepare(schedule, name="lr_scheduler")
+        terms: dict[str, Any] = {"optimizer": chosen, "schedule": schedule, "collate": collate_fn}
+        engine = (
+            DeepSpeedEngine(worker, model, settings, **terms)
+            if pipeline is None
+            else PipelineEngine(worker, pipeline, settings, **terms)
+        )
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     _tell(worker, settings)
