@@ -125,8 +125,8 @@ class ForeignSteps:
         """Add the gradient of the open micro-batch. `loss` is its mean, or (sum, count)."""
         if not self.is_open:
             raise RuntimeError(
-                "backward() came twice for one forward, or for a loss of another model: a micro-batch has one forward of "
-                "the engine's model, and one backward. Add its losses, and call backward() once"
+                "backward() came twice for one forward, or for a loss of another model: a micro-batch has one "
+                "forward of the engine's model, and one backward. Add its losses, and call backward() once"
             )
         self.is_backward = True
         try:

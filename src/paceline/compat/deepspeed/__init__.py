@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from paceline.compat.deepspeed.arguments import add_config_arguments
     from paceline.compat.deepspeed.comm import init_distributed
     from paceline.compat.deepspeed.engine import DeepSpeedEngine
-    from paceline.compat.deepspeed.pipeline import LayerSpec, PipelineEngine, PipelineModule, TiedLayerSpec
     from paceline.compat.deepspeed.initialization import initialize
+    from paceline.compat.deepspeed.pipeline import LayerSpec, PipelineEngine, PipelineModule, TiedLayerSpec
     from paceline.compat.deepspeed.utils import log_dist, logger
 
 __all__ = [

@@ -27,6 +27,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch import _utils as torch_parts
 
 from paceline.errors import CheckpointError
 from paceline.regular_files import read_regular
@@ -51,8 +52,15 @@ class DeepSpeedCheckpoint:
 class Inert:
     """Stands for an object of a class that is not loaded: it keeps what it is given, and does nothing."""
 
+    args: tuple[Any, ...] = ()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
+        made = super().__new__(cls)
+        made.args = args
+        return made
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.args = args
+        """`__new__` has kept the arguments: pickle may leave this call out."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Inert:
         return Inert(*args)
@@ -71,6 +79,11 @@ class Inert:
 
     def __setitem__(self, _: Any, __: Any) -> None:
         """Pickle sets items of dicts of other classes."""
+
+
+def _of_type(build: Any, kind: Any, args: Any, state: Any) -> Any:
+    """A tensor that was pickled with a type and attributes of its own: the tensor alone."""
+    return build(*args)
 
 
 _STORAGES = (
@@ -95,8 +108,9 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("builtins", "float"): float,
     ("torch", "Size"): torch.Size,
     ("torch", "device"): torch.device,
-    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,  # pyright: ignore[reportPrivateUsage]  # what torch.save names
-    ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,  # pyright: ignore[reportPrivateUsage]  # what torch.save names
+    ("torch._utils", "_rebuild_tensor_v2"): torch_parts._rebuild_tensor_v2,  # pyright: ignore[reportPrivateUsage]  # what torch.save names
+    ("torch._utils", "_rebuild_parameter"): torch_parts._rebuild_parameter,  # pyright: ignore[reportPrivateUsage]  # what torch.save names
+    ("torch._tensor", "_rebuild_from_type_v2"): _of_type,
     **{("torch", name): getattr(torch, name) for name in _STORAGES},
     **{
         ("torch", str(one).removeprefix("torch.")): one
@@ -152,7 +166,7 @@ def read_deepspeed_checkpoint(path: Path, *, tag: str | None = None) -> DeepSpee
     states = _ranked(folder, r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
     if any(folder.glob("layer_*-model_states.pt")):
         raise CheckpointError(
-            f"{folder} is of a pipeline: each layer has a file. Make it a universal checkpoint first (ds_to_universal.py)"
+            f"{folder} is of a pipeline: each layer has a file. Make it a universal checkpoint (ds_to_universal.py)"
         )
     if not models:
         raise CheckpointError(f"{folder} has no *_model_states.pt: it is no checkpoint of DeepSpeed")
@@ -191,14 +205,14 @@ def _folder_of(path: Path, tag: str | None) -> Path:
 
 
 def _ranked(folder: Path, pattern: str) -> list[Path]:
-    """The files of the workers in the order of their numbers; those of one model parallel rank, of which there is one."""
+    """The files of the workers in the order of their numbers. CheckpointError for several model parallel ranks."""
     found = [(match, one) for one in folder.iterdir() if (match := re.fullmatch(pattern, one.name))]
     if any(int(match[2]) for match, _ in found):
         raise CheckpointError(
             f"{folder} is of a tensor parallel engine (mp_rank_01 and more): its files hold parts of layers. Make it a "
             "universal checkpoint first (ds_to_universal.py)"
         )
-    return [one for match, one in sorted(found, key=lambda pair: int(pair[0][1] or 0))]
+    return [one for _, one in sorted(found, key=lambda pair: int(pair[0][1] or 0))]
 
 
 def _mapping(value: Any, path: Path) -> dict[str, Any]:
@@ -224,19 +238,36 @@ def _read_whole(model: Mapping[str, Any], path: Path) -> DeepSpeedCheckpoint:
     state = model.get("optimizer")
     optimizer: dict[str, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
-    names = [name for group in _shapes(model) for name in group]
     if isinstance(state, dict) and isinstance(state.get("state"), dict):
-        groups = [dict(group) for group in state.get("param_groups", []) if isinstance(group, dict)]
-        count = sum(len(group.get("params", ())) for group in groups)
-        # torch numbers parameters in the order of the groups, which names are known for where all are trained.
-        order = names or ([name for name in weights if name not in _buffers(model)])
-        if count == len(order):
-            optimizer = {order[number]: dict(of) for number, of in state["state"].items() if number < count}
-            for group in groups:
-                group["params"] = [order[number] for number in group["params"]]
-        else:
-            groups = []
+        kept = {int(number): dict(of) for number, of in state["state"].items()}
+        names = [name for name in weights if name not in _buffers(model)]
+        order = _order(kept, {name: weights[name] for name in names})
+        optimizer = {order[number]: of for number, of in kept.items() if number in order}
+        for group in state.get("param_groups", ()) if order else ():
+            groups.append({**group, "params": [order[number] for number in group["params"] if number in order]})
     return _made(model, weights, optimizer, groups, stage=0)
+
+
+def _order(kept: Mapping[int, Mapping[str, Any]], weights: Mapping[str, Tensor]) -> dict[int, str]:
+    """The names of an optimizer's numbered parameters: it numbers those that train, in the model's order. Frozen ones
+    are found by the shapes of what it keeps. Empty where several orders are possible."""
+    shapes = {
+        number: next((one.shape for one in of.values() if isinstance(one, Tensor) and one.dim()), None)
+        for number, of in sorted(kept.items())
+    }
+
+    def matched(numbers: Sequence[int], names: Sequence[str]) -> dict[int, str]:
+        left, found = iter(names), dict[int, str]()
+        for number in numbers:
+            name = next((one for one in left if shapes[number] in (None, weights[one].shape)), None)
+            if name is None:
+                return {}
+            found[number] = name
+        return found
+
+    first = matched(list(shapes), list(weights))
+    last = matched(list(shapes)[::-1], list(weights)[::-1])
+    return first if first == last else {}
 
 
 # ZeRO 1 and 2: each group is one flat vector, of which each worker has a slice.
@@ -247,7 +278,7 @@ def _read_stages_1_and_2(
 ) -> DeepSpeedCheckpoint:
     shapes = _shapes(model)
     paddings = parts[0].get("param_alignment_paddings")
-    weights = _tensors({name: one for name, one in _module(model).items() if name in _buffers(model)})
+    weights = _tensors(_module(model))  # buffers and frozen parameters stay, the others come in fp32
     optimizer: dict[str, dict[str, Any]] = {}
     flat = [_list(part.get("single_partition_of_fp32_groups"), folder) for part in parts]
     states = [_group_states(part.get("base_optimizer_state")) for part in parts]
@@ -266,7 +297,7 @@ def _read_stages_1_and_2(
                 for name in group:
                     optimizer.setdefault(name, {})[key] = values[0]
     frozen = cast("Mapping[str, Any]", model.get("frozen_param_fragments") or {})
-    weights |= {name: one.clone() for name, one in frozen.items() if isinstance(one, Tensor)}
+    weights |= _tensors(frozen)
     return _made(model, weights, optimizer, _named_groups(parts[0], shapes), stage=stage)
 
 
@@ -443,6 +474,7 @@ _ENGINE_KEYS = frozenset(
         "ds_config",
         "ds_version",
         "autoep_layers",
+        "checkpoint_parallel_dimensions",
         "universal_checkpoint_info",
     }
 )

@@ -20,6 +20,7 @@ from paceline.compat.deepspeed.arguments import config_in_arguments
 from paceline.compat.deepspeed.config import read_config
 from paceline.errors import PlanError
 from paceline.runs.open_worker import open_worker
+from paceline.worker.data.random_state import PreservedRandomState
 from paceline.worker.program_worker import program_worker
 
 __all__ = ["get_local_rank", "init_distributed", "is_available", "leave_early_group", "world_here"]
@@ -89,7 +90,8 @@ def _join_at_once(workers: int, *, has_plan: bool) -> None:
             "--deepspeed_config FILE, or the plan, `paceline run --plan TEXT`, that `paceline plan --from FILE "
             f"--workers {workers}` prints. Or leave this call out: initialize() joins the run."
         )
-    open_worker(plan=None if path is None else read_config(path, workers=workers, on_cpu=False).plan)
+    with PreservedRandomState():
+        open_worker(plan=None if path is None else read_config(path, workers=workers, on_cpu=False).plan)
 
 
 def leave_early_group() -> None:

@@ -9,7 +9,7 @@ import math
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from paceline.compat.conversion import ConfigConversion
 from paceline.compat.deepspeed.config_keys import IGNORED, OFF, REFUSED, TAKEN
@@ -97,7 +97,7 @@ def read_config(source: object, *, workers: int, stages: int = 1, on_cpu: bool) 
     and is not offloaded to it. Raises PlanError with all keys that are refused.
     """
     table = load_config(source)
-    reading = _Reading(table, workers, stages=stages, on_cpu=on_cpu)
+    reading = _Reading(table, workers, stages=stages, on_cpu=on_cpu, is_open=True)
     conversion = reading.conversion()
     if reading.plan.layout.tensor > 1 or reading.plan.layout.context > 1:
         refused = "a loop of the program's own cannot split layers or tokens. A training function with stepper() can"
@@ -181,17 +181,20 @@ class _Reading:
         *,
         stages: int = 1,
         on_cpu: bool = False,
+        is_open: bool = False,
     ) -> None:
+        """`is_open`: leave the number of replicas to the run, so that the command can change the other axes."""
         self.optimizer: OptimizerChoice | None = None
         self.schedule: ScheduleChoice | None = None
         self._table, self._workers, self._stages, self._on_cpu = table, workers, stages, on_cpu
+        self._is_open, self._replicas = is_open, 1
         self._taken: list[tuple[str, str]] = []
         self._ignored: list[tuple[str, str]] = []
         self._refused: list[tuple[str, str]] = []
         self._job: dict[str, str] = {}
         self._walk(table, "")
         layout = self._layout()
-        self.plan = Plan(layout=layout, wire=self._wire(layout), batch=self._batch(layout), compute=self._compute())
+        self.plan = Plan(layout=layout, wire=self._wire(), batch=self._batch(layout), compute=self._compute())
         self._read_training()
         self._read_job()
 
@@ -260,10 +263,11 @@ class _Reading:
             self._took("zero_optimization.mics_shard_size", f"shard={island}, replicas={apart // island}")
         elif "mics_shard_size" in zero:
             self._ignored.append(("zero_optimization.mics_shard_size", "it is switched off"))
+        self._replicas = apart // shard
         layout = Layout(
-            replicas=apart // shard if apart // shard > 1 else None,
+            replicas=self._replicas if self._replicas > 1 and not self._is_open else None,
             shard=shard,
-            zero=stage if shard > 1 else 3,
+            zero=cast("Literal[1, 2, 3]", stage if shard > 1 else 3),
             tensor=tensor,
             context=context,
             stages=self._stages,
@@ -282,9 +286,9 @@ class _Reading:
         self._took(key, f"{axis}={size}")
         return size
 
-    def _wire(self, layout: Layout) -> Any:
+    def _wire(self) -> Any:
         kind, is_sparse = self._table.get("communication_data_type"), self._table.get("sparse_gradients")
-        several = (layout.replicas or 1) != 1
+        several = self._replicas > 1
         if is_sparse:
             self._took("sparse_gradients", "sparse" if several else "there is one replica, which sends no gradients")
         elif "sparse_gradients" in self._table:

@@ -26,7 +26,7 @@ from paceline.events import Note
 from paceline.worker.run_member import parts_of
 from paceline.worker.worker import Worker
 
-__all__ = ["DeepSpeedEngine"]
+__all__ = ["DeepSpeedEngine", "forgetting_engines", "require_first_engine"]
 
 MISSING = {
     "no_sync": "gradients are averaged once, at the step: gradient_accumulation_steps says after how many backwards",
@@ -69,6 +69,7 @@ class DeepSpeedEngine(nn.Module):
         self._worker, self._settings, self._norm = worker, config, cast("Tensor | None", None)
         self._steps = ForeignSteps(worker)
         self._is_applied = False
+        self._num_ended = 0  # micro-batches of the step
         if optimizer is not None:
             worker.prepare(self.counts, name="deepspeed_engine")
             self._begin_micro_batches(model)
@@ -115,8 +116,8 @@ class DeepSpeedEngine(nn.Module):
             )
         if self._steps.is_open or not self._steps.is_under_way:
             raise RuntimeError("engine.step() comes after engine.backward(loss), once for each micro-batch")
-        counts = self.counts
-        counts.micro_steps += 1
+        self.counts.micro_steps += 1
+        self._num_ended += 1
         if not self._steps.is_at_end:
             return
         outcome = self._steps.close_pass()
@@ -125,6 +126,7 @@ class DeepSpeedEngine(nn.Module):
         elif outcome.grad_norm is not None:
             self._norm = torch.tensor(outcome.grad_norm)
         self._steps.take(self.optimizer, outcome)
+        self._num_ended = 0
         self._finish_step(is_taken=outcome.is_taken, lr_kwargs=lr_kwargs)
         self._steps.advance()
 
@@ -178,7 +180,7 @@ class DeepSpeedEngine(nn.Module):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step()` ends the step: the micro-batch is this worker's last one of it."""
-        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+        return self._num_ended + 1 == self.gradient_accumulation_steps()
 
     def was_step_applied(self) -> bool:
         """Whether the last step was taken, and not left out."""
@@ -428,16 +430,18 @@ class _Monitor:
 _engines: list[DeepSpeedEngine] = []  # that trains in this process: none or one
 
 
-def _route_backward(engine: DeepSpeedEngine) -> None:
-    """Have `loss.backward()` of a number within a micro-batch be `engine.backward(loss)`, as DeepSpeed's engine does.
-
-    Raises PlanError for a second engine that trains: a step is of one.
-    """
+def require_first_engine() -> None:
+    """Raise PlanError where an engine trains in this process already: a step is of one."""
     if _engines:
         raise PlanError(
             "initialize() made a second engine with an optimizer: a run takes the steps of one. Train both models as "
-            "one module with parameter groups, or write a training function: worker.stepper([a, b], [x, y], forward=...)"
+            "one module with parameter groups, or write a training function: worker.stepper([a, b], [x, y], "
+            "forward=...)"
         )
+
+
+def _route_backward(engine: DeepSpeedEngine) -> None:
+    """Have `loss.backward()` of a number within a micro-batch be `engine.backward(loss)`, as DeepSpeed does."""
     _engines.append(engine)
     original = Tensor.backward
 
@@ -448,7 +452,7 @@ def _route_backward(engine: DeepSpeedEngine) -> None:
             return original(self, *args, **kwargs)
         return steps.backward(self)
 
-    Tensor.backward = backward  # type: ignore[method-assign]  # torch's, for the rest of the process
+    Tensor.backward = backward  # for the rest of the process
 
 
 @contextlib.contextmanager
@@ -458,5 +462,5 @@ def forgetting_engines() -> Iterator[None]:
     try:
         yield
     finally:
-        Tensor.backward = original  # type: ignore[method-assign]
+        Tensor.backward = original
         _engines.clear()

@@ -118,14 +118,14 @@ def load_engine(
         return None, {}
     target, checkpoint, client_state = found
     options = None if fresh_optimizer is None else [dict(group) for group in fresh_optimizer.param_groups]
-    schedule = None if fresh_schedule is None else dict(fresh_schedule.state_dict())
+    schedule = dict(fresh_schedule.state_dict()) if fresh_schedule is not None else None
     counts = None if fresh_counts is None else fresh_counts.state_dict()
     worker.restore(checkpoint)
     if fresh_optimizer is not None and options is not None:
         fresh_optimizer.state.clear()
         for group, before in zip(fresh_optimizer.param_groups, options, strict=True):
             group.update({key: value for key, value in before.items() if key != "params"})
-    if schedule is not None:
+    if fresh_schedule is not None and schedule is not None:
         fresh_schedule.load_state_dict(schedule)
     if fresh_counts is not None and counts is not None:
         fresh_counts.load_state_dict(counts)

@@ -12,13 +12,14 @@ from torch.optim import Optimizer
 
 from paceline.compat.deepspeed.comm import leave_early_group, world_here
 from paceline.compat.deepspeed.config import DeepSpeedConfig, read_config
-from paceline.compat.deepspeed.engine import DeepSpeedEngine
+from paceline.compat.deepspeed.engine import DeepSpeedEngine, require_first_engine
 from paceline.compat.deepspeed.optimizers import make_optimizer, make_schedule
 from paceline.compat.deepspeed.pipeline import PipelineEngine, PipelineModule
 from paceline.errors import PlanError
 from paceline.events import Note
 from paceline.plan import AllReduce, Guard, Plan
 from paceline.runs.open_worker import open_worker
+from paceline.worker.data.random_state import PreservedRandomState
 from paceline.worker.run_member import parts_of
 from paceline.worker.worker import Worker
 
@@ -68,20 +69,27 @@ def initialize(
     settings = read_config(source, workers=workers, stages=stages, on_cpu=on_cpu)
     names = {id(one): name for name, one in model.named_parameters(remove_duplicate=False)}
     groups = _named_groups(model_parameters, optimizer, model, names)
-    leave_early_group()
-    worker = _join(settings)
-    if pipeline is not None:
-        pipeline.prepare(worker, training_data, collate_fn)
-    else:
-        worker.prepare(model)
-    chosen = _optimizer(settings, optimizer, groups, model)
-    if chosen is not None:
-        worker.prepare(chosen)
-    schedule = _schedule(settings, lr_scheduler, chosen)
-    if schedule is not None and hasattr(schedule, "state_dict") and hasattr(schedule, "load_state_dict"):
-        worker.prepare(schedule, name="lr_scheduler")
-    made = PipelineEngine if pipeline is not None else DeepSpeedEngine
-    engine = made(worker, model, settings, optimizer=chosen, schedule=schedule, collate=collate_fn)
+    if optimizer is not None or settings.optimizer is not None:
+        require_first_engine()
+    with PreservedRandomState():  # what the program draws after this call is what it would have drawn
+        leave_early_group()
+        worker = _join(settings)
+        if pipeline is not None:
+            pipeline.prepare(worker, training_data, collate_fn)
+        else:
+            worker.prepare(model)
+        chosen = _optimizer(settings, optimizer, groups, model)
+        if chosen is not None:
+            worker.prepare(chosen)
+        schedule = _schedule(settings, lr_scheduler, chosen)
+        if schedule is not None and hasattr(schedule, "state_dict") and hasattr(schedule, "load_state_dict"):
+            worker.prepare(schedule, name="lr_scheduler")
+        terms: dict[str, Any] = {"optimizer": chosen, "schedule": schedule, "collate": collate_fn}
+        engine = (
+            DeepSpeedEngine(worker, model, settings, **terms)
+            if pipeline is None
+            else PipelineEngine(worker, pipeline, settings, **terms)
+        )
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     _tell(worker, settings)
@@ -93,7 +101,7 @@ def _source(args: Any, config: Any) -> Any:
     named = getattr(args, "deepspeed_config", None)
     if config is None and named is None:
         raise PlanError(
-            "initialize() needs a configuration: config={...} or config='ds_config.json', or args with deepspeed_config."
+            "initialize() needs a configuration: config={...}, config='ds_config.json', or args with deepspeed_config."
         )
     if config is not None and named is not None:
         raise PlanError(
@@ -115,9 +123,9 @@ def _require(plan: Plan, wanted: Plan) -> None:
     batch, layout = wanted.batch, plan.layout
     if (plan.batch.size, plan.batch.resolved_micro) != (batch.size, batch.resolved_micro):
         raise PlanError(
-            f"The run's batch is {plan.batch}, and the DeepSpeed configuration's is {batch}: a program's own loop takes "
-            f"the steps of its configuration. Add it to the command's plan: --plan '...+{Plan(batch=batch)}', or set "
-            "single values: --set plan.layout.shard=2."
+            f"The run's batch is {plan.batch}, and the DeepSpeed configuration's is {batch}: a program's own loop "
+            f"takes the steps of its configuration. Add it to the command's plan: --plan '...+{Plan(batch=batch)}', or "
+            "set single values: --set plan.layout.shard=2."
         )
     if layout.is_elastic:
         raise PlanError(
@@ -153,8 +161,8 @@ def _named_groups(
     if isinstance(optimizer, Optimizer):
         if optimizer.state:
             raise PlanError(
-                f"initialize(optimizer={type(optimizer).__name__}(...)): it has stepped already. Pass it before its first "
-                "step."
+                f"initialize(optimizer={type(optimizer).__name__}(...)): it has stepped already. Pass it before its "
+                "first step."
             )
         found: list[Any] = [dict(group) for group in optimizer.param_groups]
     elif given is None:

@@ -97,8 +97,8 @@ def answer_imports() -> None:
     ours = sys.modules[PACKAGE]
     if present is not None and present is not ours:
         raise ImportError(
-            f"DeepSpeed itself ({getattr(present, '__file__', NAME)}) is imported already, and {PACKAGE} stands for it: "
-            f"import {PACKAGE} first, or leave out `import deepspeed`"
+            f"DeepSpeed itself ({getattr(present, '__file__', NAME)}) is imported already, and {PACKAGE} stands for "
+            f"it: import {PACKAGE} first, or leave out `import deepspeed`"
         )
     sys.modules[NAME] = ours
     if _finder not in sys.meta_path:

@@ -35,9 +35,9 @@ class FusedAdam(torch.optim.AdamW):
         """Raises PlanError for `bias_correction=False`, which torch's has not, and for `adam_w_mode=False`."""
         if not bias_correction or not adam_w_mode:
             raise PlanError(
-                f"FusedAdam(bias_correction={bias_correction}, adam_w_mode={adam_w_mode}): torch's own optimizer stands "
-                "for it, which corrects its bias, and decays weights apart from the gradient. Use torch.optim.Adam for "
-                "adam_w_mode=False."
+                f"FusedAdam(bias_correction={bias_correction}, adam_w_mode={adam_w_mode}): torch's own "
+                "optimizer stands for it, which corrects its bias, and decays weights apart from the gradient. "
+                "Use torch.optim.Adam for adam_w_mode=False."
             )
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
 

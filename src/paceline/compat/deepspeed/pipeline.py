@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 from paceline.compat.deepspeed.config import DeepSpeedConfig
 from paceline.compat.deepspeed.data import RepeatingLoader
@@ -113,7 +114,7 @@ class PipelineModule(nn.Module):
 
     def forward(self, inputs: Any) -> Any:
         for first in range(0, len(self.layers), self._interval or len(self.layers)):
-            some = [cast("nn.Module", one) for one in self.layers[first : first + (self._interval or len(self.layers))]]
+            some = list(self.layers[first : first + (self._interval or len(self.layers))])
             if self._interval and self.training and torch.is_grad_enabled():
                 inputs = self._checkpointed(some, inputs)
             else:
@@ -123,7 +124,7 @@ class PipelineModule(nn.Module):
     def _checkpointed(self, layers: Sequence[nn.Module], inputs: Any) -> Any:
         if self._checkpoint is not None:
             return self._checkpoint(lambda given: _through(layers, given), inputs)
-        return torch.utils.checkpoint.checkpoint(lambda given: _through(layers, given), inputs, use_reentrant=False)
+        return checkpoint(lambda given: _through(layers, given), inputs, use_reentrant=False)
 
     def count_stages(self, workers: int) -> int:
         """The stages on so many workers. Raises PlanError where they do not divide them."""
@@ -288,7 +289,8 @@ class PipelineEngine(DeepSpeedEngine):
             return self._data
         if self.training_dataloader is None:
             raise PlanError(
-                "train_batch() has no data: every worker gives train_batch(data_iter), or initialize(training_data=...)."
+                "train_batch() has no data: every worker gives train_batch(data_iter), or "
+                "initialize(training_data=...)."
             )
         return RepeatingLoader(self.training_dataloader)
 
@@ -297,8 +299,8 @@ class PipelineEngine(DeepSpeedEngine):
             micro = next(cast("Iterator[Any]", self._data))
         except StopIteration:
             raise RuntimeError(
-                "the data ended within a step: it needs gradient_accumulation_steps micro-batches. RepeatingLoader(loader) "
-                "has no end"
+                "the data ended within a step: it needs gradient_accumulation_steps micro-batches. "
+                "RepeatingLoader(loader) has no end"
             ) from None
         micro = micro if self._batch_fn is None else self._batch_fn(micro)
         return tuple(micro) if isinstance(micro, list) else micro

@@ -44,8 +44,8 @@ def GatheredParameters(
     held = _parameters(params) if enabled else []
     if any(is_sharded(one) for one in held):
         raise PlanError(
-            "deepspeed.zero.GatheredParameters(...) of sharded parameters: change weights before initialize(), and read "
-            "them by engine.module_state_dict()."
+            "deepspeed.zero.GatheredParameters(...) of sharded parameters: change weights before initialize(), and "
+            "read them by engine.module_state_dict()."
         )
     yield
     if modifier_rank is not None and dist.is_initialized() and dist.get_world_size() > 1:
