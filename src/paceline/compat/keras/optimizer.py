@@ -26,7 +26,7 @@ class KerasOptimizer(Optimizer):
         super().__init__(parameters, rule.options())
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step by the gradients that are there."""
         loss = None
         if closure is not None:
