@@ -86,8 +86,8 @@ def _no_access(x: Any) -> str:
     return (
         f"fit() got a {type(x).__name__}, which gives its batches one after another: Paceline spreads single samples "
         "over the workers, in an order of its own, and goes on in the middle of an epoch after a stop. Give arrays, a "
-        "torch Dataset with len() and [], a DataLoader over one, or a keras.utils.PyDataset. An endless or streamed one "
-        "trains in a loop of your own: worker.batches(iterable), docs/how-to/bring-your-keras-program.md."
+        "torch Dataset with len() and [], a DataLoader over one, or a keras.utils.PyDataset. An endless one trains "
+        "in a loop of your own: worker.batches(iterable), docs/how-to/bring-your-keras-program.md."
     )
 
 

@@ -44,6 +44,11 @@ class KerasOptimizer(Optimizer):
         self.rule.read(group)
         self.rule.attach(group["params"], self.state)
 
+    def note_rate(self) -> None:
+        """Put the Keras optimizer's learning rate, which a callback may have set, among the options."""
+        for group in self.param_groups:
+            self.rule.write(group)
+
     @torch.no_grad()
     def finish(self) -> None:
         """Give the model its final weights, where the optimizer averages them."""
