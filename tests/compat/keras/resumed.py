@@ -1,4 +1,4 @@
-"""A fit that kills its process once at a batch, if it is told where to note that: `python resumed.py NOTE OUT`."""
+"""A fit whose worker of one rank kills itself once at a batch: `python resumed.py RANK|never NOTE OUT`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import numpy as np
 from paceline.compat.keras import fit
 from paceline.runs.open_worker import open_worker
 
-note, out = map(Path, sys.argv[1:])
+victim = sys.argv[1]
+note, out = map(Path, sys.argv[2:])
 layers = keras.layers
 rng = np.random.default_rng(0)
 x = rng.normal(size=(100, 6)).astype("float32")
@@ -29,7 +30,7 @@ class Kill(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.num_batches += 1
-        if note.name != "never" and self.num_batches == 10 and open_worker().rank == 0 and not note.exists():
+        if self.num_batches == 10 and str(open_worker().rank) == victim and not note.exists():
             note.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 

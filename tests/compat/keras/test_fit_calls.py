@@ -31,15 +31,33 @@ def test_forms_of_data_callbacks_and_saved_models_are_those_of_one_worker(
     assert {"best.keras", "each.weights.h5", "last.keras"} <= {path.name for path in tmp_path.iterdir()}
 
 
-def test_killed_run_goes_on_in_the_middle_of_an_epoch_on_other_workers(tmp_path: Path) -> None:
-    (tmp_path / "whole").mkdir()
-    expected = run_program("resumed.py", tmp_path / "whole" / "found.json", "never", workers=2)
-    out, note, run_dir = tmp_path / "found.json", tmp_path / "note", tmp_path / "run"
-    saves = ("--save-every", "3")
-    run_program("resumed.py", out, str(note), workers=2, run_dir=run_dir, options=saves, fails=True)
-    found = run_program("resumed.py", out, str(note), workers=1, run_dir=run_dir, options=saves)
-    assert found.pop("weights") == pytest.approx(expected.pop("weights"), rel=1e-4)
-    compare(found, expected)
-    assert len(set(found["learning_rate"])) > 1, "ReduceLROnPlateau changed nothing"
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What two workers make of the program whose worker is killed in the tests."""
+    folder = tmp_path_factory.mktemp("whole")
+    return run_program("resumed.py", folder / "found.json", "never", str(folder / "note"), workers=2)
+
+
+def test_killed_run_goes_on_in_the_middle_of_an_epoch_on_other_workers(undisturbed: Any, tmp_path: Path) -> None:
+    out, run_dir = tmp_path / "found.json", tmp_path / "run"
+    args, saves = ("0", str(tmp_path / "note")), ("--save-every", "3")
+    run_program("resumed.py", out, *args, workers=2, run_dir=run_dir, options=saves, fails=True)
+    found = run_program("resumed.py", out, *args, workers=1, run_dir=run_dir, options=saves)
+    same_end(found, undisturbed)
     epochs = [line.partition(",")[0] for line in out.with_suffix(".csv").read_text().splitlines()]
     assert epochs == ["epoch", "0", "1", "2", "3"]
+
+
+def test_elastic_run_goes_on_without_the_worker_that_was_killed(undisturbed: Any, tmp_path: Path) -> None:
+    out, note = tmp_path / "found.json", tmp_path / "note"
+    found = run_program("resumed.py", out, "1", str(note), workers=2, plan="replicas=1-2")
+    assert note.exists(), "nobody was killed"
+    same_end(found, undisturbed)
+
+
+def same_end(found: Any, expected: Any) -> None:
+    """Assert that history and weights are those of another run."""
+    weights = "weights"
+    assert found[weights] == pytest.approx(expected[weights], rel=1e-4)
+    compare({**found, weights: []}, {**expected, weights: []})
+    assert len(set(found["learning_rate"])) > 1, "ReduceLROnPlateau changed nothing"

@@ -24,7 +24,9 @@ features = layers.concatenate([normalizer(numbers), layers.Embedding(4, 3)(class
 hidden = layers.Dense(32, activation="relu", kernel_regularizer=keras.regularizers.L2(1e-3))(features)
 output = layers.Dense(1, activation="sigmoid")(hidden)
 model = keras.Model([numbers, classes], output)
-model.compile(keras.optimizers.Adam(1e-2), loss="binary_crossentropy", metrics=["accuracy", keras.metrics.AUC(name="auc")])
+model.compile(
+    keras.optimizers.Adam(1e-2), loss="binary_crossentropy", metrics=["accuracy", keras.metrics.AUC(name="auc")]
+)
 history = model.fit(
     {"numbers": measured[train], "size": size[train]},
     target[train],
