@@ -23,6 +23,7 @@ __all__ = ["CallbackStates", "WorkerCallbacks", "decides_in_steps", "refuse_call
 
 FIRST_ONLY = ("ProgbarLogger", "CSVLogger", "TensorBoard", "RemoteMonitor")
 KNOWN = ("keras.", "paceline.")  # whose callbacks decide by logs alone
+COMPARES = "compares"  # of a callback's state: whether it has chosen how it compares values
 PLAIN = (bool, int, float, str, type(None))
 REFUSED = {
     "BackupAndRestore": "Paceline saves the whole run by itself, and the same command goes on: leave it out",
@@ -102,7 +103,7 @@ class CallbackStates:
     def captured(self, callbacks: Sequence[Any]) -> list[dict[str, Any]]:
         """The present state of each."""
         return [
-            {"kind": type(one).__name__}
+            {"kind": type(one).__name__, COMPARES: getattr(one, "monitor_op", None) is not None}
             | {name: frozen for name, value in vars(one).items() if (frozen := self._frozen(name, value)) is not None}
             for one in callbacks
         ]
@@ -112,7 +113,9 @@ class CallbackStates:
         for one, state in zip(callbacks, states, strict=False):
             if state["kind"] != type(one).__name__:
                 continue
-            for name, (form, value) in ((key, held) for key, held in state.items() if key != "kind"):
+            if state.get(COMPARES) and one.monitor_op is None:
+                one._set_monitor_op()  # which negates min_delta, of which the state has what came of that
+            for name, (form, value) in ((key, held) for key, held in state.items() if key not in ("kind", COMPARES)):
                 setattr(one, name, _thawed(form, value))
 
     def _frozen(self, name: str, value: Any) -> Any:

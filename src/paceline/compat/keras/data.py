@@ -1,8 +1,8 @@
 """What `fit` is given as data, as datasets of samples: arrays, torch datasets and loaders, and `PyDataset`.
 
-Paceline decides the order of samples, the batch and the micro-batches, so it reads single samples, or several at once by
-their numbers. A `PyDataset` gives whole batches: each worker reads all of them, in an order that depends on the plan's
-seed and the epoch alone, and keeps its own rows.
+Paceline decides the order of samples, the batch and the micro-batches, so it reads single samples, or several at once
+by their numbers. A `PyDataset` gives whole batches: each worker reads all of them, in an order that depends on the
+plan's seed and the epoch alone, and keeps its own rows.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def sample_source(x: Any, y: Any = None, sample_weight: Any = None, class_weight
         for name, value in (("y", y), ("sample_weight", sample_weight)):
             if value is not None:
                 raise ValueError(
-                    f"fit(x={type(x).__name__}, {name}=...): a dataset gives (inputs, targets, sample weights) by itself"
+                    f"fit(x={type(x).__name__}, {name}=...): a dataset gives inputs, targets and weights by itself"
                 )
         if class_weight is not None:
             raise ValueError(f"fit(x={type(x).__name__}, class_weight=...): {ARRAYS_ONLY}")
@@ -84,10 +84,10 @@ def _is_foreign_dataset(x: Any) -> bool:
 
 def _no_access(x: Any) -> str:
     return (
-        f"fit() got a {type(x).__name__}, which gives its batches one after another: Paceline spreads single samples over "
-        "the workers, in an order of its own, and goes on in the middle of an epoch after a stop. Give arrays, a torch "
-        "Dataset with len() and [], a DataLoader over one, or a keras.utils.PyDataset. An endless or streamed set "
-        "trains in a loop of your own: worker.batches(iterable), docs/how-to/bring-your-keras-program.md."
+        f"fit() got a {type(x).__name__}, which gives its batches one after another: Paceline spreads single samples "
+        "over the workers, in an order of its own, and goes on in the middle of an epoch after a stop. Give arrays, a "
+        "torch Dataset with len() and [], a DataLoader over one, or a keras.utils.PyDataset. An endless one trains "
+        "in a loop of your own: worker.batches(iterable), docs/how-to/bring-your-keras-program.md."
     )
 
 
@@ -226,8 +226,8 @@ def _of_loader(loader: DataLoader[Any]) -> SampleSource:
         raise PlanError(_no_access(loader))
     if loader.batch_size is None or not isinstance(loader.sampler, (RandomSampler, SequentialSampler)):
         raise PlanError(
-            f"fit() got a DataLoader with the sampler {type(loader.sampler).__name__}, and Paceline has an order of its "
-            "own. Give shuffle= and batch_size= to the loader, or use a loop of your own: "
+            f"fit() got a DataLoader with the sampler {type(loader.sampler).__name__}, and Paceline has an order of "
+            "its own. Give shuffle= and batch_size= to the loader, or use a loop of your own: "
             "worker.batches(dataset, weights=...) draws by weights."
         )
     return SampleSource(

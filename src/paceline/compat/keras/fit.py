@@ -64,7 +64,7 @@ def fit(
     :raises ValueError: arguments that do not fit together, as in Keras.
     """
     refuse_distribution()
-    if epochs < 0 or not 0 <= initial_epoch:
+    if epochs < 0 or initial_epoch < 0:
         raise ValueError(f"epochs={epochs}, initial_epoch={initial_epoch}: both are 0 or more")
     if validation_split and validation_data is None:
         (x, y, sample_weight), validation_data = split_arrays(x, y, sample_weight, validation_split)
@@ -197,7 +197,7 @@ def _num_steps(num_samples: int, batch: Batch) -> int:
     steps = num_samples // batch.size if batch.drop_last else math.ceil(num_samples / batch.size)
     if steps == 0:
         raise PlanError(
-            f"{num_samples} samples make no step of {batch.size} with drop_last: use a smaller batch, or drop_last=False."
+            f"{num_samples} samples make no step of {batch.size} with drop_last: use a smaller batch, or leave it out."
         )
     return steps
 

@@ -72,8 +72,8 @@ def _reductions_of(model: Any) -> list[str]:
         )
     if "sum" in found and set(found) != {"sum"}:
         raise PlanError(
-            f"the compiled losses have the reductions {', '.join(found)}: a sum over the batch grows with it and a mean "
-            "does not, so micro-batches have no common weight. Give all losses one of the two."
+            f"the compiled losses have the reductions {', '.join(found)}: a sum over the batch grows with it and a "
+            "mean does not, so micro-batches have no common weight. Give all losses one of the two."
         )
     return found
 

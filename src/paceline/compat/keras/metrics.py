@@ -64,8 +64,8 @@ def require_additive(metric: Any, y: Any, y_pred: Any) -> None:
     first, second, both = seen
     if not all(torch.allclose(c, a + b, rtol=1e-4, atol=1e-6) for a, b, c in zip(first, second, both, strict=True)):
         raise PlanError(
-            f"the metric {metric.name!r} ({type(metric).__name__}) does not add up: what it has seen of two parts is not "
-            "the sum of what it has of each, so workers cannot put theirs together. Keep sums and counts in its "
+            f"the metric {metric.name!r} ({type(metric).__name__}) does not add up: what it has seen of two parts is "
+            "not the sum of what it has of each, so workers cannot put theirs together. Keep sums and counts in its "
             "variables, and compute the rest in result()."
         )
 

@@ -26,7 +26,7 @@ class KerasOptimizer(Optimizer):
         super().__init__(parameters, rule.options())
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step by the gradients that are there."""
         loss = None
         if closure is not None:
@@ -43,6 +43,11 @@ class KerasOptimizer(Optimizer):
         [group] = self.param_groups
         self.rule.read(group)
         self.rule.attach(group["params"], self.state)
+
+    def note_rate(self) -> None:
+        """Put the Keras optimizer's learning rate, which a callback may have set, among the options."""
+        for group in self.param_groups:
+            self.rule.write(group)
 
     @torch.no_grad()
     def finish(self) -> None:

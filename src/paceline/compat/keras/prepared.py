@@ -58,9 +58,9 @@ def prepare_compiled(worker: Worker, model: Any, source: SampleSource, *, name: 
     Raises PlanError for what cannot be right on several workers, with the way.
     """
     for known in _prepared:
-        if known.model is model and known.keras_optimizer is model.optimizer and known.worker is worker:
-            if known.watched == leaf_metrics(model.metrics):
-                return known
+        is_same = known.model is model and known.keras_optimizer is model.optimizer and known.worker is worker
+        if is_same and known.watched == leaf_metrics(model.metrics):
+            return known
     _require_known_steps(worker, model)
     is_new = all(known.model is not model for known in _prepared)
     if is_new:
@@ -150,9 +150,10 @@ def _require_known_steps(worker: Worker, model: Any) -> None:
     layout = worker.plan.layout
     if layout.workers_each != layout.shard:
         raise PlanError(
-            f"fit() under {layout!r}: Keras' layers are none of torch's, so Paceline does not know how they could be split "
-            "(tensor, context, experts), and loss and metrics are made of inputs and outputs at one place (stages). Use "
-            "shard=n, which splits the weights of any model, with or without zero=1 or zero=2, or replicas=n."
+            f"fit() under {layout!r}: Keras' layers are none of torch's, so Paceline does not know how they could be "
+            "split (tensor, context, experts), and loss and metrics are made of inputs and outputs at one place "
+            "(stages). Use shard=n, which splits the weights of any model (with zero=1 or zero=2 their updates), or "
+            "replicas=n."
         )
     if worker.plan.is_local or worker.plan.is_asynchronous:
         raise PlanError(

@@ -1,7 +1,7 @@
 """`model.save` and the like of a prepared model: whole weights, written once, whatever the layout.
 
-All workers call them, as they do in a program that knows of no workers. Where workers have parts, these are put together
-on the first worker, which writes; the others wait until the file is there.
+All workers call them, as they do in a program that knows of no workers. Where workers have parts, these are put
+together on the first worker, which writes; the others wait until the file is there.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from paceline.comm.sharded_tensors import local_part
 from paceline.compat.keras.optimizer import KerasOptimizer
@@ -79,7 +80,7 @@ def _whole(worker: Worker, model: Any, optimizer: KerasOptimizer) -> Iterator[No
     named = places_of(model)
     values = [(variable, weights[name]) for name, variable in named.items() if name in weights]
     former = [(slot, slot._value, slot._shape) for slot, _ in slots]
-    with lent(values):
+    with lent(values), _own_classes(model):
         for slot, value in slots:
             slot._value, slot._shape = value, tuple(value.shape)
         try:
@@ -87,6 +88,20 @@ def _whole(worker: Worker, model: Any, optimizer: KerasOptimizer) -> Iterator[No
         finally:
             for slot, value, shape in former:
                 slot._value, slot._shape = value, shape
+
+
+@contextlib.contextmanager
+def _own_classes(model: Any) -> Iterator[None]:
+    """Meanwhile modules whose rows are sharded have their own classes: torch gives each a class with FSDP in its name,
+    which a saved model would name."""
+    changed = [(one, type(one)) for one in model.modules() if isinstance(one, FSDPModule)]
+    for one, kind in changed:
+        one.__class__ = kind.__bases__[-1]
+    try:
+        yield
+    finally:
+        for one, kind in changed:
+            one.__class__ = kind
 
 
 def _whole_slots(worker: Worker, optimizer: KerasOptimizer) -> list[tuple[Any, Tensor]]:

@@ -1,10 +1,10 @@
 """Random layers (Dropout, GaussianNoise, augmentation): their seeds are those of the micro-batch.
 
 Keras keeps a seed and a count of draws for each layer, and each forward counts up. So the numbers of a forward would
-depend on how many came before it in the same process, and a step's micro-batches, which all begin from the step's state,
-would draw the same ones. Paceline seeds torch's global generator for each micro-batch by the plan's seed, the step and
-the micro-batch's number. A layer's seed is drawn from that generator here: it differs between micro-batches, layers and
-steps, and is the same under every plan, wherever the micro-batch runs. The layer's count stays as it is.
+depend on how many came before it in the same process, and a step's micro-batches, which all begin from the step's
+state, would draw the same ones. Paceline seeds torch's global generator for each micro-batch by the plan's seed, the
+step and the micro-batch's number. A layer's seed is drawn from that generator here: it differs between micro-batches,
+layers and steps, and is the same under every plan, wherever the micro-batch runs. The layer's count stays as it is.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class FitProgress:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self.start: int | None = None  # steps of the run before this call
-        self.num_ended = 0  # epochs whose end was dealt with
+        self.num_ended = 0  # epochs whose end is done
         self.is_stopped = False
         self.callbacks: WorkerCallbacks | None = None
         self._states = CallbackStates(keeps_weights=worker.plan.layout.workers_each == 1)
@@ -147,3 +147,4 @@ class FitLoop:
         model.stop_training = stop
         if rate is not None and rate != own[1]:
             optimizer.learning_rate = rate
+        self._prepared.optimizer.note_rate()  # a checkpoint may come before the next step

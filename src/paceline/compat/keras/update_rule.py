@@ -1,7 +1,7 @@
 """The update rule of a Keras optimizer, applied to torch tensors: Keras' own code computes, on what this worker has.
 
-A Keras optimizer is built for a list of variables, and keeps what it remembers of each in further variables: in lists in
-the same order (momentums, velocities, averages). For a step, the model's variables and these stand for tensors that
+A Keras optimizer is built for a list of variables, and keeps what it remembers of each in further variables: in lists
+in the same order (momentums, velocities, averages). For a step, the model's variables and these stand for tensors that
 torch knows: a parameter's local part, and its entries of a torch optimizer's state. What is one number for all
 parameters (the count of steps, NAdam's product) is among the options. So formulas are Keras' own to the last bit, and
 state is sharded, saved, moved to other layouts and sent to newcomers as that of any torch optimizer.
@@ -188,8 +188,8 @@ class UpdateRule:
 
     @contextlib.contextmanager
     def _without_norms(self, parameters: Sequence[Tensor]) -> Iterator[float | None]:
-        """Meanwhile the optimizer does not clip by norms of what is here, where that is a part, and divides by no scale:
-        gradients are those of the loss. Yields the bound of the global norm."""
+        """Meanwhile the optimizer does not clip by norms of what is here, where that is a part, and divides by no
+        scale: gradients are those of the loss. Yields the bound of the global norm."""
         optimizer = self.optimizer
         former = optimizer.global_clipnorm, optimizer.clipnorm, optimizer.loss_scale_factor
         optimizer.global_clipnorm, optimizer.loss_scale_factor = None, None
@@ -206,7 +206,7 @@ class UpdateRule:
         if norm is None:
             return gradients
         scale = torch.clamp(clip / norm.to(gradients[0].device, torch.float32), max=1.0)
-        return list(torch._foreach_mul(gradients, scale.to(gradients[0].dtype)))
+        return [gradient * scale.to(gradient.dtype) for gradient in gradients]
 
 
 def _no_norm() -> None:
@@ -214,8 +214,8 @@ def _no_norm() -> None:
 
 
 def _each_clipped(parameters: Sequence[Tensor], gradients: Sequence[Tensor], clip: float) -> list[Tensor]:
-    """As Keras' `clipnorm`: each gradient is scaled by clip / max(norm, clip). Norms are of whole gradients; all workers
-    that hold rows call it."""
+    """As Keras' `clipnorm`: each gradient is scaled by clip / max(norm, clip). Norms are of whole gradients; all
+    workers that hold rows call it."""
     norms = [full_tensor(torch.linalg.vector_norm(one.grad)) for one in parameters if one.grad is not None]
     return [
         gradient * (clip / torch.clamp(norm.to(gradient.dtype), min=clip))

@@ -1,8 +1,8 @@
 """A Keras model as torch knows it: each layer's own variables are parameters or buffers of a module of that layer.
 
-Keras on torch registers all variables below a layer in that layer once more, lists of layers nowhere, and statistics and
-seeds as parameters that are not trained. A variable keeps the tensor that it began with. Layouts put other tensors at
-a module's place (rows, gathered weights, parts), and combine buffers over micro-batches, so all of that is put right
+Keras on torch registers all variables below a layer in that layer once more, lists of layers nowhere, and statistics
+and seeds as parameters that are not trained. A variable keeps the tensor that it began with. Layouts put other tensors
+at a module's place (rows, gathered weights, parts), and combine buffers over micro-batches, so all of that is put right
 here, in place:
 
 - a layer's own trained (or frozen) variables are parameters, all others are buffers: statistics are then combined as
@@ -40,8 +40,7 @@ class VariablePlace:
 
     def registered(self) -> Tensor:
         """The tensor that is registered there now: under some layouts rows, or a part, of the whole."""
-        found = self.module._parameters.get(self.name)  # of any module: nothing public is as quick
-        return self.module._buffers[self.name] if found is None else found  # type: ignore[return-value]
+        return getattr(self.module, self.name)
 
     def current(self) -> Tensor:
         """What the variable's value is now."""
@@ -71,7 +70,7 @@ class LayerState(nn.Module):
 
     def add(self, variable: Any, *, is_trained: bool) -> VariablePlace:
         """Register a variable's tensor; `is_trained`: as a parameter."""
-        name = _unused(variable.name.replace(".", "_"), {*self._parameters, *self._buffers})
+        name = _unused(variable.name.replace(".", "_"), dir(self))
         value = variable._value
         if is_trained:
             trained = value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False)
@@ -83,8 +82,24 @@ class LayerState(nn.Module):
 
     def share(self, first: VariablePlace) -> None:
         """Register what another layer has at its place, here too."""
-        held = self._parameters if first.name in first.module._parameters else self._buffers
-        held[_unused(first.name, {*self._parameters, *self._buffers})] = first.registered()  # type: ignore[assignment]
+        name, found = _unused(first.name, dir(self)), first.registered()
+        if isinstance(found, nn.Parameter):
+            self.register_parameter(name, found)
+        else:
+            self.register_buffer(name, found)
+
+    def add_sublayers(self, layers: list[Any]) -> None:
+        """Register sublayers; blocks of one class that are beside each other as one list."""
+        runs: list[list[Any]] = []
+        for layer in dict.fromkeys(layers):
+            if runs and _is_block(layer) and type(runs[-1][-1]) is type(layer):
+                runs[-1].append(layer)
+            else:
+                runs.append([layer])
+        for run in runs:
+            kind = type(run[0]).__name__.lower()
+            name = _unused(run[0].name.replace(".", "_") if len(run) == 1 else f"{kind}_list", dir(self))
+            self.register_module(name, run[0] if len(run) == 1 else nn.ModuleList(run))
 
     # As Keras uses the dict that it has at this place.
 
@@ -124,8 +139,8 @@ def bind_model(model: Any) -> None:
 
 
 def _hide_untracked(layer: Any) -> None:
-    """Keep from torch the layers that Keras itself does not count: the functional model within a `Sequential`, which has
-    the same sublayers again. As attributes they stay."""
+    """Keep from torch the layers that Keras itself does not count: the functional model within a `Sequential`, which
+    has the same sublayers again. As attributes they stay."""
     modules: dict[str, nn.Module | None] = vars(layer)["_modules"]
     tracked = {id(one) for one in layer._layers}
     for name, child in list(modules.items()):
@@ -161,27 +176,13 @@ def _register(layer: Any, elsewhere: Mapping[int, VariablePlace]) -> None:
         place = elsewhere.get(id(variable._value)) or state.add(variable, is_trained=is_trained)
         hold(variable, place)
     known = {id(one) for one in modules.values()}
-    _add_sublayers(state, [one for one in layer._layers if id(one) not in known])
+    state.add_sublayers([one for one in layer._layers if id(one) not in known])
     modules[STATE] = state
     vars(layer)["_track_variables"] = _keep_state  # Keras would register all anew, at each build
 
 
 def _keep_state() -> None:
     """In the place of Keras' own: all is registered already."""
-
-
-def _add_sublayers(state: LayerState, layers: list[Any]) -> None:
-    """Register sublayers; blocks of one class that are beside each other as one list."""
-    runs: list[list[Any]] = []
-    for layer in dict.fromkeys(layers):
-        if runs and _is_block(layer) and type(runs[-1][-1]) is type(layer):
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    for run in runs:
-        kind = type(run[0]).__name__.lower()
-        name = _unused(run[0].name.replace(".", "_") if len(run) == 1 else f"{kind}_list", state._modules)
-        state._modules[name] = run[0] if len(run) == 1 else nn.ModuleList(run)
 
 
 def _is_block(layer: Any) -> bool:

@@ -1,5 +1,6 @@
-"""Models of frameworks on top of torch whose own bookkeeping keeps their weights from layouts: their packages of
-`paceline.compat`, which nothing here imports, put that right.
+"""Models of frameworks on top of torch that keep lists of weights of their own, which layouts would pass by.
+
+The frameworks' packages in `paceline.compat`, which nothing here imports, put that right.
 """
 
 from __future__ import annotations
