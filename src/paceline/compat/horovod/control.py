@@ -30,6 +30,7 @@ __all__ = ["ControlLimits", "ControlThread"]
 
 READ_BYTES = 1 << 18
 MAX_LINE_BYTES = 1 << 28
+BARRIER_S = 0.005  # that a barrier waits for other submissions; it hurries nobody
 LOOK_S = 1.0  # between two looks at what is stalled, while something waits
 NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 FAREWELL_S = 5.0  # for which lines still to be sent may take when the thread ends
@@ -96,10 +97,12 @@ class ControlThread:
             self._batch.append(request)
             self._batch_bytes += request.num_bytes
             is_first = len(self._batch) == 1
-            if is_first:
-                self._batch_due = time.monotonic() + self._limits.cycle_s
+            due = time.monotonic() + (BARRIER_S if request.kind == Kind.BARRIER else self._limits.cycle_s)
+            is_sooner = is_first or due < self._batch_due
+            if is_sooner:
+                self._batch_due = due
             self._is_urgent = self._is_urgent or is_urgent or self._batch_bytes >= self._limits.batch_bytes
-            wakes = is_first or self._is_urgent
+            wakes = is_sooner or self._is_urgent
         if wakes:
             self._nudge()
 
