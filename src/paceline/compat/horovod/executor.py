@@ -40,6 +40,7 @@ class Executor:
         self._rank, self._take, self._meet, self._fail, self._observe = rank, take, meet, fail, observe
         self._groups: dict[int, MemberGroup] = {}
         self._queue: queue.SimpleQueue[Verdict | None] = queue.SimpleQueue()
+        self._running: list[PendingOp] = []
         self._threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._serve, name="paceline-horovod", daemon=True)
         self.has_ended = threading.Event()
@@ -57,10 +58,13 @@ class Executor:
         """End the thread after what is in the queue."""
         self._queue.put(None)
 
-    def close(self) -> None:
-        """Leave all groups, also in the middle of an operation, which then fails."""
+    def abort(self, error: HorovodInternalError) -> None:
+        """Fail the operation that runs, and end the thread; it leaves all groups."""
+        for op in list(self._running):
+            op.fail(error)
         for group in list(self._groups.values()):
-            group.close()
+            group.abort()
+        self.end()
 
     def _serve(self) -> None:
         torch.set_num_threads(self._threads)
@@ -71,15 +75,17 @@ class Executor:
                 if verdict.kind != Kind.FAILED:
                     self._carry_out(verdict)
         finally:
+            for group in self._groups.values():
+                group.close()
             self.has_ended.set()
 
     def _carry_out(self, verdict: Verdict) -> None:
         names = verdict.names or (Kind.JOIN,)
         ops = [self._take(verdict.set_id, name) for name in names]
+        self._running = [op for op in ops if op is not None]
         if verdict.error:
-            for op in ops:
-                if op is not None:
-                    op.fail(HorovodInternalError(verdict.error))
+            for op in self._running:
+                op.fail(HorovodInternalError(verdict.error))
             return
         began = time.perf_counter()
         try:
@@ -88,10 +94,10 @@ class Executor:
                 self._run(verdict, ops)
         except Exception as error:  # of any kind: it is raised where the result is waited for
             reason = f"{verdict.kind} of {', '.join(names)[:200]} has failed: {error}"
-            for op in ops:
-                if op is not None:
-                    op.fail(HorovodInternalError(reason))
+            for op in self._running:
+                op.fail(HorovodInternalError(reason))
             self._fail(reason)
+        self._running = []
         self._observe(verdict, began, time.perf_counter())
 
     def _run(self, verdict: Verdict, ops: Sequence[PendingOp | None]) -> None:

@@ -131,11 +131,10 @@ class Session:
             waiting, self._pending = list(self._pending.values()), {}
         for op in waiting:
             op.fail(HorovodInternalError(self.failure))
-        if is_news and not self._is_closing:
-            self._control.report_failure(reason)
         if is_news:
-            self._executor.end()
-            threading.Thread(target=self._executor.close, name="paceline-horovod-close", daemon=True).start()
+            self._executor.abort(HorovodInternalError(self.failure))
+            if not self._is_closing:
+                self._control.report_failure(reason)
 
     def close(self) -> None:
         """Leave: what is still decided is carried out first, and what waits for others fails, there as well."""
@@ -143,8 +142,6 @@ class Session:
         self._control.leave()
         if not self.failure:
             self._executor.has_ended.wait(LEAVE_S)
-        self._executor.end()
-        self._executor.close()
         self.fail("Horovod has been shut down")
         self._control.end()
         if self.rank > 0:
@@ -202,6 +199,7 @@ class Session:
             num_local_workers=self.local_size,
             is_one_host=self.cross_size == 1,
             timeout_s=self._timeout_s,
+            why_ended=lambda: self.failure or None,
         )
 
     def _set_local_places(self, place: ProgramPlace, members: tuple[int, ...]) -> None:
