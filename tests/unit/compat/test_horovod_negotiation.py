@@ -20,12 +20,20 @@ def request(name: str, kind: str = Kind.ALLREDUCE, **more: object) -> OpRequest:
     return OpRequest(name=name, kind=kind, **(fields | more))  # pyright: ignore[reportArgumentType]
 
 
-def submit(machine: Negotiation, rank: int, *requests: OpRequest, now: float = 0.0) -> list[tuple[Verdict, tuple[int, ...]]]:
+def submit(
+    machine: Negotiation, rank: int, *requests: OpRequest, now: float = 0.0
+) -> list[tuple[Verdict, tuple[int, ...]]]:
     machine.submit(rank, requests, now=now)
     return machine.decide()
 
 
-@settings(max_examples=200, deadline=None)
+def added(machine: Negotiation, size: int, ranks: tuple[int, ...]) -> int:
+    """Have all ranks add a process set; returns its number."""
+    one = request("add", Kind.ADD_SET, ranks=ranks, dtypes=(), shapes=())
+    return [submit(machine, rank, one) for rank in range(size)][-1][0][0].value
+
+
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_each_operation_runs_once_and_in_one_order_whatever_the_order_of_the_calls(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 5))
@@ -45,16 +53,14 @@ def test_each_operation_runs_once_and_in_one_order_whatever_the_order_of_the_cal
     assert all(heard[rank] == heard[0] for rank in range(size))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_overlapping_process_sets_follow_one_order(data: st.DataObject) -> None:
     size = 4
     machine = Negotiation(range(size), fusion_bytes=LARGE)
     sets = {0: tuple(range(size))}
     for ranks in ((0, 1, 2), (1, 3)):
-        for rank in range(size):
-            decided = submit(machine, rank, request("add", Kind.ADD_SET, ranks=ranks, dtypes=(), shapes=()))
-        sets[decided[0][0].value] = ranks
+        sets[added(machine, size, ranks)] = ranks
     assert sorted(sets) == [0, 1, 2]
     ops = [(set_id, f"{name}") for set_id in sets for name in "abc"]
     left = {rank: [op for op in data.draw(st.permutations(ops)) if rank in sets[op[0]]] for rank in range(size)}
@@ -89,9 +95,8 @@ def test_what_does_not_fit_is_an_error_on_all_ranks(other: OpRequest, says: str)
     ((verdict, ranks),) = submit(machine, 2, other)
     assert says in verdict.error
     assert sorted(ranks) == [0, 1, 2]
-    for rank in range(3):  # the name is free again
-        decided = submit(machine, rank, request("x"))
-    assert not decided[0][0].error
+    decided = [submit(machine, rank, request("x")) for rank in range(3)]  # the name is free again
+    assert not decided[-1][0][0].error
 
 
 def test_roots_that_differ_are_an_error() -> None:
@@ -156,9 +161,7 @@ def test_a_rank_that_is_gone_fails_what_waits_for_it_and_what_comes(leaves: bool
 
 def test_a_set_without_the_rank_that_is_gone_goes_on() -> None:
     machine = Negotiation(range(3), fusion_bytes=LARGE)
-    for rank in range(3):
-        decided = submit(machine, rank, request("add", Kind.ADD_SET, ranks=(0, 1), dtypes=(), shapes=()))
-    number = decided[0][0].value
+    number = added(machine, 3, (0, 1))
     machine.lose(2, "was lost")
     machine.decide()
     submit(machine, 0, request("a", set_id=number))
@@ -213,7 +216,7 @@ def test_after_a_failure_nothing_runs_any_more() -> None:
     assert submit(machine, 1, request("b"))[0][0].error == "it broke"
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.builds(
         OpRequest,

@@ -167,9 +167,7 @@ class Executor:
             for given, target in zip(op.inputs, op.outputs, strict=True):
                 rows.append(_row_of(target, given))
                 targets.append(target)
-        group.all_reduce(
-            rows, reduction=verdict.reduction, prescale=verdict.prescale, postscale=verdict.postscale
-        )
+        group.all_reduce(rows, reduction=verdict.reduction, prescale=verdict.prescale, postscale=verdict.postscale)
         for row, target in zip(rows, targets, strict=True):
             if target is not None:
                 _write(target, row)

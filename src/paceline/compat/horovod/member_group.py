@@ -45,9 +45,9 @@ class _Options:
     """What these groups read of torch's options, by torch's names. The caller waits at once, so the operation runs in
     its thread."""
 
-    rootRank: int = 0  # noqa: N815
-    reduceOp: Any = dist.ReduceOp.SUM  # noqa: N815
-    asyncOp: bool = False  # noqa: N815
+    rootRank: int = 0
+    reduceOp: Any = dist.ReduceOp.SUM
+    asyncOp: bool = False
 
 
 class MemberGroup:
@@ -179,9 +179,7 @@ class MemberGroup:
         if self._group is None:
             out[0].copy_(parts[0])
         else:
-            self._group.alltoall(
-                [_bytes(one) for one in out], [_bytes(part) for part in parts], _Options()
-            ).wait()
+            self._group.alltoall([_bytes(one) for one in out], [_bytes(part) for part in parts], _Options()).wait()
 
     def _adasum(self, row: Tensor, lengths: Sequence[int]) -> None:
         """Combine by Adasum, each tensor by itself: a weighted sum of all members' tensors, whose weights follow from
@@ -216,7 +214,8 @@ def _buffers(tensors: Sequence[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
 
 
 def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    torch._foreach_copy_(list(targets), list(sources))
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
 
 
 def _scaled(row: Tensor, factor: float) -> Tensor:

@@ -7,6 +7,7 @@ submits its gradient as soon as backward has it, so the sums are on their way wh
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -28,7 +29,7 @@ __all__ = ["DistributedOptimizer"]
 Groups = int | Sequence[Sequence[Tensor]] | None
 
 
-def DistributedOptimizer(  # noqa: N802  # Horovod's name
+def DistributedOptimizer(  # Horovod's name
     optimizer: Optimizer,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
     compression: type[Compressor] = Compression.none,
@@ -236,7 +237,7 @@ def _grouped(exchange: GradientExchange, groups: Groups) -> list[list[Tensor]]:
     if isinstance(groups, int):
         each, more = divmod(len(parameters), groups)
         bounds = [place * each + min(place, more) for place in range(groups + 1)]
-        return [parameters[a:b] for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
+        return [parameters[a:b] for a, b in itertools.pairwise(bounds) if b > a]
     known = {id(one) for one in parameters}
     chosen = [[one for one in group if id(one) in known] for group in groups]
     taken = {id(one) for group in chosen for one in group}

@@ -79,7 +79,9 @@ class HorovodFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return None
         top = ".".join(fullname.split(".")[:2])
         instead = HOW_ELSE.get(top, "this part of Horovod has no stand-in in Paceline")
-        raise ModuleNotFoundError(f"{fullname} is not provided under `paceline run --as horovod`: {instead}.", name=fullname)
+        raise ModuleNotFoundError(
+            f"{fullname} is not provided under `paceline run --as horovod`: {instead}.", name=fullname
+        )
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
         return None

@@ -6,14 +6,11 @@ new session, the one of the same number.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
-import time
 from collections import Counter
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 
 from paceline.comm.peer_sockets.meeting import connect_members
@@ -24,10 +21,9 @@ from paceline.compat.horovod.executor import Executor
 from paceline.compat.horovod.member_group import MemberGroup
 from paceline.compat.horovod.negotiation import Negotiation
 from paceline.compat.horovod.pending_op import PendingOp
-from paceline.compat.horovod.requests import Kind, OpRequest, Verdict
+from paceline.compat.horovod.requests import Kind, Verdict
 from paceline.compat.horovod.timeline import Timeline
 from paceline.compat.horovod.variables import HorovodVariables
-from paceline.errors import SyncError
 from paceline.worker.program_worker import ProgramPlace, program_place
 
 __all__ = ["Session", "close_session", "current_session", "is_open", "open_session"]

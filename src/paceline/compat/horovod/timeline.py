@@ -38,7 +38,12 @@ class Timeline:
             self._rows, self._marks_cycles, self._began_s = {}, marks_cycles, time.perf_counter()
             self._file.write("[")
             self._put(
-                "M", "start_time", 0, 0.0, args={"start_time_since_epoch_in_micros": int(clock.now() * 1e6)}, is_first=True
+                "M",
+                "start_time",
+                0,
+                0.0,
+                args={"start_time_since_epoch_in_micros": int(clock.now() * 1e6)},
+                is_first=True,
             )
 
     def stop(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from paceline.errors import PlanError
 from paceline.plan.job import Assignment
 
-__all__ = ["HorovodVariables", "allow_dynamic_process_sets", "set_place"]
+__all__ = ["HorovodVariables", "allow_dynamic_process_sets", "set_place", "set_variables"]
 
 DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
 MIB = 1 << 20
@@ -65,6 +65,11 @@ def set_place(assignment: Assignment) -> None:
         HOROVOD_CONTROLLER="gloo",
         HOROVOD_CPU_OPERATIONS="gloo",
     )
+
+
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Set variables that the workers of a command inherit."""
+    os.environ.update(variables)
 
 
 def _is_set(given: Mapping[str, str], name: str) -> bool:

@@ -116,6 +116,9 @@ class ObjectState(State):
 class TorchState(ObjectState):
     """A state of models, optimizers and `ElasticSampler`s, each by its `state_dict`, and of plain objects."""
 
+    _kept: dict[str, Any]  # by name: what has a state_dict
+    _copies: dict[str, Any]  # of the last commit
+
     def __init__(self, model: nn.Module | None = None, optimizer: Optimizer | None = None, **kwargs: Any) -> None:
         given: dict[str, Any] = {"model": model, "optimizer": optimizer, **kwargs}
         kept = {name: one for name, one in given.items() if isinstance(one, (nn.Module, Optimizer, ElasticSampler))}
