@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -31,6 +31,7 @@ class ProgramPlace:
     assignment: Assignment
     job: Job
     shared: dist.Store  # of the whole run
+    allow_restart: Callable[[], None]  # its state outlives it: after the loss of a worker all may begin again
 
 
 _stack = contextlib.ExitStack()
@@ -80,7 +81,7 @@ def join_as_program(
         )
     )
     _joined.append(joined)
-    _places.append(ProgramPlace(assignment=assignment, job=job, shared=joined.place.shared))
+    _places.append(ProgramPlace(assignment=assignment, job=job, shared=joined.place.shared, allow_restart=joined.place.consensus.allow_restart))
     _stack.enter_context(explaining_losses(joined))
     return joined.worker
 

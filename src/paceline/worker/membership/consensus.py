@@ -331,6 +331,11 @@ class Consensus:
             self._change_over()
             self.hold()
 
+    def allow_restart(self) -> None:
+        """Report that a program keeps its state where it outlives the workers: after a loss all may begin again."""
+        if self._coordinator is not None:
+            self._coordinator.tell("keeps")
+
     def kept(self) -> None:
         """Report one more complete memory checkpoint to this host's supervisor."""
         if self._coordinator is not None:

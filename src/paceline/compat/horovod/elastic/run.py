@@ -35,7 +35,8 @@ def run_fn(func: Callable[..., T], reset: Callable[[], None]) -> Callable[..., T
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> T:
         if isinstance(state, TorchState):
-            state.keep_in(CommitFile(Path(program_place().assignment.run_dir)))
+            state.keep_in(_commit_file())
+            program_place().allow_restart()
         skips_sync, resets = False, 0
         while True:
             try:
@@ -52,12 +53,19 @@ def run_fn(func: Callable[..., T], reset: Callable[[], None]) -> Callable[..., T
                 skips_sync = interrupt.skip_sync
             else:
                 if isinstance(state, TorchState):
-                    state.wait_for_file()
+                    state.forget_file()
                 return value
             reset()
             state.on_reset()
 
     return wrapper
+
+
+def _commit_file() -> CommitFile:
+    assignment = program_place().assignment
+    return CommitFile(
+        Path(assignment.run_dir), command=assignment.command_started, is_fresh=assignment.job.fresh
+    )
 
 
 def reset_session() -> None:

@@ -168,10 +168,11 @@ class TorchState(ObjectState):
         self._saved_state.update({name: one for name, one in found["objects"].items() if name in self._saved_state})
         self.restore()
 
-    def wait_for_file(self) -> None:
-        """Return when the newest commit is in the file."""
-        if self._file is not None:
+    def forget_file(self) -> None:
+        """Remove the file: the program has come to its end."""
+        if self._file is not None and sessions.current_session().rank == 0:
             self._file.wait()
+            self._file.remove()
 
 
 def _copied(one: Any) -> Any:
