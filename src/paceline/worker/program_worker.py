@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline.errors import PlanError
+from paceline.events import Event
 from paceline.plan import Plan
 from paceline.plan.job import Assignment, Job
 from paceline.worker.membership.preemption import PreemptionNotice
@@ -31,6 +32,7 @@ class ProgramPlace:
     assignment: Assignment
     job: Job
     shared: dist.Store  # of the whole run
+    emit: Callable[[Event], None]  # appends to this worker's events
     allow_restart: Callable[[], None]  # its state outlives it: after the loss of a worker all may begin again
 
 
@@ -68,10 +70,11 @@ def join_as_program(
             "next part as a program of its own."
         )
     job = merge_job(assignment, fields or {})
+    files = RunFiles(assignment, job)
     joined = _stack.enter_context(
         being_worker(
             assignment,
-            RunFiles(assignment, job),
+            files,
             join_as_program,
             job=job,
             plan=plan,
@@ -81,7 +84,14 @@ def join_as_program(
         )
     )
     _joined.append(joined)
-    _places.append(ProgramPlace(assignment=assignment, job=job, shared=joined.place.shared, allow_restart=joined.place.consensus.allow_restart))
+    place = ProgramPlace(
+        assignment=assignment,
+        job=job,
+        shared=joined.place.shared,
+        emit=files.emit,
+        allow_restart=joined.place.consensus.allow_restart,
+    )
+    _places.append(place)
     _stack.enter_context(explaining_losses(joined))
     return joined.worker
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -22,6 +23,7 @@ from paceline.compat.horovod.compression import Compression, Compressor
 from paceline.compat.horovod.functions import broadcast_object
 from paceline.compat.horovod.gradients import GradientExchange, named_parameters_of
 from paceline.compat.horovod.process_sets import ProcessSet, global_process_set
+from paceline.compat.horovod.progress import step_done
 from paceline.compat.horovod.requests import Reduction
 
 __all__ = ["DistributedOptimizer"]
@@ -162,8 +164,12 @@ class ReducingOptimizer(_Distributed):
             )
         self._has_synchronized = False
         if closure is None:
+            began_s = time.perf_counter()
             self.exchange.finish()
-            return super().step()  # pyright: ignore[reportAttributeAccessIssue]
+            waited_s = time.perf_counter() - began_s
+            value = super().step()  # pyright: ignore[reportAttributeAccessIssue]
+            step_done(self, waited_s=waited_s, stepped_s=time.perf_counter() - began_s - waited_s)
+            return value
 
         def synchronized() -> Any:
             loss = closure()

@@ -76,6 +76,7 @@ class Session:
         self._set_local_places(place, members)
         self.sets: dict[int, tuple[int, ...]] = {GLOBAL: tuple(range(self.size))}
         self.failure = ""
+        self.emit = place.emit
         self._timeout_s = place.job.timeout_s
         self._store = dist.PrefixStore(f"paceline/horovod/{number}/{'-'.join(map(str, members))}", place.shared)
         self._lock = threading.Lock()

@@ -22,10 +22,11 @@ NAME = "horovod_commit.pt"
 class CommitFile:
     """The file of one run. One worker writes it; all read it when they begin.
 
-    `command`: tells the commits of this command from those of earlier ones, which do not count with `is_fresh`.
+    `command`: the process that starts the run's workers, again after a loss. With `is_fresh`, commits of earlier ones
+    do not count.
     """
 
-    def __init__(self, run_dir: Path, *, command: float, is_fresh: bool) -> None:
+    def __init__(self, run_dir: Path, *, command: int, is_fresh: bool) -> None:
         self._path = run_dir / NAME
         self._command, self._is_fresh = command, is_fresh
         self._news = threading.Condition()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -63,9 +64,7 @@ def run_fn(func: Callable[..., T], reset: Callable[[], None]) -> Callable[..., T
 
 def _commit_file() -> CommitFile:
     assignment = program_place().assignment
-    return CommitFile(
-        Path(assignment.run_dir), command=assignment.command_started, is_fresh=assignment.job.fresh
-    )
+    return CommitFile(Path(assignment.run_dir), command=os.getppid(), is_fresh=assignment.job.fresh)
 
 
 def reset_session() -> None:

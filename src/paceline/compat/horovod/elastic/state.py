@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from paceline.compat.horovod import progress
 from paceline.compat.horovod import session as sessions
 from paceline.compat.horovod.elastic.commit_file import CommitFile
 from paceline.compat.horovod.elastic.sampler import ElasticSampler
@@ -139,7 +140,8 @@ class TorchState(ObjectState):
             self._copies[name] = _copied(one)
         super().save()
         if self._file is not None and sessions.current_session().rank == 0:
-            self._file.write({"copies": dict(self._copies), "objects": dict(self._saved_state)})
+            commit = {"copies": dict(self._copies), "objects": dict(self._saved_state), "steps": progress.count()}
+            self._file.write(commit)
 
     def restore(self) -> None:
         for name, one in self._kept.items():
@@ -164,6 +166,7 @@ class TorchState(ObjectState):
         found = file.read()
         if found is None:
             return
+        progress.begin_at(found["steps"])
         self._copies.update({name: one for name, one in found["copies"].items() if name in self._kept})
         self._saved_state.update({name: one for name, one in found["objects"].items() if name in self._saved_state})
         self.restore()
