@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.compat.horovod.negotiation import Negotiation
-from paceline.compat.horovod.requests import Kind, OpRequest, Reduction, Verdict, decoded, encoded
+from paceline.compat.horovod.requests import Kind, OpRequest, Reduction, OpVerdict, decoded, encoded
 
 LARGE = 1 << 30
 
@@ -22,7 +22,7 @@ def request(name: str, kind: str = Kind.ALLREDUCE, **more: object) -> OpRequest:
 
 def submit(
     machine: Negotiation, rank: int, *requests: OpRequest, now: float = 0.0
-) -> list[tuple[Verdict, tuple[int, ...]]]:
+) -> list[tuple[OpVerdict, tuple[int, ...]]]:
     machine.submit(rank, requests, now=now)
     return machine.decide()
 
@@ -171,7 +171,7 @@ def test_a_set_without_the_rank_that_is_gone_goes_on() -> None:
 def test_the_same_ranks_make_one_process_set_and_a_removed_one_ends() -> None:
     machine = Negotiation(range(2), fusion_bytes=LARGE)
 
-    def both(one: OpRequest) -> Verdict:
+    def both(one: OpRequest) -> OpVerdict:
         submit(machine, 0, one)
         return submit(machine, 1, one)[-1][0]
 

@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 
 from paceline.compat.horovod.negotiation import Negotiation
-from paceline.compat.horovod.requests import Kind, OpRequest, Verdict, decoded, encoded
+from paceline.compat.horovod.requests import Kind, OpRequest, OpVerdict, decoded, encoded
 
 __all__ = ["ControlLimits", "ControlThread"]
 
@@ -69,7 +69,7 @@ class ControlThread:
         coordinator: int,
         negotiation: Negotiation | None,
         limits: ControlLimits,
-        follow: Callable[[Verdict], None],
+        follow: Callable[[OpVerdict], None],
         fail: Callable[[str], None],
     ) -> None:
         self._rank, self._coordinator, self._limits = rank, coordinator, limits
@@ -221,7 +221,7 @@ class ControlThread:
 
     def _spread(self, negotiation: Negotiation) -> None:
         """Tell the members what was decided."""
-        by_rank: dict[int, list[Verdict]] = {}
+        by_rank: dict[int, list[OpVerdict]] = {}
         for verdict, ranks in negotiation.decide():
             for rank in ranks:
                 by_rank.setdefault(rank, []).append(verdict)
@@ -233,7 +233,7 @@ class ControlThread:
                     connection.has_left = True
                 self._queue(connection, encoded("verdicts", verdicts))
 
-    def _follow_all(self, verdicts: Iterable[Verdict]) -> None:
+    def _follow_all(self, verdicts: Iterable[OpVerdict]) -> None:
         for verdict in verdicts:
             if verdict.kind == Kind.FAILED:
                 self._fail(verdict.error)

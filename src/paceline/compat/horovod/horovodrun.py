@@ -16,7 +16,7 @@ from pathlib import Path
 
 from paceline.cli import main as cli
 from paceline.compat.horovod.program import VERSION
-from paceline.compat.horovod.variables import set_variables
+from paceline.environment import set_variables
 from paceline.errors import PlanError
 
 __all__ = ["RunCommand", "main", "run_command"]

@@ -21,7 +21,7 @@ from paceline.compat.horovod.executor import Executor
 from paceline.compat.horovod.member_group import MemberGroup
 from paceline.compat.horovod.negotiation import Negotiation
 from paceline.compat.horovod.pending_op import PendingOp
-from paceline.compat.horovod.requests import Kind, Verdict
+from paceline.compat.horovod.requests import Kind, OpVerdict
 from paceline.compat.horovod.timeline import Timeline
 from paceline.compat.horovod.variables import HorovodVariables
 from paceline.worker.program_worker import ProgramPlace, program_place
@@ -176,7 +176,7 @@ class Session:
             fail=self.fail,
         )
 
-    def _follow(self, verdict: Verdict) -> None:
+    def _follow(self, verdict: OpVerdict) -> None:
         self.timeline.decided(verdict)
         self._executor.follow(verdict)
 

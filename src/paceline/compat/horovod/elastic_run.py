@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.compat.horovod.basics import init, shutdown
-from paceline.compat.horovod.elastic.commit_file import CommitFile
-from paceline.compat.horovod.elastic.state import State, TorchState
+from paceline.compat.horovod.commit_file import CommitFile
+from paceline.compat.horovod.elastic_state import State, TorchState
 from paceline.compat.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
 from paceline.worker.program_worker import program_place
 

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from paceline.compat.horovod import progress
 from paceline.compat.horovod import session as sessions
-from paceline.compat.horovod.elastic.commit_file import CommitFile
-from paceline.compat.horovod.elastic.sampler import ElasticSampler
+from paceline.compat.horovod.commit_file import CommitFile
+from paceline.compat.horovod.elastic_sampler import ElasticSampler
 from paceline.compat.horovod.errors import HostsUpdatedInterrupt
 from paceline.compat.horovod.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 
