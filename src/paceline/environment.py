@@ -57,9 +57,11 @@ __all__ = [
     "run_dir",
     "set_gloo_interface",
     "set_world_names",
+    "set_variables",
     "ssh_address",
     "token",
     "trial_parameters",
+    "variables_of",
     "visible_gpus",
     "world_processes",
     "world_variables",
@@ -117,6 +119,16 @@ def enter(assignment: Assignment) -> None:
     """Make this process the worker of `assignment`: `assignment()` and `detect()` return it, not in its children."""
     os.environ[OWN_ASSIGNMENT] = assignment_to_json(assignment)
     os.environ[OWN_PID] = str(os.getpid())
+
+
+def variables_of(prefix: str) -> dict[str, str]:
+    """Return the variables whose names begin so: those of another framework, for the package that stands in for it."""
+    return {name: value for name, value in os.environ.items() if name.startswith(prefix)}
+
+
+def set_variables(values: Mapping[str, str]) -> None:
+    """Set variables for this process and what it starts: those that programs of another framework read."""
+    os.environ.update(values)
 
 
 def leave() -> None:

@@ -117,7 +117,7 @@ class WorkerLifecycle:
         """While entered, report the steps that the program's own optimizers take. `may_restart`: after a lost worker
         all are to begin again; the program goes on from what it has saved."""
         if may_restart:
-            self._consensus.tell_restartable()
+            self._consensus.allow_restart()
         with ProgramSteps(self._loop.step_log, self._parts.place.recorder).counting():
             yield
 

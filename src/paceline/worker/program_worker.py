@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
 
 from paceline.comm.flight_recorder import FlightRecorder
 from paceline.errors import PlanError
+from paceline.events import Event
 from paceline.plan import Plan
 from paceline.plan.job import Assignment, Job
 from paceline.worker.membership.preemption import PreemptionNotice
@@ -40,6 +41,8 @@ class ProgramPlace:
     assignment: Assignment
     job: Job
     shared: dist.Store  # of the whole run
+    emit: Callable[[Event], None]  # appends to this worker's events
+    allow_restart: Callable[[], None]  # its state outlives it: after the loss of a worker all may begin again
 
 
 _stack = contextlib.ExitStack()
@@ -94,10 +97,11 @@ def join_as_program(
             "next part as a program of its own."
         )
     job = merge_job(assignment, fields or {})
+    files = RunFiles(assignment, job)
     joined = _stack.enter_context(
         being_worker(
             assignment,
-            RunFiles(assignment, job),
+            files,
             join_as_program,
             job=job,
             plan=plan,
@@ -110,7 +114,14 @@ def join_as_program(
     if trains_itself:
         _stack.enter_context(joined.lifecycle.counting_steps(may_restart=job.restart_lost))
     _joined.append(joined)
-    _places.append(ProgramPlace(assignment=assignment, job=job, shared=joined.place.shared))
+    place = ProgramPlace(
+        assignment=assignment,
+        job=job,
+        shared=joined.place.shared,
+        emit=files.emit,
+        allow_restart=joined.place.consensus.allow_restart,
+    )
+    _places.append(place)
     _stack.enter_context(explaining_losses(joined))
     return joined.worker
 

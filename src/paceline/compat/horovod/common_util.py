@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -58,11 +59,15 @@ def split_list(l: Sequence[T], n: int) -> list[Sequence[T]]:  # noqa: E741  # Ho
     """Return `n` parts of a list, about equally long."""
     each, more = divmod(len(l), n)
     bounds = [place * each + min(place, more) for place in range(n + 1)]
-    return [l[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [l[a:b] for a, b in itertools.pairwise(bounds)]
 
 
 def in_thread(
-    target: Callable[..., Any], args: Sequence[Any] = (), name: str | None = None, daemon: bool = True, silent: bool = False
+    target: Callable[..., Any],
+    args: Sequence[Any] = (),
+    name: str | None = None,
+    daemon: bool = True,
+    silent: bool = False,
 ) -> threading.Thread:
     """Run a function in a thread, and return the thread."""
     thread = threading.Thread(target=target, args=tuple(args), name=name, daemon=daemon)

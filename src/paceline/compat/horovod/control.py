@@ -24,12 +24,13 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 
 from paceline.compat.horovod.negotiation import Negotiation
-from paceline.compat.horovod.requests import Kind, OpRequest, Verdict, decoded, encoded
+from paceline.compat.horovod.requests import Kind, OpRequest, OpVerdict, decoded, encoded
 
 __all__ = ["ControlLimits", "ControlThread"]
 
 READ_BYTES = 1 << 18
 MAX_LINE_BYTES = 1 << 28
+BARRIER_S = 0.005  # that a barrier waits for other submissions; it hurries nobody
 LOOK_S = 1.0  # between two looks at what is stalled, while something waits
 NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 FAREWELL_S = 5.0  # for which lines still to be sent may take when the thread ends
@@ -68,7 +69,7 @@ class ControlThread:
         coordinator: int,
         negotiation: Negotiation | None,
         limits: ControlLimits,
-        follow: Callable[[Verdict], None],
+        follow: Callable[[OpVerdict], None],
         fail: Callable[[str], None],
     ) -> None:
         self._rank, self._coordinator, self._limits = rank, coordinator, limits
@@ -96,10 +97,12 @@ class ControlThread:
             self._batch.append(request)
             self._batch_bytes += request.num_bytes
             is_first = len(self._batch) == 1
-            if is_first:
-                self._batch_due = time.monotonic() + self._limits.cycle_s
+            due = time.monotonic() + (BARRIER_S if request.kind == Kind.BARRIER else self._limits.cycle_s)
+            is_sooner = is_first or due < self._batch_due
+            if is_sooner:
+                self._batch_due = due
             self._is_urgent = self._is_urgent or is_urgent or self._batch_bytes >= self._limits.batch_bytes
-            wakes = is_first or self._is_urgent
+            wakes = is_sooner or self._is_urgent
         if wakes:
             self._nudge()
 
@@ -218,7 +221,7 @@ class ControlThread:
 
     def _spread(self, negotiation: Negotiation) -> None:
         """Tell the members what was decided."""
-        by_rank: dict[int, list[Verdict]] = {}
+        by_rank: dict[int, list[OpVerdict]] = {}
         for verdict, ranks in negotiation.decide():
             for rank in ranks:
                 by_rank.setdefault(rank, []).append(verdict)
@@ -230,7 +233,7 @@ class ControlThread:
                     connection.has_left = True
                 self._queue(connection, encoded("verdicts", verdicts))
 
-    def _follow_all(self, verdicts: Iterable[Verdict]) -> None:
+    def _follow_all(self, verdicts: Iterable[OpVerdict]) -> None:
         for verdict in verdicts:
             if verdict.kind == Kind.FAILED:
                 self._fail(verdict.error)

@@ -221,8 +221,7 @@ class _AllGather(Function):
         )
         before = synchronize(begin.allgather_async(lengths, process_set=process_set))[: process_set.rank() or 0].sum(0)
         own = [
-            mean.narrow(0, int(start), length)
-            for mean, start, length in zip(means, before, ctx.lengths, strict=True)
+            mean.narrow(0, int(start), length) for mean, start, length in zip(means, before, ctx.lengths, strict=True)
         ]
         return (None, None, None, *own)
 
@@ -237,9 +236,7 @@ class _Broadcast(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        handle = begin.allreduce_async(
-            gradients[0].contiguous(), op=Reduction.AVERAGE, process_set=ctx.process_set
-        )
+        handle = begin.allreduce_async(gradients[0].contiguous(), op=Reduction.AVERAGE, process_set=ctx.process_set)
         mean = synchronize(handle)
         return (mean if sessions.current_session().rank == ctx.root_rank else mean.zero_()), None, None, None
 
@@ -287,9 +284,7 @@ class _ReduceScatter(Function):
         ctx.process_set = process_set
         ctx.factor = prescale * postscale * (len(members_of(process_set)) if op == Reduction.SUM else 1)
         if is_grouped:
-            return synchronize(
-                begin.grouped_reducescatter_async(tensors, name, op, process_set, prescale, postscale)
-            )
+            return synchronize(begin.grouped_reducescatter_async(tensors, name, op, process_set, prescale, postscale))
         return (synchronize(begin.reducescatter_async(tensors[0], name, op, process_set, prescale, postscale)),)
 
     @staticmethod

@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.compat.horovod.errors import HorovodInternalError
 from paceline.compat.horovod.member_group import MemberGroup
 from paceline.compat.horovod.pending_op import PendingOp
-from paceline.compat.horovod.requests import Kind, Verdict, dtype_of
+from paceline.compat.horovod.requests import Kind, OpVerdict, dtype_of
 
 __all__ = ["Executor"]
 
@@ -35,11 +35,12 @@ class Executor:
         take: Callable[[int, str], PendingOp | None],
         meet: Callable[[int, Sequence[int]], MemberGroup],
         fail: Callable[[str], None],
-        observe: Callable[[Verdict, float, float], None],
+        observe: Callable[[OpVerdict, float, float], None],
     ) -> None:
         self._rank, self._take, self._meet, self._fail, self._observe = rank, take, meet, fail, observe
         self._groups: dict[int, MemberGroup] = {}
-        self._queue: queue.SimpleQueue[Verdict | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[OpVerdict | None] = queue.SimpleQueue()
+        self._running: list[PendingOp] = []
         self._threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._serve, name="paceline-horovod", daemon=True)
         self.has_ended = threading.Event()
@@ -49,7 +50,7 @@ class Executor:
         self._groups[0] = group
         self._thread.start()
 
-    def follow(self, verdict: Verdict) -> None:
+    def follow(self, verdict: OpVerdict) -> None:
         """Have a verdict carried out after those before it."""
         self._queue.put(verdict)
 
@@ -57,10 +58,13 @@ class Executor:
         """End the thread after what is in the queue."""
         self._queue.put(None)
 
-    def close(self) -> None:
-        """Leave all groups, also in the middle of an operation, which then fails."""
+    def abort(self, error: HorovodInternalError) -> None:
+        """Fail the operation that runs, and end the thread; it leaves all groups."""
+        for op in list(self._running):
+            op.fail(error)
         for group in list(self._groups.values()):
-            group.close()
+            group.abort()
+        self.end()
 
     def _serve(self) -> None:
         torch.set_num_threads(self._threads)
@@ -71,15 +75,17 @@ class Executor:
                 if verdict.kind != Kind.FAILED:
                     self._carry_out(verdict)
         finally:
+            for group in self._groups.values():
+                group.close()
             self.has_ended.set()
 
-    def _carry_out(self, verdict: Verdict) -> None:
+    def _carry_out(self, verdict: OpVerdict) -> None:
         names = verdict.names or (Kind.JOIN,)
         ops = [self._take(verdict.set_id, name) for name in names]
+        self._running = [op for op in ops if op is not None]
         if verdict.error:
-            for op in ops:
-                if op is not None:
-                    op.fail(HorovodInternalError(verdict.error))
+            for op in self._running:
+                op.fail(HorovodInternalError(verdict.error))
             return
         began = time.perf_counter()
         try:
@@ -88,13 +94,13 @@ class Executor:
                 self._run(verdict, ops)
         except Exception as error:  # of any kind: it is raised where the result is waited for
             reason = f"{verdict.kind} of {', '.join(names)[:200]} has failed: {error}"
-            for op in ops:
-                if op is not None:
-                    op.fail(HorovodInternalError(reason))
+            for op in self._running:
+                op.fail(HorovodInternalError(reason))
             self._fail(reason)
+        self._running = []
         self._observe(verdict, began, time.perf_counter())
 
-    def _run(self, verdict: Verdict, ops: Sequence[PendingOp | None]) -> None:
+    def _run(self, verdict: OpVerdict, ops: Sequence[PendingOp | None]) -> None:
         op = ops[0]
         if verdict.kind == Kind.ALLREDUCE:
             self._all_reduce(verdict, ops)
@@ -119,7 +125,7 @@ class Executor:
         if op is not None:
             op.complete(result)
 
-    def _move(self, verdict: Verdict, op: PendingOp) -> object:
+    def _move(self, verdict: OpVerdict, op: PendingOp) -> object:
         """Run an operation that moves tensors, and return its result."""
         group = self._groups[verdict.set_id]
         op.settle_inputs()
@@ -147,7 +153,7 @@ class Executor:
             return results[0], torch.tensor([row[group.index] for row in verdict.lengths], dtype=torch.int32)
         return _as_given(op, results)
 
-    def _all_reduce(self, verdict: Verdict, ops: Sequence[PendingOp | None]) -> None:
+    def _all_reduce(self, verdict: OpVerdict, ops: Sequence[PendingOp | None]) -> None:
         group = self._groups[verdict.set_id]
         rows: list[Tensor] = []
         targets: list[Tensor | None] = []
@@ -161,9 +167,7 @@ class Executor:
             for given, target in zip(op.inputs, op.outputs, strict=True):
                 rows.append(_row_of(target, given))
                 targets.append(target)
-        group.all_reduce(
-            rows, reduction=verdict.reduction, prescale=verdict.prescale, postscale=verdict.postscale
-        )
+        group.all_reduce(rows, reduction=verdict.reduction, prescale=verdict.prescale, postscale=verdict.postscale)
         for row, target in zip(rows, targets, strict=True):
             if target is not None:
                 _write(target, row)

@@ -28,7 +28,9 @@ def named_parameters_of(
     groups = optimizer.param_groups
     if named_parameters is None:
         named: list[Any] = [
-            (f"allreduce.noname.{i}.{j}", one) for i, group in enumerate(groups) for j, one in enumerate(group["params"])
+            (f"allreduce.noname.{i}.{j}", one)
+            for i, group in enumerate(groups)
+            for j, one in enumerate(group["params"])
         ]
     else:
         named = list(named_parameters)
@@ -40,9 +42,7 @@ def named_parameters_of(
     names = [name for name, _ in named]
     twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if twice:
-        raise ValueError(
-            f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}"
-        )
+        raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}")
     found = {one: name for name, one in named}
     unnamed = [one for group in groups for one in group["params"] if one not in found]
     if unnamed:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.elastic.generation_group import GenerationGroup
-from paceline.comm.peer_sockets.process_group import create_peer_group, listening_address
+from paceline.comm.group import Disrupted
+from paceline.comm.peer_sockets.process_group import PeerProcessGroup, create_peer_group, listening_address
 from paceline.comm.shared_memory.setup import with_shared_memory
 from paceline.comm.shared_memory.shared_group import SharedGroup
 from paceline.comm.shared_memory.summation import ordered_sum
@@ -44,17 +45,18 @@ class _Options:
     """What these groups read of torch's options, by torch's names. The caller waits at once, so the operation runs in
     its thread."""
 
-    rootRank: int = 0  # noqa: N815
-    reduceOp: Any = dist.ReduceOp.SUM  # noqa: N815
-    asyncOp: bool = False  # noqa: N815
+    rootRank: int = 0
+    reduceOp: Any = dist.ReduceOp.SUM
+    asyncOp: bool = False
 
 
 class MemberGroup:
     """The group of these ranks, of which this worker is one."""
 
-    def __init__(self, group: Any, ranks: Sequence[int], rank: int) -> None:
+    def __init__(self, group: Any, ranks: Sequence[int], rank: int, *, peers: PeerProcessGroup | None = None) -> None:
+        """`group`: what moves tensors, None for one rank. `peers`: the sockets below it."""
         self.ranks, self.size, self.index = tuple(ranks), len(ranks), tuple(ranks).index(rank)
-        self._group, self._is_closed = group, False
+        self._group, self._peers, self._is_closed = group, peers, False
 
     @classmethod
     def meet(
@@ -66,30 +68,44 @@ class MemberGroup:
         num_local_workers: int,
         is_one_host: bool,
         timeout_s: float,
+        why_ended: Callable[[], str | None],
     ) -> MemberGroup:
-        """Find the other members through the store, whose keys no other group uses; blocks until all are there."""
+        """Find the other members through the store, whose keys no other group uses; blocks until all are there.
+
+        `why_ended()` is called in waits: a text says that they are to end. Raises Disrupted where a member is lost.
+        """
         if len(ranks) == 1:
             return cls(None, ranks, rank)
         index = tuple(ranks).index(rank)
+
+        def check() -> None:
+            if (reason := why_ended()) is not None:
+                raise Disrupted(reason)
+
         peers = create_peer_group(
             store,
             index=index,
             size=len(ranks),
             address=listening_address(),
             timeout_s=timeout_s,
-            check=_nothing,
+            check=check,
         )
         if not is_one_host:
-            return cls(peers, ranks, rank)
-        straight = GenerationGroup(peers, device=CPU, check=_nothing, timeout_s=timeout_s)
+            return cls(peers, ranks, rank, peers=peers)
+        straight = GenerationGroup(peers, device=CPU, check=check, timeout_s=timeout_s)
         group, reason = with_shared_memory(
-            straight, timeout_s=timeout_s, num_local_workers=num_local_workers, ranks=ranks
+            straight, timeout_s=timeout_s, check_peers=why_ended, num_local_workers=num_local_workers, ranks=ranks
         )
         if isinstance(group, SharedGroup):
-            return cls(SharedMemoryProcessGroup(peers, group, name=NAME), ranks, rank)
+            return cls(SharedMemoryProcessGroup(peers, group, name=NAME), ranks, rank, peers=peers)
         if index == 0:
             warnings.warn(f"Horovod's operations go over sockets, which is slower: {reason}", stacklevel=2)
-        return cls(peers, ranks, rank)
+        return cls(peers, ranks, rank, peers=peers)
+
+    def abort(self) -> None:
+        """End what waits for other members, from any thread; `why_ended` gives the reason. The group must be closed."""
+        if self._peers is not None:
+            self._peers.shutdown()
 
     def close(self) -> None:
         """Leave the group; members that wait for this one get an error."""
@@ -163,9 +179,7 @@ class MemberGroup:
         if self._group is None:
             out[0].copy_(parts[0])
         else:
-            self._group.alltoall(
-                [_bytes(one) for one in out], [_bytes(part) for part in parts], _Options()
-            ).wait()
+            self._group.alltoall([_bytes(one) for one in out], [_bytes(part) for part in parts], _Options()).wait()
 
     def _adasum(self, row: Tensor, lengths: Sequence[int]) -> None:
         """Combine by Adasum, each tensor by itself: a weighted sum of all members' tensors, whose weights follow from
@@ -200,7 +214,8 @@ def _buffers(tensors: Sequence[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
 
 
 def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    torch._foreach_copy_(list(targets), list(sources))
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
 
 
 def _scaled(row: Tensor, factor: float) -> Tensor:
@@ -236,7 +251,3 @@ def _bytes(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor, 1-D: any type travels like this."""
     flat = tensor.view(-1)
     return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
-
-
-def _nothing() -> None:
-    """The default check: only the transfer itself ends a wait."""

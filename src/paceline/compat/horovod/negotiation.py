@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from paceline.compat.horovod.mismatches import mismatch
-from paceline.compat.horovod.requests import Kind, OpRequest, Reduction, Verdict
+from paceline.compat.horovod.requests import Kind, OpRequest, Reduction, OpVerdict
 
 __all__ = ["Negotiation", "StalledOp"]
 
@@ -50,7 +50,7 @@ class Negotiation:
         self._pending: dict[Key, _Pending] = {}
         self._ready: list[Key] = []
         self._joined: dict[int, float] = {}  # in the order of joining
-        self._decided: list[tuple[Verdict, tuple[int, ...]]] = []
+        self._decided: list[tuple[OpVerdict, tuple[int, ...]]] = []
         self._next_set, self._moved_at, self._failure = 1, 0.0, ""
 
     @property
@@ -80,7 +80,7 @@ class Negotiation:
     def leave(self, rank: int) -> None:
         """A worker has shut down: what waits for it fails, and it hears when nothing more comes for it."""
         self._remove(rank, "has shut Horovod down")
-        self._decided.append((Verdict(kind=Kind.SHUTDOWN), (rank,)))
+        self._decided.append((OpVerdict(kind=Kind.SHUTDOWN), (rank,)))
 
     def lose(self, rank: int, reason: str) -> None:
         """A worker was lost: what waits for it fails, and so does all that comes."""
@@ -92,7 +92,7 @@ class Negotiation:
         if not self._failure:
             self._failure = reason
             self._fail_all([key for key, pending in self._pending.items() if not pending.is_ready], reason)
-            self._decided.append((Verdict(kind=Kind.FAILED, error=reason), self._present(GLOBAL)))
+            self._decided.append((OpVerdict(kind=Kind.FAILED, error=reason), self._present(GLOBAL)))
 
     def stalled(self, now: float, *, after_s: float) -> list[StalledOp]:
         """Return the operations that wait for so long, each once."""
@@ -115,7 +115,7 @@ class Negotiation:
             self._joined.clear()
             self.fail(f"join waited {limit_s:.0f} s for ranks {named}, which have done nothing")
 
-    def decide(self) -> list[tuple[Verdict, tuple[int, ...]]]:
+    def decide(self) -> list[tuple[OpVerdict, tuple[int, ...]]]:
         """Return the verdicts since the last call, in the order in which they must be followed."""
         ready, self._ready = self._ready, []
         at = 0
@@ -127,7 +127,7 @@ class Negotiation:
         if self._joined and all(rank in self._joined for rank in present):
             last = list(self._joined)[-1]
             self._joined.clear()
-            self._decided.append((Verdict(kind=Kind.JOIN, value=last), present))
+            self._decided.append((OpVerdict(kind=Kind.JOIN, value=last), present))
         decided, self._decided = self._decided, []
         return decided
 
@@ -152,7 +152,7 @@ class Negotiation:
     def _join(self, rank: int, now: float) -> None:
         if self.gone or self._failure:
             text = self._failure or self._gone_text(list(self.gone))
-            self._decided.append((Verdict(kind=Kind.JOIN, error=text), (rank,)))
+            self._decided.append((OpVerdict(kind=Kind.JOIN, error=text), (rank,)))
             return
         self._joined[rank] = now
         for key in list(self._pending):
@@ -165,7 +165,7 @@ class Negotiation:
         if self._joined:
             self._joined.pop(rank, None)
             waiting, self._joined = tuple(self._joined), {}
-            self._decided.append((Verdict(kind=Kind.JOIN, error=text), waiting))
+            self._decided.append((OpVerdict(kind=Kind.JOIN, error=text), waiting))
         # What is ready needs this worker's numbers as well, unless its members were told already.
         self._fail_all([key for key in self._pending if rank in self.sets[key[0]]], text)
         self._ready = [key for key in self._ready if key in self._pending]
@@ -174,7 +174,7 @@ class Negotiation:
         return "; ".join(f"rank {rank} {self.gone[rank]}" for rank in ranks)
 
     def _fail(self, request: OpRequest, text: str, ranks: Iterable[int]) -> None:
-        verdict = Verdict(kind=request.kind, names=(request.name,), set_id=request.set_id, error=text)
+        verdict = OpVerdict(kind=request.kind, names=(request.name,), set_id=request.set_id, error=text)
         self._decided.append((verdict, tuple(ranks)))
 
     def _fail_all(self, keys: Iterable[Key], text: str) -> None:
@@ -213,7 +213,7 @@ class Negotiation:
         first, set_id = firsts[0], keys[0][0]
         ranks = self.sets[set_id]
         has_joined = any(len(requests) < len(ranks) for requests in taken)
-        verdict = Verdict(
+        verdict = OpVerdict(
             kind=first.kind,
             names=tuple(one.name for one in firsts),
             set_id=set_id,

@@ -222,7 +222,13 @@ def join(device: int = -1) -> int:
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until all members have come here."""
-    synchronize(_submit(Kind.BARRIER, [], None, process_set))
+    session = _session()
+    members_of(process_set)
+    set_id = process_set.process_set_id or 0
+    name = session.name_for(Kind.BARRIER, None, set_id)
+    op = PendingOp(request=OpRequest(name=name, kind=Kind.BARRIER, set_id=set_id))
+    session.submit(op)
+    op.wait()
 
 
 def _session() -> sessions.Session:

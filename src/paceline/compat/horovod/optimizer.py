@@ -7,6 +7,8 @@ submits its gradient as soon as backward has it, so the sums are on their way wh
 from __future__ import annotations
 
 import contextlib
+import itertools
+import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -21,6 +23,7 @@ from paceline.compat.horovod.compression import Compression, Compressor
 from paceline.compat.horovod.functions import broadcast_object
 from paceline.compat.horovod.gradients import GradientExchange, named_parameters_of
 from paceline.compat.horovod.process_sets import ProcessSet, global_process_set
+from paceline.compat.horovod.progress import step_done
 from paceline.compat.horovod.requests import Reduction
 
 __all__ = ["DistributedOptimizer"]
@@ -28,7 +31,7 @@ __all__ = ["DistributedOptimizer"]
 Groups = int | Sequence[Sequence[Tensor]] | None
 
 
-def DistributedOptimizer(  # noqa: N802  # Horovod's name
+def DistributedOptimizer(  # Horovod's name
     optimizer: Optimizer,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
     compression: type[Compressor] = Compression.none,
@@ -161,8 +164,12 @@ class ReducingOptimizer(_Distributed):
             )
         self._has_synchronized = False
         if closure is None:
+            began_s = time.perf_counter()
             self.exchange.finish()
-            return super().step()  # pyright: ignore[reportAttributeAccessIssue]
+            waited_s = time.perf_counter() - began_s
+            value = super().step()  # pyright: ignore[reportAttributeAccessIssue]
+            step_done(self, waited_s=waited_s, stepped_s=time.perf_counter() - began_s - waited_s)
+            return value
 
         def synchronized() -> Any:
             loss = closure()
@@ -236,7 +243,7 @@ def _grouped(exchange: GradientExchange, groups: Groups) -> list[list[Tensor]]:
     if isinstance(groups, int):
         each, more = divmod(len(parameters), groups)
         bounds = [place * each + min(place, more) for place in range(groups + 1)]
-        return [parameters[a:b] for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
+        return [parameters[a:b] for a, b in itertools.pairwise(bounds) if b > a]
     known = {id(one) for one in parameters}
     chosen = [[one for one in group if id(one) in known] for group in groups]
     taken = {id(one) for group in chosen for one in group}

@@ -25,14 +25,11 @@ class ProcessSet:
     """Some ranks, which run operations together. `process_set_id`: its number; None before it is added, and after it
     was removed."""
 
-    def __init__(self, ranks_or_comm: Iterable[int]) -> None:
+    def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:
         """Raises ValueError for what is not a list of ranks: there are no MPI communicators here."""
         self.process_set_id: int | None = None
         self.mpi_comm: Any = None
-        try:
-            ranks = list(ranks_or_comm)
-        except TypeError:
-            ranks = [ranks_or_comm]
+        ranks: list[Any] = list(ranks_or_comm) if isinstance(ranks_or_comm, Iterable) else [ranks_or_comm]
         if any(not isinstance(rank, int) for rank in ranks):
             raise ValueError(
                 f"ProcessSet({ranks_or_comm!r}): it takes a list of ranks, such as [0, 2]. MPI communicators need MPI, "

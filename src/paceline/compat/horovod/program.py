@@ -31,11 +31,11 @@ MODULES: dict[str, tuple[str, ...]] = {
     "horovod.torch.optimizer": (f"{OWN}.optimizer",),
     "horovod.torch.sync_batch_norm": (f"{OWN}.sync_batch_norm",),
     "horovod.torch.elastic": (f"{OWN}.elastic",),
-    "horovod.torch.elastic.state": (f"{OWN}.elastic.state", f"{OWN}.elastic.sampler"),
-    "horovod.torch.elastic.sampler": (f"{OWN}.elastic.sampler",),
+    "horovod.torch.elastic.state": (f"{OWN}.elastic_state", f"{OWN}.elastic_sampler"),
+    "horovod.torch.elastic.sampler": (f"{OWN}.elastic_sampler",),
     "horovod.common": (),
     "horovod.common.basics": (f"{OWN}.basics",),
-    "horovod.common.elastic": (f"{OWN}.elastic.state", f"{OWN}.elastic.run", f"{OWN}.errors"),
+    "horovod.common.elastic": (f"{OWN}.elastic_state", f"{OWN}.elastic_run", f"{OWN}.errors"),
     "horovod.common.exceptions": (f"{OWN}.errors",),
     "horovod.common.process_sets": (f"{OWN}.process_sets",),
     "horovod.common.util": (f"{OWN}.common_util",),
@@ -79,7 +79,9 @@ class HorovodFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return None
         top = ".".join(fullname.split(".")[:2])
         instead = HOW_ELSE.get(top, "this part of Horovod has no stand-in in Paceline")
-        raise ModuleNotFoundError(f"{fullname} is not provided under `paceline run --as horovod`: {instead}.", name=fullname)
+        raise ModuleNotFoundError(
+            f"{fullname} is not provided under `paceline run --as horovod`: {instead}.", name=fullname
+        )
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
         return None

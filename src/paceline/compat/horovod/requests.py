@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Kind", "OpRequest", "Reduction", "Verdict", "decoded", "dtype_of", "encoded"]
+__all__ = ["Kind", "OpRequest", "Reduction", "OpVerdict", "decoded", "dtype_of", "encoded"]
 
 
 class Kind:
@@ -57,7 +57,7 @@ class OpRequest:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class OpVerdict:
     """What all members do next. Several names: these all-reduces travel together."""
 
     kind: str
@@ -76,7 +76,7 @@ class Verdict:
     value: int = -1  # the number of a new process set; of a join, the last rank that joined
 
 
-def encoded(kind: str, items: list[OpRequest] | list[Verdict]) -> bytes:
+def encoded(kind: str, items: list[OpRequest] | list[OpVerdict]) -> bytes:
     """Return one line that holds these requests or verdicts. Fields with their default value are left out."""
     rows = [[_short(item, name, default) for name, default in _fields(type(item))] for item in items]
     return json.dumps([kind, *rows], separators=(",", ":")).encode() + b"\n"
@@ -106,7 +106,7 @@ def dtype_of(name: str) -> torch.dtype:
     return found
 
 
-FORMS: dict[str, Any] = {"requests": OpRequest, "verdicts": Verdict}
+FORMS: dict[str, Any] = {"requests": OpRequest, "verdicts": OpVerdict}
 
 
 def _fields(form: type[Any]) -> list[tuple[str, Any]]:

@@ -6,14 +6,11 @@ new session, the one of the same number.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
-import time
 from collections import Counter
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 
 from paceline.comm.peer_sockets.meeting import connect_members
@@ -24,10 +21,9 @@ from paceline.compat.horovod.executor import Executor
 from paceline.compat.horovod.member_group import MemberGroup
 from paceline.compat.horovod.negotiation import Negotiation
 from paceline.compat.horovod.pending_op import PendingOp
-from paceline.compat.horovod.requests import Kind, OpRequest, Verdict
+from paceline.compat.horovod.requests import Kind, OpVerdict
 from paceline.compat.horovod.timeline import Timeline
 from paceline.compat.horovod.variables import HorovodVariables
-from paceline.errors import SyncError
 from paceline.worker.program_worker import ProgramPlace, program_place
 
 __all__ = ["Session", "close_session", "current_session", "is_open", "open_session"]
@@ -80,6 +76,7 @@ class Session:
         self._set_local_places(place, members)
         self.sets: dict[int, tuple[int, ...]] = {GLOBAL: tuple(range(self.size))}
         self.failure = ""
+        self.emit = place.emit
         self._timeout_s = place.job.timeout_s
         self._store = dist.PrefixStore(f"paceline/horovod/{number}/{'-'.join(map(str, members))}", place.shared)
         self._lock = threading.Lock()
@@ -131,11 +128,10 @@ class Session:
             waiting, self._pending = list(self._pending.values()), {}
         for op in waiting:
             op.fail(HorovodInternalError(self.failure))
-        if is_news and not self._is_closing:
-            self._control.report_failure(reason)
         if is_news:
-            self._executor.end()
-            threading.Thread(target=self._executor.close, name="paceline-horovod-close", daemon=True).start()
+            self._executor.abort(HorovodInternalError(self.failure))
+            if not self._is_closing:
+                self._control.report_failure(reason)
 
     def close(self) -> None:
         """Leave: what is still decided is carried out first, and what waits for others fails, there as well."""
@@ -143,8 +139,6 @@ class Session:
         self._control.leave()
         if not self.failure:
             self._executor.has_ended.wait(LEAVE_S)
-        self._executor.end()
-        self._executor.close()
         self.fail("Horovod has been shut down")
         self._control.end()
         if self.rank > 0:
@@ -182,7 +176,7 @@ class Session:
             fail=self.fail,
         )
 
-    def _follow(self, verdict: Verdict) -> None:
+    def _follow(self, verdict: OpVerdict) -> None:
         self.timeline.decided(verdict)
         self._executor.follow(verdict)
 
@@ -202,6 +196,7 @@ class Session:
             num_local_workers=self.local_size,
             is_one_host=self.cross_size == 1,
             timeout_s=self._timeout_s,
+            why_ended=lambda: self.failure or None,
         )
 
     def _set_local_places(self, place: ProgramPlace, members: tuple[int, ...]) -> None:

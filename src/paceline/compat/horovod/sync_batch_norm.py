@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor, nn
 
 from paceline.compat.horovod import session as sessions
 from paceline.compat.horovod.differentiable import allreduce
@@ -13,7 +12,7 @@ from paceline.compat.horovod.requests import Reduction
 __all__ = ["SyncBatchNorm"]
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(nn.BatchNorm1d):
     """`torch.nn.BatchNorm` of any number of dimensions, whose mean and variance are those of all workers' batches.
 
     Workers may have different numbers of samples. The sums travel in the forward and, for the gradients, in the
@@ -34,7 +33,7 @@ class SyncBatchNorm(_BatchNorm):
             self._take_moments(mean.detach(), variance.detach(), count)
         shape = (1, -1, *[1] * (input.dim() - 2))
         normal = (input - mean.view(shape)) * torch.rsqrt(variance + self.eps).view(shape)
-        if self.weight is None:
+        if not self.affine:
             return normal
         return normal * self.weight.view(shape) + self.bias.view(shape)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from paceline import clock
-from paceline.compat.horovod.requests import OpRequest, Verdict
+from paceline.compat.horovod.requests import OpRequest, OpVerdict
 from paceline.errors import writing
 
 __all__ = ["Timeline"]
@@ -38,7 +38,12 @@ class Timeline:
             self._rows, self._marks_cycles, self._began_s = {}, marks_cycles, time.perf_counter()
             self._file.write("[")
             self._put(
-                "M", "start_time", 0, 0.0, args={"start_time_since_epoch_in_micros": int(clock.now() * 1e6)}, is_first=True
+                "M",
+                "start_time",
+                0,
+                0.0,
+                args={"start_time_since_epoch_in_micros": int(clock.now() * 1e6)},
+                is_first=True,
             )
 
     def stop(self) -> None:
@@ -53,14 +58,14 @@ class Timeline:
         """This worker has submitted an operation."""
         self._mark("B", request.name, f"NEGOTIATE_{request.kind.upper()}")
 
-    def decided(self, verdict: Verdict) -> None:
+    def decided(self, verdict: OpVerdict) -> None:
         """The verdict on operations has come."""
         if self._marks_cycles:
             self._mark("i", "cycles", "CYCLE_START")
         for name in verdict.names:
             self._mark("E", name, f"NEGOTIATE_{verdict.kind.upper()}")
 
-    def ran(self, verdict: Verdict, began_s: float, ended_s: float) -> None:
+    def ran(self, verdict: OpVerdict, began_s: float, ended_s: float) -> None:
         """Operations have run between these moments of `time.perf_counter()`."""
         for name in verdict.names:
             with self._lock:

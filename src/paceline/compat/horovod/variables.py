@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
 
+from paceline import environment
 from paceline.errors import PlanError
 from paceline.plan.job import Assignment
 
@@ -29,9 +29,9 @@ class HorovodVariables:
     is_elastic: bool = False  # HOROVOD_ELASTIC
 
     @classmethod
-    def read(cls, environment: Mapping[str, str] | None = None) -> HorovodVariables:
+    def read(cls, variables: Mapping[str, str] | None = None) -> HorovodVariables:
         """Read them; raises PlanError for values that are no numbers or negative."""
-        given = os.environ if environment is None else environment
+        given = environment.variables_of("HOROVOD_") if variables is None else variables
         stall_s = _number(given, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0.0)
         return cls(
             fusion_bytes=int(_number(given, "HOROVOD_FUSION_THRESHOLD", 128 * MIB)),
@@ -49,21 +49,23 @@ class HorovodVariables:
 
 def allow_dynamic_process_sets() -> None:
     """Let process sets be added after `init()`, as `init(process_sets="dynamic")` does."""
-    os.environ[DYNAMIC] = "1"
+    environment.set_variables({DYNAMIC: "1"})
 
 
 def set_place(assignment: Assignment) -> None:
     """Set what programs read to know their place before `init()`."""
-    os.environ.update(
-        HOROVOD_RANK=str(assignment.rank),
-        HOROVOD_SIZE=str(assignment.workers),
-        HOROVOD_LOCAL_RANK=str(assignment.local_rank),
-        HOROVOD_LOCAL_SIZE=str(assignment.local_workers),
-        HOROVOD_CROSS_RANK=str(assignment.host_index),
-        HOROVOD_CROSS_SIZE=str(assignment.hosts),
-        HOROVOD_HOSTNAME=assignment.host,
-        HOROVOD_CONTROLLER="gloo",
-        HOROVOD_CPU_OPERATIONS="gloo",
+    environment.set_variables(
+        {
+            "HOROVOD_RANK": str(assignment.rank),
+            "HOROVOD_SIZE": str(assignment.workers),
+            "HOROVOD_LOCAL_RANK": str(assignment.local_rank),
+            "HOROVOD_LOCAL_SIZE": str(assignment.local_workers),
+            "HOROVOD_CROSS_RANK": str(assignment.host_index),
+            "HOROVOD_CROSS_SIZE": str(assignment.hosts),
+            "HOROVOD_HOSTNAME": assignment.host,
+            "HOROVOD_CONTROLLER": "gloo",
+            "HOROVOD_CPU_OPERATIONS": "gloo",
+        }
     )
 
 

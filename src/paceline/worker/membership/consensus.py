@@ -331,8 +331,8 @@ class Consensus:
             self._change_over()
             self.hold()
 
-    def tell_restartable(self) -> None:
-        """Report that all workers can begin again after a loss."""
+    def allow_restart(self) -> None:
+        """Report that a program keeps its state where it outlives the workers: after a loss all may begin again."""
         if self._coordinator is not None:
             self._coordinator.tell("keeps")
 

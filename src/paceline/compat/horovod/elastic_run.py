@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.compat.horovod.basics import init, shutdown
-from paceline.compat.horovod.elastic.commit_file import CommitFile
-from paceline.compat.horovod.elastic.state import State, TorchState
+from paceline.compat.horovod.commit_file import CommitFile
+from paceline.compat.horovod.elastic_state import State, TorchState
 from paceline.compat.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
 from paceline.worker.program_worker import program_place
 
@@ -35,7 +36,8 @@ def run_fn(func: Callable[..., T], reset: Callable[[], None]) -> Callable[..., T
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> T:
         if isinstance(state, TorchState):
-            state.keep_in(CommitFile(Path(program_place().assignment.run_dir)))
+            state.keep_in(_commit_file())
+            program_place().allow_restart()
         skips_sync, resets = False, 0
         while True:
             try:
@@ -52,12 +54,17 @@ def run_fn(func: Callable[..., T], reset: Callable[[], None]) -> Callable[..., T
                 skips_sync = interrupt.skip_sync
             else:
                 if isinstance(state, TorchState):
-                    state.wait_for_file()
+                    state.forget_file()
                 return value
             reset()
             state.on_reset()
 
     return wrapper
+
+
+def _commit_file() -> CommitFile:
+    assignment = program_place().assignment
+    return CommitFile(Path(assignment.run_dir), command=os.getppid(), is_fresh=assignment.job.fresh)
 
 
 def reset_session() -> None:

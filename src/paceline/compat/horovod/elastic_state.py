@@ -14,9 +14,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from paceline.compat.horovod import progress
 from paceline.compat.horovod import session as sessions
-from paceline.compat.horovod.elastic.commit_file import CommitFile
-from paceline.compat.horovod.elastic.sampler import ElasticSampler
+from paceline.compat.horovod.commit_file import CommitFile
+from paceline.compat.horovod.elastic_sampler import ElasticSampler
 from paceline.compat.horovod.errors import HostsUpdatedInterrupt
 from paceline.compat.horovod.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 
@@ -116,6 +117,9 @@ class ObjectState(State):
 class TorchState(ObjectState):
     """A state of models, optimizers and `ElasticSampler`s, each by its `state_dict`, and of plain objects."""
 
+    _kept: dict[str, Any]  # by name: what has a state_dict
+    _copies: dict[str, Any]  # of the last commit
+
     def __init__(self, model: nn.Module | None = None, optimizer: Optimizer | None = None, **kwargs: Any) -> None:
         given: dict[str, Any] = {"model": model, "optimizer": optimizer, **kwargs}
         kept = {name: one for name, one in given.items() if isinstance(one, (nn.Module, Optimizer, ElasticSampler))}
@@ -136,7 +140,8 @@ class TorchState(ObjectState):
             self._copies[name] = _copied(one)
         super().save()
         if self._file is not None and sessions.current_session().rank == 0:
-            self._file.write({"copies": dict(self._copies), "objects": dict(self._saved_state)})
+            commit = {"copies": dict(self._copies), "objects": dict(self._saved_state), "steps": progress.count()}
+            self._file.write(commit)
 
     def restore(self) -> None:
         for name, one in self._kept.items():
@@ -161,14 +166,16 @@ class TorchState(ObjectState):
         found = file.read()
         if found is None:
             return
+        progress.begin_at(found["steps"])
         self._copies.update({name: one for name, one in found["copies"].items() if name in self._kept})
         self._saved_state.update({name: one for name, one in found["objects"].items() if name in self._saved_state})
         self.restore()
 
-    def wait_for_file(self) -> None:
-        """Return when the newest commit is in the file."""
-        if self._file is not None:
+    def forget_file(self) -> None:
+        """Remove the file: the program has come to its end."""
+        if self._file is not None and sessions.current_session().rank == 0:
             self._file.wait()
+            self._file.remove()
 
 
 def _copied(one: Any) -> Any:

@@ -20,10 +20,15 @@ NAME = "horovod_commit.pt"
 
 
 class CommitFile:
-    """The file of one run. One worker writes it; all read it when they begin."""
+    """The file of one run. One worker writes it; all read it when they begin.
 
-    def __init__(self, run_dir: Path) -> None:
+    `command`: the process that starts the run's workers, again after a loss. With `is_fresh`, commits of earlier ones
+    do not count.
+    """
+
+    def __init__(self, run_dir: Path, *, command: int, is_fresh: bool) -> None:
         self._path = run_dir / NAME
+        self._command, self._is_fresh = command, is_fresh
         self._news = threading.Condition()
         self._next: Any = None
         self._is_writing, self._error = False, None
@@ -34,7 +39,8 @@ class CommitFile:
         if not self._path.exists():
             return None
         # The run's own file, in its private directory: it holds whatever objects the program commits.
-        return torch.load(self._path, map_location="cpu", weights_only=False)
+        found = torch.load(self._path, map_location="cpu", weights_only=False)
+        return None if self._is_fresh and found["command"] != self._command else found["commit"]
 
     def write(self, commit: Any) -> None:
         """Have a commit written. Raises RunFileError where an earlier one could not be."""
@@ -75,7 +81,7 @@ class CommitFile:
         temporary = self._path.with_suffix(".new")
         with writing(self._path):
             with temporary.open("wb") as file:
-                torch.save(commit, file)
+                torch.save({"command": self._command, "commit": commit}, file)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(self._path)
