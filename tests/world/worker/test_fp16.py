@@ -26,10 +26,12 @@ from paceline.plan import (
     Batch,
     Cast,
     Compute,
+    Gossip,
     Guard,
     Int8,
     Layout,
     LocalSGD,
+    Nesterov,
     OneBit,
     ParameterServer,
     Plan,
@@ -226,6 +228,7 @@ def weighted(worker: Any, *, is_counted: bool = False) -> list[Tensor]:
 
 WIRES = {
     "raw": {},
+    "alone": {},
     "counted": {},
     "topk": {"wire": TopK(ratio=0.1)},
     "int8": {"wire": Int8()},
@@ -235,11 +238,13 @@ WIRES = {
     "adasum": {"sync": AllReduce(op="adasum")},
     "servers": {"sync": ParameterServer(servers=1)},
     "local": {"sync": LocalSGD(every=3)},
+    "diloco": {"sync": LocalSGD(every=3, outer=Nesterov())},
+    "gossip": {"sync": Gossip()},
     "shard": {"layout": Layout(shard=2), "wire": TopK(ratio=0.1)},
 }
 
 
-OFTEN = ("counted", "topk", "servers", "local")
+OFTEN = ("alone", "counted", "topk", "servers", "local")
 
 
 @pytest.mark.parametrize("name", [name if name in OFTEN else quick.further(name) for name in WIRES])
@@ -247,16 +252,17 @@ def test_no_wire_and_no_sync_knows_of_the_scale(world: World, tmp_path: Path, na
     """The scale doubles in each step; weights, norms and the noise scale are those of fp32 to the last bit."""
     about: dict[str, Any] = WIRES[name]
     plain, train = beside(tmp_path), functools.partial(weighted, is_counted=name == "counted")
-    expected = plain(train, 2, Plan(batch=BATCH, **about), save_at_end=False)
+    workers = 1 if name == "alone" else 2
+    expected = plain(train, workers, Plan(batch=BATCH, **about), save_at_end=False)
     scaled = Plan(batch=BATCH, compute=fp16(loss_scale_start=1, loss_scale_window=1), **about)
-    found = world(train, 2, scaled, save_at_end=False)
+    found = world(train, workers, scaled, save_at_end=False)
     for mine, others in zip(found, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, others, strict=True))
     assert [scale for scale, _ in scales(world)] == [2.0**number for number in range(12)]
     for mine, others in zip(steps(world), steps(plain), strict=True):
         assert (mine.loss, mine.noise_scale) == (others.loss, others.noise_scale)
         assert mine.optimizer.get("grad_norm") == others.optimizer.get("grad_norm")
-    assert name in ("servers", "local") or steps(plain)[-1].noise_scale is not None or name == "shard"
+    assert name not in ("alone", "topk") or steps(plain)[-1].noise_scale is not None, "it was compared, too"
 
 
 def asynchronous(worker: Any) -> list[float]:
@@ -275,11 +281,20 @@ def asynchronous(worker: Any) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("sync", [ParameterServer(staleness=1), quick.further(ParameterServer(drop=1))], ids=str)
-def test_replicas_that_push_their_own_updates_have_a_scale_each(world: World, sync: ParameterServer) -> None:
+@pytest.mark.parametrize(
+    "sync",
+    [
+        ParameterServer(staleness=1),
+        quick.further(ParameterServer(drop=1)),
+        quick.further(LocalSGD(every=2)),
+        quick.further(Gossip()),
+    ],
+    ids=str,
+)
+def test_replicas_that_take_steps_by_themselves_have_a_scale_each(world: World, sync: Any) -> None:
     found = world(asynchronous, 2, Plan(batch=BATCH, compute=fp16(loss_scale_window=100), sync=sync))
     for rank, losses in enumerate(found):
-        if len(losses) > 1 and not sync.drop:  # else a share may come too late to overflow
+        if len(losses) > 1 and sync != ParameterServer(drop=1):  # else a share may come too late to overflow
             assert scales(world, rank)[:3] == [(2.0**12, False), (2.0**12, True), (2.0**11, False)][: len(losses)]
         assert math.isfinite(losses[-1]) and 2.0**8 <= scales(world, rank)[-1][0] <= 2.0**12
     assert sum(map(len, found)) >= 24
