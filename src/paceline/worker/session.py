@@ -153,7 +153,8 @@ def being_worker(
             )
             place = stack.enter_context(join_run(arrival))
             _inject_faults(assignment, recorder, num_alike=resolved.layout.tensor)
-            random_state.seed_all(resolved.batch.seed, 3)
+            if not trains_itself:  # else the program has seeded before it joined, or wants no seed
+                random_state.seed_all(resolved.batch.seed, 3)
             worker, lifecycle = build_worker(
                 rank=assignment.rank,
                 plan=resolved,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import json
 from pathlib import Path
 
@@ -195,6 +196,15 @@ def resolved(path: str) -> object | None:
         except ImportError:
             continue
         for name in parts[length:]:
-            found = getattr(found, name, None)
+            found = member(found, name)
         return found
     return None
+
+
+def member(thing: object, name: str) -> object | None:
+    """An attribute, also of a class's objects or its subclasses, as far as their source tells."""
+    if not isinstance(thing, type) or hasattr(thing, name):
+        return getattr(thing, name, None)
+    classes = [thing, *thing.__subclasses__()]
+    sources = [inspect.getsource(one) for one in classes]
+    return True if any(hasattr(one, name) for one in classes) or any(f"self.{name}" in one for one in sources) else None

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.comm.messages.json_channel import ChannelClosed
 from paceline.errors import SyncError
-from paceline.worker.session import LEFT, _call_function
+from paceline.worker.session import LEFT, JoinedWorker, _call_function
 from paceline.worker.worker import Worker
 
 
@@ -35,7 +35,8 @@ def call(store: Any) -> None:
     consensus = SimpleNamespace(ranks=(0, 2), present=(), await_end=lambda: None)  # worker 1 was lost before
     lifecycle = SimpleNamespace(blames_server=lambda error: False)
     place = SimpleNamespace(consensus=consensus, shared=store)
-    _call_function(function, SimpleNamespace(workers=2), lifecycle, place)  # type: ignore[arg-type]  # what it asks of them
+    joined = JoinedWorker(worker=SimpleNamespace(workers=2), lifecycle=lifecycle, place=place)  # type: ignore[arg-type]  # what it asks of them
+    _call_function(function, joined)
 
 
 def test_who_left_early_is_found_by_its_rank_where_others_were_lost_before() -> None:

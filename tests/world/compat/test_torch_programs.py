@@ -70,8 +70,14 @@ def adam(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
+torch.set_num_threads(3)
+torch.manual_seed(7)
+drawn = torch.rand(1).item()
+torch.manual_seed(7)
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
 rank, world = dist.get_rank(), dist.get_world_size()
+tell("own choices", [torch.get_num_threads(), torch.rand(1).item() == drawn])
+torch.set_num_threads(1)
 tell("world", [world, int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]), dist.get_backend()])
 
 model = DDP(net())
@@ -182,6 +188,7 @@ def test_a_program_has_all_of_torch_distributed_and_the_numbers_of_one_process(t
     assert code == 0, output
     found = told(output)
     one = losses_of_one_process()
+    assert found["own choices"] == [3, True]
     assert found["world"] == [WORKERS, WORKERS, 0, "paceline"]
     for way in ("ddp", "hook", "fully_shard", "tensor"):
         assert found[way] == pytest.approx(one, abs=1e-5), way

@@ -189,24 +189,24 @@ def _of_entry(path: Path, entry: Entry) -> StoredTensor:
 
 def _is_deepspeed(path: Path) -> bool:
     folders = [path, *(one for one in path.iterdir() if one.is_dir())]
-    return any(any(one.glob("*_model_states.pt")) or (one / "latest_universal").exists() for one in folders)
+    return any(any(one.glob("*_model_states.pt")) or (one / "zero").is_dir() for one in folders)
 
 
 def _read_deepspeed(path: Path) -> ForeignCheckpoint:
-    """By the reader of the DeepSpeed package: weights by name, and the optimizer's state by the same names."""
+    """By the reader of the DeepSpeed package: weights and the optimizer's state, both by names."""
     try:
         read: Callable[[Path], Any] = importlib.import_module(DEEPSPEED).read_deepspeed_checkpoint
     except (ImportError, AttributeError) as error:
         raise CheckpointError(f"{path} is a checkpoint of DeepSpeed, for which no reader is there: {error}") from error
     found = read(path)
-    weights, states, step = found if isinstance(found, tuple) else (found, {}, None)
-    by_name = {name: _entries(values) for name, values in states.items()}
+    states = {name: _entries(values) for name, values in found.optimizer.items()}
     return ForeignCheckpoint(
         kind="DeepSpeed checkpoint",
         source=path,
-        tensors=_tensors(weights),
-        optimizers=[ForeignOptimizer(states=by_name)] if by_name else [],
-        step=step,
+        tensors=_tensors(found.weights),
+        optimizers=[ForeignOptimizer(states=states, groups=found.groups or None)] if states else [],
+        step=_count(found.step),
+        left_out=[str(key) for key in found.client_state],
     )
 
 

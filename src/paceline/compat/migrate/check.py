@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from paceline.compat.migrate.tables import FrameworkTable, CallVerdict, framework_tables
+from paceline.compat.migrate.tables import CallVerdict, FrameworkTable, framework_tables
 from paceline.compat.migrate.uses import NameUse, uses_in
 from paceline.errors import PlanError
 from paceline.plan.program_text import ModuleText, ProgramText

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from paceline import config
 
-__all__ = ["FRAMEWORKS", "WORKS", "FrameworkTable", "CallVerdict", "framework_tables"]
+__all__ = ["FRAMEWORKS", "WORKS", "CallVerdict", "FrameworkTable", "framework_tables"]
 
 FRAMEWORKS = ("tensorflow", "horovod", "deepspeed", "accelerate", "keras", "torch")
 WORKS = "works"

@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
@@ -46,6 +47,7 @@ _joined_here: list[int] = []  # the process that this module has joined as a wor
 def prepare_program(assignment: Assignment) -> None:
     """Before the program of this worker begins: set what it reads, and have it join where it makes its group."""
     environment.enter_torch_world(assignment)
+    torch.set_num_threads(assignment.job.threads or environment.default_threads(assignment.local_workers))
     text = ProgramText.of(Path(assignment.job.program))
     option = text.local_rank_option
     if option is not None and not any(word.split("=")[0] == option for word in sys.argv[1:]):
@@ -102,7 +104,9 @@ def _join(asked: GroupRequest, assignment: Assignment) -> tuple[str, float]:
     worker = program_worker()
     if worker is None:
         fields = {} if asked.timeout is None else {"timeout_s": asked.timeout.total_seconds()}
+        threads = torch.get_num_threads()  # the program may have chosen
         worker = join_as_program(assignment, fields=fields, trains_itself=True)
+        torch.set_num_threads(threads)
         _joined_here[:] = [os.getpid()]
         record_groups(recorder_of_program())
         _note_unused(assignment)
