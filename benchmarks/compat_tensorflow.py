@@ -1,5 +1,5 @@
-"""TensorFlow's own program of two workers: what being started and watched by Paceline costs it. Against the same program
-started by hand with its TF_CONFIG: seconds to the first step, of a step, and of the whole run.
+"""TensorFlow's own program of two workers: what being started and watched by Paceline costs it. The same program is
+started by hand, too, with its TF_CONFIG: seconds to the first step, of a step, and of the whole run.
 
 Needs TensorFlow: `make test-tensorflow` makes an environment that has it.
 

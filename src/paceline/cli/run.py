@@ -19,7 +19,7 @@ from paceline.cli.arguments import Commands, Parser, add_command
 from paceline.errors import PlanError
 from paceline.plan import CommandPlan, Job, Plan, read_job_file
 from paceline.plan.command_plan import auto_base
-from paceline.plan.job import AUTO, flag_of, read_engine_table
+from paceline.plan.job import AUTO, OWN_FLAGS, flag_of, read_engine_table
 from paceline.plan.own_programs import program_here
 from paceline.plan.program_check import check_program
 from paceline.plan.program_tasks import refuse_plan, settled_tasks, tasks_text
@@ -343,7 +343,7 @@ def job_of(arguments: argparse.Namespace, *, head: str | None = None) -> tuple[J
         text = getattr(arguments, name)
         if text is not None:
             changes[name] = config.parse_value(
-                text, fields[name], path=f"--{name.replace('_', '-')}", owner=Job, name=name
+                text, fields[name], path=OWN_FLAGS.get(name, f"--{name.replace('_', '-')}"), owner=Job, name=name
             )
     overrides = tuple(text for text in arguments.overrides if _is_for_plan(text))
     for text in arguments.overrides:

@@ -31,6 +31,7 @@ __all__ = [
     "AUTO",
     "ERROR_SPARE",
     "NO_CLUSTER",
+    "OWN_FLAGS",
     "Assignment",
     "Job",
     "assignment_from_json",

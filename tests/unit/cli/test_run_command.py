@@ -116,6 +116,7 @@ def test_another_frameworks_program_has_no_plan_and_no_pool(script: str, capsys:
         assert "with --for tensorflow the program takes its steps by itself" in refused(capsys, *start, *plan)
     assert "max_steps=5 cannot be used with run_for='tensorflow'" in refused(capsys, *start, "--max-steps", "5")
     assert "a program of tensorflow has none: start it without --pool" in refused(capsys, *start, "--pool", "here")
+    assert refused(capsys, "run", "--for", "tensorflaw", script).startswith("--for is 'tensorflaw'; it must be")
     said = refused(capsys, "parity", script, "--for", "tensorflow")
     assert "--for is for programs that take their steps by themselves" in said
 

@@ -26,13 +26,23 @@ class ProgramProcess:
     """One start of a program. `report` is what it says of its own error, None while there is none."""
 
     def __init__(
-        self, script: str, args: Sequence[str], *, worker_dir: Path, environment: Mapping[str, str], parent: int
+        self,
+        script: str,
+        args: Sequence[str],
+        *,
+        worker_dir: Path,
+        environment: Mapping[str, str],
+        parent: int,
+        notices: Sequence[int] = (),
     ) -> None:
-        """Start it; it writes into this process's standard output and error. Raises OSError where that fails."""
+        """Start it; it ignores the signals `notices`, and writes into this process's standard output and error. Raises
+        OSError where that fails.
+        """
         self._report_path = worker_dir / REPORT
         self._report_path.unlink(missing_ok=True)
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
-        words = [sys.executable, *flags, str(CHILD), str(self._report_path), str(parent), script, *args]
+        told = ",".join(map(str, notices)) or "-"
+        words = [sys.executable, *flags, str(CHILD), str(self._report_path), str(parent), told, script, *args]
         self._process = subprocess.Popen(words, env=dict(environment), stdin=subprocess.DEVNULL)
         self._began_s = time.monotonic()
         self._end_by: float | None = None  # then it is killed

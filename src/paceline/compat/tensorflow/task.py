@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline import clock
+from paceline import clock, environment
 from paceline.comm.messages.json_channel import Channel, ChannelClosed
 from paceline.compat.tensorflow.cluster import TaskPlace, address_text, places_of
 from paceline.compat.tensorflow.program_environment import device_text, program_environment
@@ -81,7 +81,8 @@ class _Task:
         self._events = EventLog(self._worker_dir / "events.jsonl", worker=assignment.rank)
         self._channel = Channel.inherited(assignment.channel_fd)
         self._orders = SupervisorOrders(self._channel)
-        self._is_terminated = False  # SIGTERM has come
+        self._notices = tuple(int(signum) for signum in environment.notice_signals() if signum != signal.SIGTERM)
+        self._is_terminated = False  # SIGTERM, or another warning, has come
         self._asked_at: float | None = None  # when the supervisor was told of that
         self._leaves_with: int | None = None  # exit code, where all leave
         self._is_ending = False  # the supervisor ends all tasks
@@ -93,7 +94,8 @@ class _Task:
 
     def run(self) -> int:
         """Start the program and look after it until this task has ended; returns the exit status."""
-        signal.signal(signal.SIGTERM, self._note_termination)
+        for signum in (signal.SIGTERM, *self._notices):
+            signal.signal(signum, self._note_termination)
         self._port = ReservedPort() if len(self._places) > 1 else None
         told = self._exchange(self._port)
         if told is None:
@@ -211,7 +213,12 @@ class _Task:
         own = self._assignment
         self._is_ready, self._look_ready_at = False, 0.0
         program = ProgramProcess(
-            self._job.program, self._job.args, worker_dir=self._worker_dir, environment=variables, parent=os.getpid()
+            self._job.program,
+            self._job.args,
+            worker_dir=self._worker_dir,
+            environment=variables,
+            parent=os.getpid(),
+            notices=self._notices,
         )
         if self._restarts == 0:
             self._events.emit(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from paceline.runs.submit import prepare, settled, show
 GIVEN = ("program", "args", "run_for", "servers", "workers", "hosts", "private_network")
 
 
-def submission(engine: str, **fields: int) -> Submission:
+def submission(engine: str, **fields: Any) -> Submission:
     found = read_engine(engine, hosts="a,b") if engine == "ssh" else read_engine(engine)
     job = Job(
         program="/home/me/train.py", args=("--epochs", "3"), run_for="tensorflow", hosts=2, head="auto",
