@@ -130,8 +130,8 @@ class FlatLoop:
 
     # The loader.
 
-    def open(self, source: StreamSource, shape: StepShape, *, position: int | None, seed: int) -> None:
-        """Begin a loop over a loader's data, from `position` of its epoch on; None: from where the stream stands."""
+    def open(self, source: StreamSource, shape: StepShape, *, begin: tuple[int, int] | None, seed: int) -> None:
+        """Begin a loop over a loader's data, from this epoch and position on; None: from where the stream stands."""
         self.close()
         self._shape, self.seed, self._trains = shape, seed, False
         parts = self._parts
@@ -139,8 +139,9 @@ class FlatLoop:
         parts.sizes.adopt(batch, is_even=False)
         parts.collectives.begin_steps(keeps=parts.memory_checkpointer.is_on)
         self._batches = self._loop.open(source, timeout_s=parts.timeout_s)
-        if position is not None:
-            self._loop.streams[source.name].cursor.position = position
+        if begin is not None:
+            cursor = self._loop.streams[source.name].cursor
+            cursor.epoch, cursor.position = begin
 
     def close(self) -> None:
         """Leave the loop: a pass that is under way changes nothing, and its step was not taken."""
@@ -206,14 +207,17 @@ class FlatLoop:
             self._batch = None
 
     def _settle(self) -> None:
-        """The loop goes on to another step: this one counts, also where no optimizer has stepped. Its gradients stay,
-        and the next ones are added."""
+        """The loop goes on to another step: this one counts, also where no optimizer has stepped."""
         batch = self._batch
         if batch is None:
             return
         if not self._loop.step_log.is_committed(batch.stream):
             self._refuse_uneven(batch)
             self._loop.commit(batch)
+        self._batch = None
+
+    def _set_aside(self) -> None:
+        """A pass removes the gradients that are there: keep what no zero_grad() has removed, for its end."""
         self._carried = [
             (parameter, parameter.grad)
             for optimizer in self._parts.prepared.own_optimizers()
@@ -223,7 +227,6 @@ class FlatLoop:
         ]
         for parameter, _ in self._carried:
             parameter.grad = None
-        self._batch = None
 
     def _refuse_uneven(self, batch: StepBatch) -> None:
         """Raise RuntimeError where a program accumulates by itself, and this worker runs batches of several processes.
@@ -270,6 +273,7 @@ class FlatLoop:
         """Open the next micro-batch of the pass, with a random state of its own; returns its data."""
         batch = self._of_step()
         if self._pass is None:
+            self._set_aside()
             self._pass = iter(batch)
         data = next(self._pass)
         self._opened(1 + self._num_opened)
