@@ -80,6 +80,7 @@ class FlatLoop:
     def __init__(self, worker: Worker) -> None:
         parts = parts_of(worker)
         self.handed = (0, 0)  # of the batch that a loader gave last: rows, and how many of them are not repeated
+        self.follows_sync = False  # the program asks when its optimizer is to step, and does not count by itself
         self.seed = 0
         self._worker, self._loop, self._executor, self._parts = worker, loop_of(worker), parts.executor, parts
         self._batches: Iterator[StepBatch] | None = None
@@ -211,8 +212,8 @@ class FlatLoop:
         batch = self._batch
         if batch is None:
             return
+        self._refuse_uneven(batch)
         if not self._loop.step_log.is_committed(batch.stream):
-            self._refuse_uneven(batch)
             self._loop.commit(batch)
         self._batch = None
 
@@ -233,7 +234,7 @@ class FlatLoop:
 
         It counts batches, and there are more of them here than in each process of its world.
         """
-        if batch.num_runs > self._shape.slots and 0 < self._num_steps < batch.num_runs:
+        if batch.num_runs > self._shape.slots and not self.follows_sync and 0 < self._num_steps < batch.num_runs:
             raise RuntimeError(
                 f"optimizer.step() was called for {self._num_steps} of the {batch.num_runs} batches of step "
                 f"{batch.step}, and this worker runs {batch.num_runs} where each process of the program's world has "
