@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from gpt import GPT, next_byte_loss, standard_library, windows
 
-WIDTH, LAYERS, HEADS, SAMPLES, STEPS, OUT, PACKAGE = (*map(int, sys.argv[1:6]), *sys.argv[6:8])
+WIDTH, LAYERS, HEADS, SAMPLES, STEPS = map(int, sys.argv[1:6])
+OUT, PACKAGE = sys.argv[6:8]
 Accelerator = importlib.import_module(PACKAGE).Accelerator
 
 

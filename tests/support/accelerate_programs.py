@@ -19,6 +19,7 @@ PROGRAM = '''\
 """Learns which half of twenty numbers has the larger sum."""
 
 import argparse
+import contextlib
 import json
 import os
 
@@ -106,7 +107,7 @@ def main():
                     break
         else:
             for number, batch in enumerate(loader):
-                with accelerator.accumulate(model):
+                with accelerator.accumulate(model) if args.loop == "accumulate" else contextlib.nullcontext():
                     take(batch, number)
                 if epoch == 1 and args.save_at == number + 1 and not args.load:
                     accelerator.save_state(args.state)

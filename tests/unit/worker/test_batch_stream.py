@@ -64,11 +64,19 @@ def stream_of(
     data: Any = None,
     replicas: Callable[[], Sequence[int]] | None = None,
     loaders: int = 0,
+    has_equal_runs: bool = False,
 ) -> BatchStream:
     """Batches of 10, of this worker of replicas of `each`, all of which run different micro-batches."""
     return BatchStream(
         StreamSource(
-            dataset=data or Numbers(), epochs=1, collate=Data, loaders=loaders, prefetch=2, pin=False, name="train"
+            dataset=data or Numbers(),
+            epochs=1,
+            collate=Data,
+            loaders=loaders,
+            prefetch=2,
+            pin=False,
+            name="train",
+            has_equal_runs=has_equal_runs,
         ),
         MicroBatchSize(Batch(size=10, micro=micro, shuffle=False)),
         cursor=StreamPosition(),
@@ -89,6 +97,16 @@ def run(batch: StepBatch) -> list[int | None]:
     for number, micro, _ in batch.runs():
         assert batch.read(number) == list(range(micro.start, micro.stop))
     return [None if is_void else micro.index for _, micro, is_void in batch.runs()]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+def test_equal_runs_are_as_many_on_every_worker_and_each_micro_batch_is_run_once(size: int) -> None:
+    own: dict[int, list[int]] = {}
+    for index in range(size):
+        for step, batch in enumerate(stream_of(Place(index, size), has_equal_runs=True).steps(lambda: 1)):
+            assert batch.num_runs == -(-len({*range(batch.start, batch.stop, 2)}) // size)
+            own.setdefault(step, []).extend(number for number in run(batch) if number is not None)
+    assert all(sorted(numbers) == list(range(len(numbers))) and numbers for numbers in own.values())
 
 
 @pytest.mark.parametrize("data", [Numbers(), Lines()], ids=["map", "iterable"])

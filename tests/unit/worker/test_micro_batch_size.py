@@ -38,6 +38,19 @@ def test_a_state_makes_them_smaller_and_never_larger(
     assert sizes.state_dict() == {"planned": planned, "samples": samples}
 
 
+def test_a_programs_own_loader_says_another_batch_which_stays_halved() -> None:
+    sizes = MicroBatchSize(Batch(size=32, micro=4), start=6)
+    sizes.adopt(Batch(size=20, micro=8, shuffle=False), is_even=False)
+    assert (sizes.batch.size, sizes.samples) == (20, 6), "a restart has found fewer samples to fit"
+    assert [micro.num_samples for micro in sizes.cut(40, 60)] == [6, 6, 6, 2]
+    sizes.halve()
+    sizes.adopt(Batch(size=40, micro=8), is_even=True)
+    assert sizes.samples == 3, "the same loader in its next epoch"
+    assert [micro.num_samples for micro in sizes.cut(0, 8)] == [3, 3, 2]
+    sizes.adopt(Batch(size=40, micro=4))
+    assert sizes.samples == 4, "another loader"
+
+
 @pytest.mark.parametrize(
     ("error", "is_one"),
     [

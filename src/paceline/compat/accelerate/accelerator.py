@@ -156,6 +156,7 @@ class Accelerator(ProgramMember):
     @property
     def sync_gradients(self) -> bool:
         """Whether the present batch is the last of its step, so that the optimizer steps."""
+        self._flat.follows_sync = True
         return self._flat.is_sync
 
     @property
@@ -240,6 +241,7 @@ class Accelerator(ProgramMember):
     @contextlib.contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
         """Around the body of a loop: gradients of `gradient_accumulation_steps` batches make a step."""
+        self._flat.follows_sync = True
         yield
 
     @contextlib.contextmanager

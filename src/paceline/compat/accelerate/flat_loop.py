@@ -80,6 +80,7 @@ class FlatLoop:
     def __init__(self, worker: Worker) -> None:
         parts = parts_of(worker)
         self.handed = (0, 0)  # of the batch that a loader gave last: rows, and how many of them are not repeated
+        self.follows_sync = False  # the program asks when its optimizer is to step, and does not count by itself
         self.seed = 0
         self._worker, self._loop, self._executor, self._parts = worker, loop_of(worker), parts.executor, parts
         self._batches: Iterator[StepBatch] | None = None
@@ -130,8 +131,8 @@ class FlatLoop:
 
     # The loader.
 
-    def open(self, source: StreamSource, shape: StepShape, *, position: int | None, seed: int) -> None:
-        """Begin a loop over a loader's data, from `position` of its epoch on; None: from where the stream stands."""
+    def open(self, source: StreamSource, shape: StepShape, *, begin: tuple[int, int] | None, seed: int) -> None:
+        """Begin a loop over a loader's data, from this epoch and position on; None: from where the stream stands."""
         self.close()
         self._shape, self.seed, self._trains = shape, seed, False
         parts = self._parts
@@ -139,8 +140,9 @@ class FlatLoop:
         parts.sizes.adopt(batch, is_even=False)
         parts.collectives.begin_steps(keeps=parts.memory_checkpointer.is_on)
         self._batches = self._loop.open(source, timeout_s=parts.timeout_s)
-        if position is not None:
-            self._loop.streams[source.name].cursor.position = position
+        if begin is not None:
+            cursor = self._loop.streams[source.name].cursor
+            cursor.epoch, cursor.position = begin
 
     def close(self) -> None:
         """Leave the loop: a pass that is under way changes nothing, and its step was not taken."""
@@ -206,14 +208,17 @@ class FlatLoop:
             self._batch = None
 
     def _settle(self) -> None:
-        """The loop goes on to another step: this one counts, also where no optimizer has stepped. Its gradients stay,
-        and the next ones are added."""
+        """The loop goes on to another step: this one counts, also where no optimizer has stepped."""
         batch = self._batch
         if batch is None:
             return
+        self._refuse_uneven(batch)
         if not self._loop.step_log.is_committed(batch.stream):
-            self._refuse_uneven(batch)
             self._loop.commit(batch)
+        self._batch = None
+
+    def _set_aside(self) -> None:
+        """A pass removes the gradients that are there: keep what no zero_grad() has removed, for its end."""
         self._carried = [
             (parameter, parameter.grad)
             for optimizer in self._parts.prepared.own_optimizers()
@@ -223,14 +228,13 @@ class FlatLoop:
         ]
         for parameter, _ in self._carried:
             parameter.grad = None
-        self._batch = None
 
     def _refuse_uneven(self, batch: StepBatch) -> None:
         """Raise RuntimeError where a program accumulates by itself, and this worker runs batches of several processes.
 
         It counts batches, and there are more of them here than in each process of its world.
         """
-        if batch.num_runs > self._shape.slots and 0 < self._num_steps < batch.num_runs:
+        if batch.num_runs > self._shape.slots and not self.follows_sync and 0 < self._num_steps < batch.num_runs:
             raise RuntimeError(
                 f"optimizer.step() was called for {self._num_steps} of the {batch.num_runs} batches of step "
                 f"{batch.step}, and this worker runs {batch.num_runs} where each process of the program's world has "
@@ -270,6 +274,7 @@ class FlatLoop:
         """Open the next micro-batch of the pass, with a random state of its own; returns its data."""
         batch = self._of_step()
         if self._pass is None:
+            self._set_aside()
             self._pass = iter(batch)
         data = next(self._pass)
         self._opened(1 + self._num_opened)

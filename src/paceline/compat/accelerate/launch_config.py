@@ -80,10 +80,10 @@ def read_launch_config(path: str | Path) -> ConfigConversion:
 
     Raises PlanError for a file that cannot be read, or is no such configuration.
     """
-    return _Reader(_table_of(Path(path))).read()
+    return _LaunchFile(_table_of(Path(path))).read()
 
 
-class _Reader:
+class _LaunchFile:
     """One configuration, key by key."""
 
     def __init__(self, table: Mapping[str, Any]) -> None:

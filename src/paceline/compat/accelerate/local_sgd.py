@@ -7,10 +7,10 @@ from typing import Any
 
 from paceline.errors import PlanError
 
-__all__ = ["LocalSGD"]
+__all__ = ["LocalSGD", "LocalSGDBlock"]
 
 
-class LocalSGD:
+class LocalSGDBlock:
     """A `with` block around a loop, under a plan with local SGD; its `step()` does nothing, since the run counts.
 
     Raises PlanError on several workers whose plan averages gradients in every step.
@@ -24,7 +24,7 @@ class LocalSGD:
                 f"plan, and {plan} averages gradients in every step. Use --plan 'localsgd(every={local_sgd_steps})'."
             )
 
-    def __enter__(self) -> LocalSGD:
+    def __enter__(self) -> LocalSGDBlock:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -32,3 +32,6 @@ class LocalSGD:
 
     def step(self) -> None:
         """A step was taken."""
+
+
+LocalSGD = LocalSGDBlock  # its name in Accelerate

@@ -134,8 +134,8 @@ class PreparedLoader:
         batches = self._drawn()
         shape = self._shape()
         source = self._source(self._stream, batches, shape, epochs=progress.epoch + 1)
-        position = self._position(skipped, shape, progress)
-        flat.open(source, shape, position=position, seed=self._agreed_seed())
+        begin = self._beginning(skipped, shape, progress)
+        flat.open(source, shape, begin=begin, seed=self._agreed_seed())
         num_given = 0
         while True:
             try:
@@ -248,12 +248,11 @@ class PreparedLoader:
             has_equal_runs=True,
         )
 
-    def _position(self, skipped: int, shape: StepShape, progress: LoaderProgress) -> int | None:
-        """Where the loop begins; None: where the stream stands, which a checkpoint may have put into the epoch."""
-        stream = loop_of(self._context.worker).streams.get(str(self._stream))
-        positions = loop_of(self._context.worker).between.positions
-        stands = positions.saved(str(self._stream)) if stream is None else stream.cursor
-        if skipped == 0 or (stands.epoch == progress.epoch and stands.position > 0):
+    def _beginning(self, skipped: int, shape: StepShape, progress: LoaderProgress) -> tuple[int, int] | None:
+        """Epoch and position at which the loop begins; None: where a checkpoint stands inside of this epoch."""
+        loop, name = loop_of(self._context.worker), str(self._stream)
+        saved = loop.between.positions.saved(name)
+        if name not in loop.streams and saved.epoch == progress.epoch and saved.position > 0:
             return None
         runs = -(-shape.slots * self._context.world.processes // self._context.world.size)  # in a step, on each worker
         if skipped % runs:
@@ -261,7 +260,7 @@ class PreparedLoader:
                 f"skip_first_batches(..., {skipped}): {runs} batches make a step on this worker, and only whole steps "
                 f"can be left out: use a multiple of {runs}"
             )
-        return skipped // runs * shape.size
+        return progress.epoch, skipped // runs * shape.size
 
     # A loop that evaluates.
 
