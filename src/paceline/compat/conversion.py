@@ -1,4 +1,4 @@
-"""What became of another framework's configuration: a plan, options of the job, and an answer to each of its keys."""
+"""What the configuration file of another framework says in Paceline's words: a plan, a job, and what not."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ __all__ = ["ConfigConversion"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ConfigConversion:
-    """`plan` is a plan's text, `job` has options of `paceline run` by their names. Each other entry is a key of the
-    configuration, with dots for its sections, and a sentence: what it became, why it does nothing here, or why it is
-    refused and what there is in its place."""
+    """A configuration that was read: every key of it is in one of the three lists, with its value or the reason.
 
-    plan: str
-    job: dict[str, str]
-    taken: list[tuple[str, str]]
-    ignored: list[tuple[str, str]]
-    refused: list[tuple[str, str]]
+    `plan` is a plan's text, "" for the default. `job` has options of `paceline run` by their names: {"workers": "8"}.
+    """
+
+    plan: str = ""
+    job: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    taken: list[tuple[str, str]] = dataclasses.field(default_factory=list["tuple[str, str]"])
+    ignored: list[tuple[str, str]] = dataclasses.field(default_factory=list["tuple[str, str]"])
+    refused: list[tuple[str, str]] = dataclasses.field(default_factory=list["tuple[str, str]"])

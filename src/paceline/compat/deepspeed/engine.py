@@ -7,9 +7,8 @@ them, and step the optimizer and its schedule, or leave the step out together.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,26 +19,14 @@ from torch.optim import Optimizer
 from paceline.compat.deepspeed.config import DeepSpeedConfig
 from paceline.compat.deepspeed.data import MicroBatchLoader
 from paceline.compat.deepspeed.engine_checkpoints import EngineCounts, load_engine, save_engine
+from paceline.compat.deepspeed.refusals import OF_ENGINE
 from paceline.compat.foreign_steps import ForeignSteps, before_forwards
 from paceline.errors import PlanError
 from paceline.events import Note
 from paceline.worker.run_member import parts_of
 from paceline.worker.worker import Worker
 
-__all__ = ["DeepSpeedEngine", "forgetting_engines", "require_first_engine"]
-
-MISSING = {
-    "no_sync": "gradients are averaged once, at the step: gradient_accumulation_steps says after how many backwards",
-    "set_gradient_accumulation_boundary": "gradient_accumulation_steps of the configuration says where a step ends",
-    "allreduce_gradients": "engine.step() averages gradients",
-    "set_train_batch_size": "the batch of a run stays: start again with another configuration, from a checkpoint",
-    "set_train_micro_batch_size": "the batch of a run stays: start again with another configuration",
-    "offload_states": "compute(offload=optimizer) of the plan keeps optimizer state elsewhere",
-    "reload_states": "compute(offload=optimizer) of the plan keeps optimizer state elsewhere",
-    "flops_profiler": "`paceline plan train.py --cluster NAME` counts the operations of a step",
-    "eigenvalue": "it belongs to quantized training, which is not here",
-    "hybrid_engine": "call the model itself: engine.module.generate(...)",
-}
+__all__ = ["DeepSpeedEngine", "require_first_engine"]
 
 
 class DeepSpeedEngine(nn.Module):
@@ -394,8 +381,8 @@ class DeepSpeedEngine(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """What DeepSpeed's engine has and this one lacks is refused by name; all else is the model's own."""
-        if name in MISSING:
-            raise PlanError(f"engine.{name} is not here: {MISSING[name]}.")
+        if name in OF_ENGINE:
+            raise PlanError(f"engine.{name} is not here: {OF_ENGINE[name]}.")
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -453,14 +440,3 @@ def _route_backward(engine: DeepSpeedEngine) -> None:
         return steps.backward(self)
 
     Tensor.backward = backward  # for the rest of the process
-
-
-@contextlib.contextmanager
-def forgetting_engines() -> Iterator[None]:
-    """Put back, when this is left, what an engine has changed of the process: for tests."""
-    original = Tensor.backward
-    try:
-        yield
-    finally:
-        Tensor.backward = original
-        _engines.clear()
