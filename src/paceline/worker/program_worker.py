@@ -7,7 +7,7 @@ with the program. What such a call opens stays open: the same worker is returned
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from paceline.worker.record.run_files import RunFiles
 from paceline.worker.session import JoinedWorker, being_worker, explaining_losses, has_run, merge_job
 from paceline.worker.worker import Worker
 
-__all__ = ["ending_with_program", "join_as_program", "program_worker"]
+__all__ = ["at_program_end", "ending_with_program", "join_as_program", "program_worker"]
 
 _stack = contextlib.ExitStack()
 _joined: list[JoinedWorker] = []  # of this process: none or one
@@ -29,6 +29,16 @@ _joined: list[JoinedWorker] = []  # of this process: none or one
 def program_worker() -> Worker | None:
     """The worker that this program has joined as; None before that, and in a script whose function is the worker."""
     return _joined[0].worker if _joined else None
+
+
+def at_program_end(call: Callable[[], None]) -> None:
+    """Call something when the program has ended well, before its worker ends. All workers must ask for it."""
+
+    def leave(kind: object, *_: object) -> None:
+        if kind is None:
+            call()
+
+    _stack.push(leave)
 
 
 def join_as_program(
