@@ -4,9 +4,9 @@
 
 It needs DeepSpeed: `make test-compat` installs it. The program is the example's GPT, with gradient accumulation, a
 schedule and clipping, on two workers of one thread each, by each ZeRO stage. DeepSpeed's processes are started by
-torchrun, over gloo, and use torch's own AdamW (`torch_adam`). Both sides are started once for each stage, and take turns
-of so many steps, A B B A ..., while the other stands still. Each turn gives the median of its steps, each pair of turns
-a ratio, and the table their medians and middle halves.
+torchrun, over gloo, and use torch's own AdamW (`torch_adam`). Both sides are started once for each stage, and take
+turns of so many steps, A B B A ..., while the other stands still. Each turn gives the median of its steps, each pair of
+turns a ratio, and the table their medians and middle halves.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def main() -> None:
             loss = next_byte_loss(engine(x), y)
             engine.backward(loss)
             engine.step()
-        loss.item()
+            loss.item()
         measured.step()
     measured.write(out, engine.global_rank)
 

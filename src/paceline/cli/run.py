@@ -32,7 +32,10 @@ __all__ = ["OPTIONS", "add", "engine_of", "job_of", "run", "show_dry_run"]
 
 # Job field: what stands for the value in the help, and the help. "program" and "args" are the positional arguments.
 OPTIONS = {
-    "run_as": ("FRAMEWORK", "run an unmodified program of another framework, with Paceline in its place: horovod"),
+    "run_as": (
+        "FRAMEWORK",
+        "run an unmodified program of another framework, with Paceline in its place: deepspeed, horovod",
+    ),
     "run_for": (
         "FRAMEWORK",
         "start, watch and restart an unmodified program that another framework distributes by itself: tensorflow",

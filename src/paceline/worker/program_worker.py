@@ -25,6 +25,7 @@ from paceline.worker.worker import Worker
 
 __all__ = [
     "ProgramPlace",
+    "at_program_end",
     "ending_with_program",
     "join_as_program",
     "program_place",
@@ -74,6 +75,16 @@ def program_place() -> ProgramPlace:
     if not _places:
         raise PlanError("This program has not joined a run yet: call paceline.open_worker() first.")
     return _places[0]
+
+
+def at_program_end(call: Callable[[], None]) -> None:
+    """Call something when the program has ended well, before its worker ends. All workers must ask for it."""
+
+    def leave(kind: object, *_: object) -> None:
+        if kind is None:
+            call()
+
+    _stack.push(leave)
 
 
 def join_as_program(

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.compat.deepspeed.checkpoint_reading import Inert, load_safely, read_deepspeed_checkpoint
+from paceline.compat.deepspeed.checkpoint_reading import read_deepspeed_checkpoint
+from paceline.compat.deepspeed.safe_pickles import Inert, load_safely
 from paceline.errors import CheckpointError
 
 SHAPES = {"a.weight": (3, 5), "a.bias": (3,), "b.weight": (2, 3)}

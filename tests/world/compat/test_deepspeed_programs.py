@@ -227,7 +227,8 @@ said(lambda: engine.some_thing)
 other = torch.nn.Linear(2, 1)
 said(lambda: deepspeed.initialize(model=other, model_parameters=other.parameters(), config=config))
 engine.backward(engine(x).mean())
-said(lambda: engine.save_checkpoint("saved"))
+said(lambda: engine.save_16bit_model("saved"))
+engine.save_checkpoint("saved", tag="within", client_state={"steps": engine.global_steps})
 said(lambda: engine.backward(net.weight.sum()))
 engine.step()
 engine.backward(engine(x).mean())
@@ -236,6 +237,8 @@ engine.step()
 said(lambda: engine.load_checkpoint("saved"))
 said(lambda: engine.save_checkpoint("saved", client_state={"file": open(__file__)}))
 said(lambda: deepspeed.init_inference(net))
+engine.backward(engine(x).mean())
+engine.save_checkpoint("saved", tag="last")
 """
 
 
@@ -260,3 +263,5 @@ def test_what_a_loop_may_not_do_is_said(tmp_path: Path) -> None:
     assert len(said) == len(expected), output
     for text, line in zip(expected, said, strict=True):
         assert text in line
+    # What is saved within a step is saved at its end; of a step that does not end, the state before it.
+    assert [one.name for one in sorted(tmp_path.glob("saved/*/step_*"))] == ["step_00000001", "step_00000001"]

@@ -1,8 +1,6 @@
 """Reads checkpoints that DeepSpeed has written: ZeRO 0 to 3, and universal ones, as whole tensors by name.
 
-Files may come from strangers, and DeepSpeed's are pickles that name its own classes. Nothing that a file names is
-imported but a fixed list of containers and torch's own parts. Every other name stands for an inert object, which keeps
-what it is given and runs no code.
+Files may come from strangers: see `safe_pickles`.
 
 What is where, by stage, of a model of N parameters over W workers (P is a worker's number):
 
@@ -16,23 +14,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import pickle
 import re
-import types
-import zipfile
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch import _utils as torch_parts
 
+from paceline.compat.deepspeed.safe_pickles import Inert, load_safely
 from paceline.errors import CheckpointError
 from paceline.regular_files import read_regular
 
-__all__ = ["DeepSpeedCheckpoint", "Inert", "load_safely", "read_deepspeed_checkpoint"]
+__all__ = ["DeepSpeedCheckpoint", "read_deepspeed_checkpoint"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,108 +41,6 @@ class DeepSpeedCheckpoint:
     step: int  # of the engine: global_steps
     stage: int  # ZeRO stage that wrote it
     client_state: dict[str, Any]  # what the program gave to save_checkpoint, as far as it is plain values
-
-
-class Inert:
-    """Stands for an object of a class that is not loaded: it keeps what it is given, and does nothing."""
-
-    args: tuple[Any, ...] = ()
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
-        made = super().__new__(cls)
-        made.args = args
-        return made
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """`__new__` has kept the arguments: pickle may leave this call out."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Inert:
-        return Inert(*args)
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def append(self, _: Any) -> None:
-        """Pickle appends to lists of other classes."""
-
-    def extend(self, _: Any) -> None:
-        """The same."""
-
-    def __setitem__(self, _: Any, __: Any) -> None:
-        """Pickle sets items of dicts of other classes."""
-
-
-def _of_type(build: Any, kind: Any, args: Any, state: Any) -> Any:
-    """A tensor that was pickled with a type and attributes of its own: the tensor alone."""
-    return build(*args)
-
-
-_STORAGES = (
-    "BFloat16Storage",
-    "BoolStorage",
-    "ByteStorage",
-    "CharStorage",
-    "DoubleStorage",
-    "FloatStorage",
-    "HalfStorage",
-    "IntStorage",
-    "LongStorage",
-    "ShortStorage",
-)
-_ALLOWED: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): OrderedDict,
-    ("collections", "defaultdict"): defaultdict,
-    ("builtins", "dict"): dict,
-    ("builtins", "list"): list,
-    ("builtins", "set"): set,
-    ("builtins", "int"): int,
-    ("builtins", "float"): float,
-    ("torch", "Size"): torch.Size,
-    ("torch", "device"): torch.device,
-    ("torch._utils", "_rebuild_tensor_v2"): torch_parts._rebuild_tensor_v2,  # pyright: ignore[reportPrivateUsage]  # what torch.save names
-    ("torch._utils", "_rebuild_parameter"): torch_parts._rebuild_parameter,  # pyright: ignore[reportPrivateUsage]  # what torch.save names
-    ("torch._tensor", "_rebuild_from_type_v2"): _of_type,
-    **{("torch", name): getattr(torch, name) for name in _STORAGES},
-    **{
-        ("torch", str(one).removeprefix("torch.")): one
-        for one in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.bool)
-    },
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    """Finds what is on the list, and an inert class for all else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        return _ALLOWED.get((module, name), Inert)
-
-
-def load_safely(path: Path) -> Any:
-    """Return what `torch.save` wrote into a file, without running code of the file; tensors on the CPU.
-
-    Raises CheckpointError for files of another kind, and for damaged ones.
-    """
-    try:
-        if not zipfile.is_zipfile(path):
-            raise CheckpointError(f"{path} is no file of torch.save (of torch 1.6 or later)")
-        with zipfile.ZipFile(path) as archive:
-            if any(name.endswith("/constants.pkl") for name in archive.namelist()):
-                raise CheckpointError(f"{path} is a TorchScript archive, which holds code")
-        module = types.SimpleNamespace(
-            Unpickler=_Unpickler, load=_refuse_old, loads=_refuse_old, PROTO=pickle.PROTO, __name__="inert"
-        )
-        return torch.load(path, map_location="cpu", weights_only=False, pickle_module=module, mmap=True)
-    except CheckpointError:
-        raise
-    except Exception as error:  # a damaged pickle raises anything
-        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-
-
-def _refuse_old(*_: Any, **__: Any) -> Any:
-    raise CheckpointError("it is of a format before torch 1.6")
 
 
 def read_deepspeed_checkpoint(path: Path, *, tag: str | None = None) -> DeepSpeedCheckpoint:
@@ -286,12 +178,12 @@ def _read_stages_1_and_2(
         gaps = [0] * len(group) if paddings is None else [int(one) for one in paddings[number]]
         if len(gaps) != len(group):
             raise CheckpointError(f"{folder}: group {number} has {len(group)} parameters, and {len(gaps)} paddings")
-        cut = _cutter(group, gaps, folder, number)
-        weights |= cut(torch.cat([_tensor(of[number], folder).flatten() for of in flat]), "fp32 weights")
+        split = _splitter(group, gaps, folder, number)
+        weights |= split(torch.cat([_tensor(of[number], folder).flatten() for of in flat]), "fp32 weights")
         for key in states[0][number] if number < len(states[0]) else ():
             values = [of[number].get(key) for of in states]
             if all(isinstance(one, Tensor) and one.dim() == 1 for one in values):
-                for name, tensor in cut(torch.cat(cast("list[Tensor]", values)), key).items():
+                for name, tensor in split(torch.cat(cast("list[Tensor]", values)), key).items():
                     optimizer.setdefault(name, {})[key] = tensor
             elif _is_plain(values[0]):
                 for name in group:
@@ -301,12 +193,12 @@ def _read_stages_1_and_2(
     return _made(model, weights, optimizer, _named_groups(parts[0], shapes), stage=stage)
 
 
-def _cutter(
+def _splitter(
     group: Mapping[str, Sequence[int]], gaps: Sequence[int], folder: Path, number: int
 ) -> Callable[[Tensor, str], dict[str, Tensor]]:
     """What takes the parameters of a group out of its flat vector, which may end with padding."""
 
-    def cut(vector: Tensor, what: str) -> dict[str, Tensor]:
+    def split(vector: Tensor, what: str) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         at = 0
         for (name, shape), gap in zip(group.items(), gaps, strict=True):
@@ -320,7 +212,7 @@ def _cutter(
             at += size + gap
         return found
 
-    return cut
+    return split
 
 
 def _group_states(state: Any) -> list[dict[str, Any]]:

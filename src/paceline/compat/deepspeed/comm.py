@@ -6,6 +6,7 @@ A program asks for its rank before it says its configuration, and the run's grou
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 from datetime import timedelta
@@ -72,13 +73,14 @@ def init_distributed(
 
 
 def _make_early(store: dist.Store | None, rank: int, workers: int, timeout: timedelta | None) -> None:
+    make = inspect.unwrap(dist.init_process_group)  # torch's own, which joins no run
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     limit = timeout or timedelta(seconds=600)
     if store is None:  # torchrun's own
-        dist.init_process_group(backend, timeout=limit)
+        make(backend, timeout=limit)
     else:
         environment.set_gloo_interface("lo")
-        dist.init_process_group(backend, store=store, rank=rank, world_size=workers, timeout=limit)
+        make(backend, store=store, rank=rank, world_size=workers, timeout=limit)
     _early.append(True)
 
 
@@ -100,7 +102,7 @@ def leave_early_group() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             dist.barrier()
-            dist.destroy_process_group()
+            inspect.unwrap(dist.destroy_process_group)()
     _early.clear()
 
 

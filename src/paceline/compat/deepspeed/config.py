@@ -4,35 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import math
 import typing
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, Literal, cast
 
 from paceline.compat.conversion import ConfigConversion
+from paceline.compat.deepspeed.batch_sizes import BatchSizes, settle_batch, workers_of
 from paceline.compat.deepspeed.config_keys import IGNORED, OFF, REFUSED, TAKEN
+from paceline.compat.deepspeed.config_table import (
+    AUTO,
+    count_of,
+    leaves_of,
+    load_config,
+    lookup,
+    mapping_of,
+    number_of,
+    without_auto,
+)
 from paceline.compat.deepspeed.optimizer_names import OptimizerChoice, choose_optimizer
 from paceline.compat.deepspeed.schedule_names import ScheduleChoice, choose_schedule
 from paceline.errors import PlanError
 from paceline.plan import Batch, Cast, Compute, Layout, Plan, Sparse
-from paceline.regular_files import read_regular
 
-__all__ = ["BatchSizes", "DeepSpeedConfig", "convert_config", "load_config", "read_config", "settle_batch"]
+__all__ = ["DeepSpeedConfig", "convert_config", "fp16_options", "read_config"]
 
-AUTO = "auto"
 _OFF_VALUES = {"gradient_allreduce_op": "mean", "zero_optimization.zero_hpz_partition_size": 1}
 _WIRES = {"fp16": "fp16", "half": "fp16", "bf16": "bf16", "bfloat16": "bf16", "bfp16": "bf16"}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BatchSizes:
-    """Samples of a step over all workers, samples of a micro-batch, and micro-batches of a worker in a step."""
-
-    train: int
-    micro: int
-    accumulation: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,32 +48,6 @@ class DeepSpeedConfig:
     conversion: ConfigConversion
 
 
-def load_config(source: object) -> dict[str, Any]:
-    """Return a configuration as a dict: it is one, or the path of a JSON file.
-
-    Raises PlanError for what is no JSON object, and for a key that is written twice.
-    """
-    if isinstance(source, Mapping):
-        return dict(cast("Mapping[str, Any]", source))
-    if not isinstance(source, (str, Path)):
-        raise PlanError(
-            f"The DeepSpeed configuration is a {type(source).__name__}; it must be a dict, or the path of a JSON file."
-        )
-    try:
-        text = read_regular(Path(source)).decode()
-    except OSError as error:
-        raise PlanError(f"The DeepSpeed configuration {source} cannot be read: {error.strerror or error}.") from error
-    except UnicodeDecodeError as error:
-        raise PlanError(f"The DeepSpeed configuration {source} is no text in UTF-8.") from error
-    try:
-        found = json.loads(text, object_pairs_hook=_without_repeats)
-    except (ValueError, RecursionError) as error:
-        raise PlanError(f"The DeepSpeed configuration {source} is no JSON: {error}.") from error
-    if not isinstance(found, dict):
-        raise PlanError(f"The DeepSpeed configuration {source} holds a {type(found).__name__}, and no JSON object.")
-    return cast("dict[str, Any]", found)
-
-
 def convert_config(source: object, *, workers: int | None = None) -> ConfigConversion:
     """Return what a configuration is here, for so many workers; None: as many as its batch sizes tell, or one.
 
@@ -85,9 +57,9 @@ def convert_config(source: object, *, workers: int | None = None) -> ConfigConve
     shared = math.prod(
         size
         for key in ("tensor_parallel.autotp_size", "sequence_parallel_size")
-        if isinstance(size := _lookup(table, key), int) and size > 1
+        if isinstance(size := lookup(table, key), int) and size > 1
     )
-    return _Reading(table, workers or (_workers_of(table) or 1) * shared).conversion()
+    return _Reading(table, workers or (workers_of(table) or 1) * shared).conversion()
 
 
 def read_config(source: object, *, workers: int, stages: int = 1, on_cpu: bool) -> DeepSpeedConfig:
@@ -106,10 +78,10 @@ def read_config(source: object, *, workers: int, stages: int = 1, on_cpu: bool) 
         listed = "\n".join(f"  {key}: {why}" for key, why in conversion.refused)
         raise PlanError(f"The DeepSpeed configuration asks for what there is not:\n{listed}")
     sizes = settle_batch(table, workers // stages)
-    for key, value in _leaves(table):
+    for key, value in leaves_of(table):
         if value == AUTO and key.startswith(("optimizer.", "scheduler.", "gradient_clipping")):
             raise PlanError(f"{key} is 'auto', which the Hugging Face Trainer fills in: say the value itself.")
-    clipping = _number(table, "gradient_clipping")
+    clipping = number_of(table, "gradient_clipping")
     return DeepSpeedConfig(
         table=table,
         plan=reading.plan,
@@ -117,58 +89,10 @@ def read_config(source: object, *, workers: int, stages: int = 1, on_cpu: bool) 
         clipping=clipping or None,
         optimizer=reading.optimizer,
         schedule=reading.schedule,
-        steps_per_print=_count(table, "steps_per_print"),
+        steps_per_print=count_of(table, "steps_per_print"),
         drop_last=bool(table.get("dataloader_drop_last", False)),
         conversion=conversion,
     )
-
-
-def settle_batch(table: Mapping[str, Any], workers: int) -> BatchSizes:
-    """Return a step's batch sizes on so many workers, by DeepSpeed's rule:
-
-    train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x workers
-
-    Raises PlanError where none of the first two is given, and where they do not fit.
-    """
-    train = _count(table, "train_batch_size")
-    micro = _count(table, "train_micro_batch_size_per_gpu")
-    steps = _count(table, "gradient_accumulation_steps")
-    if train is None and micro is None:
-        raise PlanError(
-            "The DeepSpeed configuration has no batch size: give train_batch_size, or train_micro_batch_size_per_gpu."
-        )
-    if train is None:
-        micro, steps = cast("int", micro), steps or 1
-        train = micro * steps * workers
-    elif micro is None:
-        steps = steps or 1
-        micro = _divided(train, steps * workers, f"{steps} accumulation steps x {workers} workers")
-    elif steps is None:
-        steps = _divided(train, micro * workers, f"{micro} samples a micro-batch x {workers} workers")
-    if train != micro * steps * workers:
-        raise PlanError(
-            f"train_batch_size is {train}, but {micro} samples a micro-batch x {steps} accumulation steps x {workers} "
-            f"workers are {micro * steps * workers}: change one of them, or leave one of the three out."
-        )
-    return BatchSizes(train=train, micro=micro, accumulation=steps)
-
-
-def _divided(train: int, by: int, what: str) -> int:
-    if train % by:
-        raise PlanError(
-            f"train_batch_size is {train}, which {what} = {by} do not divide: use {math.ceil(train / by) * by}, or "
-            "another number of workers."
-        )
-    return train // by
-
-
-def _workers_of(table: Mapping[str, Any]) -> int | None:
-    """The number of workers that all three batch sizes together tell."""
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    train, micro, steps = (_count(table, name) for name in names)
-    if train is None or micro is None or steps is None or train % (micro * steps):
-        return None
-    return train // (micro * steps)
 
 
 class _Reading:
@@ -192,7 +116,7 @@ class _Reading:
         self._ignored: list[tuple[str, str]] = []
         self._refused: list[tuple[str, str]] = []
         self._job: dict[str, str] = {}
-        self._walk(table, "")
+        self._answer(table, "")
         layout = self._layout()
         self.plan = Plan(layout=layout, wire=self._wire(), batch=self._batch(layout), compute=self._compute())
         self._read_training()
@@ -210,7 +134,7 @@ class _Reading:
 
     # Keys that no plan holds.
 
-    def _walk(self, table: Mapping[str, Any], above: str) -> None:
+    def _answer(self, table: Mapping[str, Any], above: str) -> None:
         for name, value in table.items():
             key = f"{above}.{name}" if above else str(name)
             if value == AUTO:
@@ -222,7 +146,7 @@ class _Reading:
             elif key in REFUSED:
                 self._refuse_if_on(key, value)
             elif isinstance(value, Mapping) and _has_keys_below(key):
-                self._walk(cast("Mapping[str, Any]", value), key)
+                self._answer(cast("Mapping[str, Any]", value), key)
             elif (why := _longest(IGNORED, key)) is not None:
                 self._ignored.append((key, why))
             else:
@@ -278,7 +202,7 @@ class _Reading:
         return layout
 
     def _split(self, key: str, axis: str) -> int:
-        size = _lookup(self._table, key)
+        size = lookup(self._table, key)
         if size in (None, AUTO, 0, 1):
             return 1
         if not isinstance(size, int):
@@ -307,7 +231,7 @@ class _Reading:
 
     def _batch(self, layout: Layout) -> Batch:
         names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-        given = [name for name in names if _count(self._table, name) is not None]
+        given = [name for name in names if count_of(self._table, name) is not None]
         drop_last = bool(self._table.get("dataloader_drop_last", False))
         if drop_last:
             self._took("dataloader_drop_last", "batch(drop_last=true)")
@@ -360,7 +284,7 @@ class _Reading:
         names = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
         given = [name for name in names if section.get(name, AUTO) != AUTO]
         if section.get("enabled") is not True:
-            if "fp16.enabled" in dict(_leaves(self._table)) and section.get("enabled") != AUTO:
+            if "fp16.enabled" in dict(leaves_of(self._table)) and section.get("enabled") != AUTO:
                 self._took("fp16.enabled", "it is off")
             self._ignored += [(f"fp16.{name}", "fp16 is off") for name in given]
             return {}
@@ -380,7 +304,7 @@ class _Reading:
 
     def _offload(self) -> dict[str, Any]:
         zero = self._section("zero_optimization")
-        optimizer, params = _mapping(zero.get("offload_optimizer")), _mapping(zero.get("offload_param"))
+        optimizer, params = mapping_of(zero.get("offload_optimizer")), mapping_of(zero.get("offload_param"))
         prefix = "zero_optimization"
         devices = {
             f"{prefix}.offload_optimizer.device": optimizer.get("device"),
@@ -415,13 +339,13 @@ class _Reading:
     # What the program itself takes, and the job.
 
     def _read_training(self) -> None:
-        clipping = _number(self._table, "gradient_clipping")
+        clipping = number_of(self._table, "gradient_clipping")
         if clipping is not None:
             self._took(
                 "gradient_clipping", f"worker.stepper(clip_norm={clipping})" if clipping else "nothing is clipped"
             )
-        if (kind := _lookup(self._table, "optimizer.type")) is not None and kind != AUTO:
-            params = _without_auto(self._section("optimizer").get("params"))
+        if (kind := lookup(self._table, "optimizer.type")) is not None and kind != AUTO:
+            params = without_auto(self._section("optimizer").get("params"))
             try:
                 self.optimizer = choose_optimizer(str(kind), params)
                 self._took("optimizer.type", str(self.optimizer))
@@ -429,8 +353,8 @@ class _Reading:
                 self._refused.append(("optimizer.type", str(error).removeprefix("optimizer.type is ").rstrip(".")))
             if "params" in self._section("optimizer"):
                 self._took("optimizer.params", "options of the optimizer")
-        if (kind := _lookup(self._table, "scheduler.type")) is not None and kind != AUTO:
-            params = _without_auto(self._section("scheduler").get("params"))
+        if (kind := lookup(self._table, "scheduler.type")) is not None and kind != AUTO:
+            params = without_auto(self._section("scheduler").get("params"))
             try:
                 self.schedule = choose_schedule(str(kind), params)
                 self._took("scheduler.type", f"paceline.compat.deepspeed.schedules.{kind}")
@@ -440,7 +364,7 @@ class _Reading:
                 self._took("scheduler.params", "options of the schedule")
 
     def _read_job(self) -> None:
-        if _count(self._table, "steps_per_print") is not None:
+        if count_of(self._table, "steps_per_print") is not None:
             self._took("steps_per_print", "steps between two lines of the engine; the console shows each step")
         tensorboard, wandb = self._section("tensorboard"), self._section("wandb")
         if tensorboard.get("enabled", AUTO) != AUTO:
@@ -449,7 +373,7 @@ class _Reading:
             self._took("wandb.enabled", "--log wandb" if wandb["enabled"] else "it is off")
         if wandb.get("enabled") is True:
             self._job["log"] = "wandb"
-        if (stages := _lookup(self._table, "pipeline.stages")) not in (None, AUTO):
+        if (stages := lookup(self._table, "pipeline.stages")) not in (None, AUTO):
             self._took("pipeline.stages", f"PipelineModule(num_stages={stages}) says it")
 
     def _took(self, key: str, what: str) -> None:
@@ -459,7 +383,7 @@ class _Reading:
         found = self._table.get(name)
         if found is not None and not isinstance(found, Mapping):
             raise PlanError(f"{name} of the DeepSpeed configuration is {found!r}; it must be a section: {{...}}.")
-        return _mapping(found)
+        return mapping_of(found)
 
 
 def fp16_options(section: Mapping[str, Any]) -> dict[str, Any]:
@@ -481,56 +405,6 @@ def fp16_options(section: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"the key {key!r} is written twice in one section")
-        found[key] = value
-    return found
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
-
-
-def _without_auto(params: Any) -> dict[str, Any]:
-    return {key: value for key, value in _mapping(params).items() if value != AUTO}
-
-
-def _leaves(table: Mapping[str, Any], above: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for name, value in table.items():
-        key = f"{above}.{name}" if above else str(name)
-        found += _leaves(cast("Mapping[str, Any]", value), key) if isinstance(value, Mapping) else [(key, value)]
-    return found
-
-
-def _lookup(table: Mapping[str, Any], key: str) -> Any:
-    found: Any = table
-    for name in key.split("."):
-        found = _mapping(found).get(name)
-    return found
-
-
-def _count(table: Mapping[str, Any], name: str) -> int | None:
-    value = table.get(name)
-    if value is None or value == AUTO:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or value < 1:
-        raise PlanError(f"{name} is {value!r}; it must be a whole number of at least 1.")
-    return int(value)
-
-
-def _number(table: Mapping[str, Any], name: str) -> float | None:
-    value = table.get(name)
-    if value is None or value == AUTO:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise PlanError(f"{name} is {value!r}; it must be a number of at least 0.")
-    return float(value)
-
-
 def _has_keys_below(key: str) -> bool:
     return any(one.startswith(f"{key}.") for known in (TAKEN, IGNORED, REFUSED) for one in known)
 
@@ -545,7 +419,7 @@ def _longest(answers: Mapping[str, str], key: str) -> str | None:
 
 def _is_on(section: Mapping[Any, Any]) -> bool:
     """Whether a section that has switches has one that is on; one without switches is."""
-    switches = [value for key, value in _leaves(section) if key.rpartition(".")[2] == "enabled"]
+    switches = [value for key, value in leaves_of(section) if key.rpartition(".")[2] == "enabled"]
     return not switches or any(value not in OFF for value in switches)
 
 

@@ -7,9 +7,8 @@ them, and step the optimizer and its schedule, or leave the step out together.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,27 +18,17 @@ from torch.optim import Optimizer
 
 from paceline.compat.deepspeed.config import DeepSpeedConfig
 from paceline.compat.deepspeed.data import MicroBatchLoader
-from paceline.compat.deepspeed.engine_checkpoints import EngineCounts, load_engine, save_engine
+from paceline.compat.deepspeed.engine_checkpoints import EngineCounts, SavedEngine, load_engine, save_engine
+from paceline.compat.deepspeed.refusals import OF_ENGINE
+from paceline.compat.deepspeed.run_monitor import Monitor
 from paceline.compat.foreign_steps import ForeignSteps, before_forwards
 from paceline.errors import PlanError
 from paceline.events import Note
+from paceline.worker.program_worker import at_program_end
 from paceline.worker.run_member import parts_of
 from paceline.worker.worker import Worker
 
-__all__ = ["DeepSpeedEngine", "forgetting_engines", "require_first_engine"]
-
-MISSING = {
-    "no_sync": "gradients are averaged once, at the step: gradient_accumulation_steps says after how many backwards",
-    "set_gradient_accumulation_boundary": "gradient_accumulation_steps of the configuration says where a step ends",
-    "allreduce_gradients": "engine.step() averages gradients",
-    "set_train_batch_size": "the batch of a run stays: start again with another configuration, from a checkpoint",
-    "set_train_micro_batch_size": "the batch of a run stays: start again with another configuration",
-    "offload_states": "compute(offload=optimizer) of the plan keeps optimizer state elsewhere",
-    "reload_states": "compute(offload=optimizer) of the plan keeps optimizer state elsewhere",
-    "flops_profiler": "`paceline plan train.py --cluster NAME` counts the operations of a step",
-    "eigenvalue": "it belongs to quantized training, which is not here",
-    "hybrid_engine": "call the model itself: engine.module.generate(...)",
-}
+__all__ = ["DeepSpeedEngine", "require_first_engine"]
 
 
 class DeepSpeedEngine(nn.Module):
@@ -63,16 +52,18 @@ class DeepSpeedEngine(nn.Module):
         self.training_dataloader: MicroBatchLoader | None = None
         self.device, self.global_rank, self.world_size = worker.device, worker.rank, worker.workers
         self.local_rank = parts_of(worker).files.assignment.local_rank
-        self.monitor = _Monitor(worker)
+        self.monitor = Monitor(worker)
         self.counts = EngineCounts()
         self.collate_fn = collate
         self._worker, self._settings, self._norm = worker, config, cast("Tensor | None", None)
         self._steps = ForeignSteps(worker)
         self._is_applied = False
         self._num_ended = 0  # micro-batches of the step
+        self._waiting: list[SavedEngine] = []  # saves that were asked for within a step
         if optimizer is not None:
             worker.prepare(self.counts, name="deepspeed_engine")
             self._begin_micro_batches(model)
+            at_program_end(self._end)
 
     def _begin_micro_batches(self, model: nn.Module) -> None:
         """Have each forward of the model that trains begin a micro-batch, and `loss.backward()` be the engine's."""
@@ -128,6 +119,7 @@ class DeepSpeedEngine(nn.Module):
         self._steps.take(self.optimizer, outcome)
         self._num_ended = 0
         self._finish_step(is_taken=outcome.is_taken, lr_kwargs=lr_kwargs)
+        self._save_waiting()
         self._steps.advance()
 
     def _finish_step(self, *, is_taken: bool, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -317,12 +309,27 @@ class DeepSpeedEngine(nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save the run's state, and `client_state`, in `save_dir/tag`; all workers call it. See `save_engine`."""
-        self._require_between_steps("save_checkpoint()")
-        save_engine(
-            self._worker, Path(save_dir), tag or f"global_step{self.global_steps}", client_state or {}, save_latest
-        )
+        """Save the run's state, and `client_state`, in `save_dir/tag`; all workers call it. See `save_engine`.
+
+        A step that is under way is taken before, or, where the program ends, left out.
+        """
+        chosen = tag or f"global_step{self.global_steps}"
+        save = SavedEngine(Path(save_dir), chosen, client_state or {}, is_latest=save_latest)
+        if self._steps.is_under_way:
+            self._waiting.append(save)
+        else:
+            save_engine(self._worker, save)
         return True
+
+    def _save_waiting(self) -> None:
+        while self._waiting:
+            save_engine(self._worker, self._waiting.pop(0))
+
+    def _end(self) -> None:
+        """The program is over: what it has wanted to save in a step that did not end is the state before that step."""
+        if self._waiting:
+            self._steps.close()
+            self._save_waiting()
 
     def load_checkpoint(
         self,
@@ -394,8 +401,8 @@ class DeepSpeedEngine(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """What DeepSpeed's engine has and this one lacks is refused by name; all else is the model's own."""
-        if name in MISSING:
-            raise PlanError(f"engine.{name} is not here: {MISSING[name]}.")
+        if name in OF_ENGINE:
+            raise PlanError(f"engine.{name} is not here: {OF_ENGINE[name]}.")
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -412,19 +419,6 @@ class DeepSpeedEngine(nn.Module):
 
 
 _BACKWARD: dict[str, object] = {"retain_graph": False, "scale_wrt_gas": True, "allreduce_gradients": True}
-
-
-class _Monitor:
-    """What DeepSpeed's monitor takes goes to the run's metrics."""
-
-    enabled = True
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-
-    def write_events(self, events: Sequence[tuple[str, Any, int]], flush: bool = True) -> None:
-        """Report (name, value, step) values with the latest step."""
-        self._worker.report(**{name: value for name, value, _ in events})
 
 
 _engines: list[DeepSpeedEngine] = []  # that trains in this process: none or one
@@ -453,14 +447,3 @@ def _route_backward(engine: DeepSpeedEngine) -> None:
         return steps.backward(self)
 
     Tensor.backward = backward  # for the rest of the process
-
-
-@contextlib.contextmanager
-def forgetting_engines() -> Iterator[None]:
-    """Put back, when this is left, what an engine has changed of the process: for tests."""
-    original = Tensor.backward
-    try:
-        yield
-    finally:
-        Tensor.backward = original
-        _engines.clear()

@@ -23,7 +23,7 @@ from paceline.regular_files import read_regular
 from paceline.worker.run_member import parts_of
 from paceline.worker.worker import Worker
 
-__all__ = ["EngineCounts", "load_engine", "save_engine"]
+__all__ = ["EngineCounts", "SavedEngine", "load_engine", "save_engine"]
 
 LATEST, CLIENT = "latest", "client_state.pt"
 
@@ -44,11 +44,23 @@ class EngineCounts:
             setattr(self, name, int(state[name]))
 
 
-def save_engine(worker: Worker, folder: Path, tag: str, client_state: dict[str, Any], is_latest: bool) -> None:
-    """Save a checkpoint of the run, and put it with `client_state` into `folder/tag`; an operation of all workers.
+class SavedEngine:
+    """What a program wants to save, as it was when it said so. Raises CheckpointError for a tag that is no name of a
+    folder, and for a client state with more than plain values and tensors."""
 
-    Raises CheckpointError, on all workers, where the tag is no name of a folder, `client_state` holds more than plain
-    values and tensors, or the first worker cannot write.
+    def __init__(self, folder: Path, tag: str, client_state: dict[str, Any], *, is_latest: bool) -> None:
+        if not tag or tag in (".", "..") or "/" in tag or "\0" in tag:
+            raise CheckpointError(
+                f"save_checkpoint({str(folder)!r}, tag={tag!r}): the tag must be the name of a folder"
+            )
+        self.folder, self.tag, self.is_latest = folder, tag, is_latest
+        self.client = encode_state(freeze(client_state))
+
+
+def save_engine(worker: Worker, save: SavedEngine) -> None:
+    """Save a checkpoint of the run, and put it with the client state into `folder/tag`; an operation of all workers.
+
+    Raises CheckpointError, on all workers, where the first one cannot write.
     """
     parts = parts_of(worker)
     worker.save()
@@ -57,19 +69,16 @@ def save_engine(worker: Worker, folder: Path, tag: str, client_state: dict[str, 
     if worker.is_first:
         source = parts.files.checkpoint_dir / f"step_{worker.step:08d}"
         try:
-            _put(source, folder, tag, client_state, is_latest)
+            _put(source, save)
         except (CheckpointError, OSError) as error:
             problem = str(error)
     problem = worker.gather(problem)[0]
     if problem is not None:
-        raise CheckpointError(f"save_checkpoint({str(folder)!r}, tag={tag!r}): {problem}")
+        raise CheckpointError(f"save_checkpoint({str(save.folder)!r}, tag={save.tag!r}): {problem}")
 
 
-def _put(source: Path, folder: Path, tag: str, client_state: dict[str, Any], is_latest: bool) -> None:
-    if not tag or tag in (".", "..") or "/" in tag or "\0" in tag:
-        raise CheckpointError("the tag must be the name of a folder")
-    encoded = encode_state(freeze(client_state))
-    target = folder / tag
+def _put(source: Path, save: SavedEngine) -> None:
+    target = save.folder / save.tag
     target.mkdir(parents=True, exist_ok=True)
     for old in target.glob("step_*"):
         if old.is_dir() and not old.is_symlink():
@@ -77,11 +86,11 @@ def _put(source: Path, folder: Path, tag: str, client_state: dict[str, Any], is_
     partial = target / f"{source.name}.partial-{os.getpid()}"
     shutil.copytree(source, partial, copy_function=_link)
     with whole_file(target / CLIENT) as file:
-        file.write(encoded)
+        file.write(save.client)
     partial.rename(target / source.name)
-    if is_latest:
-        with whole_file(folder / LATEST) as file:
-            file.write(tag.encode())
+    if save.is_latest:
+        with whole_file(save.folder / LATEST) as file:
+            file.write(save.tag.encode())
 
 
 def _link(source: str, target: str) -> None:

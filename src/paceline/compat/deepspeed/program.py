@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,12 +29,13 @@ def prepare_program(assignment: Assignment) -> None:
 
 
 def _joining(make: Callable[..., None]) -> Callable[..., None]:
-    """Have a program's own `torch.distributed.init_process_group()` be `deepspeed.init_distributed()`."""
+    """Have a program's own `torch.distributed.init_process_group()` be `deepspeed.init_distributed()`, and Paceline's
+    own be torch's."""
 
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         caller = sys._getframe(1).f_globals.get("__name__", "")  # pyright: ignore[reportPrivateUsage]  # documented, and named so for what it costs in other Pythons
         if caller.startswith("paceline."):
-            make(*args, **kwargs)
+            inspect.unwrap(make)(*args, **kwargs)
         else:
             init_distributed()
 

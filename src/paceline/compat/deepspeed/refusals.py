@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["SUBMODULES", "is_refused", "refusal"]
+__all__ = ["OF_ENGINE", "SUBMODULES", "is_refused", "refusal"]
 
 DOCS = "docs/how-to/bring-your-deepspeed-program.md"
 
@@ -72,6 +72,21 @@ REFUSED: dict[str, str] = {
     "runtime.fp16": "compute(precision=fp16) of the plan",
     "runtime.bf16_optimizer": "compute(precision=bf16) of the plan",
     "utils.groups": "the plan says which workers belong together",
+}
+
+
+# Names of the engine.
+OF_ENGINE: dict[str, str] = {
+    "no_sync": "gradients are averaged once, at the step: gradient_accumulation_steps says after how many backwards",
+    "set_gradient_accumulation_boundary": "gradient_accumulation_steps of the configuration says where a step ends",
+    "allreduce_gradients": "engine.step() averages gradients",
+    "set_train_batch_size": "the batch of a run stays: start again with another configuration, from a checkpoint",
+    "set_train_micro_batch_size": "the batch of a run stays: start again with another configuration",
+    "offload_states": "compute(offload=optimizer) of the plan keeps optimizer state elsewhere",
+    "reload_states": "compute(offload=optimizer) of the plan keeps optimizer state elsewhere",
+    "flops_profiler": "`paceline plan train.py --cluster NAME` counts the operations of a step",
+    "eigenvalue": "it belongs to quantized training, which is not here",
+    "hybrid_engine": "call the model itself: engine.module.generate(...)",
 }
 
 
