@@ -92,14 +92,11 @@ def fit(
         if loop.num_steps == 0:
             return model.history
         dataset, collate = ordered(source, shuffles=bool(shuffle), plan_shuffles=batch.shuffle, seed=batch.seed)
-        batches = worker.batches(
-            dataset,
-            epochs=loop.num_passes(steps_of_data),
-            collate=collate,
-            loaders=source.loaders,
-            name=f"fit_{number}",
-        )
-        loop.run(batches)
+        epochs_of_data, name = loop.num_passes(steps_of_data), f"fit_{number}"
+        if progress.is_stopped:  # before the checkpoint: a later call goes on
+            loop.run(())
+        else:
+            loop.run(worker.batches(dataset, epochs=epochs_of_data, collate=collate, loaders=source.loaders, name=name))
     return model.history
 
 

@@ -53,7 +53,8 @@ class UpdateRule:
     @property
     def rate(self) -> float:
         """The present learning rate."""
-        return float(keras.ops.convert_to_numpy(self.optimizer.learning_rate))
+        rate = self.optimizer.learning_rate
+        return float(rate._value.detach()) if isinstance(rate, keras.Variable) else float(rate)
 
     def build(self, parameters: Sequence[Tensor]) -> None:
         """Make what the optimizer remembers of these parameters, in the size of this worker's part.
@@ -87,7 +88,7 @@ class UpdateRule:
     def options(self) -> dict[str, Any]:
         """What belongs to all parameters: the learning rate, the count of steps, and other single numbers."""
         plain = {name: float(one._value.detach()) for name, one in self._scalars.items()}
-        return {RATE: self.rate, COUNT: int(self.optimizer._iterations), **plain}
+        return {RATE: self.rate, COUNT: int(self.optimizer._iterations._value), **plain}
 
     def apply(
         self, parameters: Sequence[Tensor], options: dict[str, Any], state: Mapping[Tensor, dict[str, Any]]
