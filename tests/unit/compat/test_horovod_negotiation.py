@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.compat.horovod.negotiation import Negotiation
-from paceline.compat.horovod.requests import Kind, OpRequest, Reduction, OpVerdict, decoded, encoded
+from paceline.compat.horovod.requests import Kind, OpRequest, OpVerdict, Reduction, decoded, encoded
 
 LARGE = 1 << 30
 

@@ -16,7 +16,7 @@ def words(line: str) -> list[str]:
 
 
 def test_the_usual_command_line() -> None:
-    assert run_command("-np 4 python train.py --lr 0.1".split()).words == (
+    assert run_command(["-np", "4", "python", "train.py", "--lr", "0.1"]).words == (
         *("run", "--as", "horovod", "--workers", "4"),
         *("train.py", "--", "--lr", "0.1"),
     )
@@ -53,10 +53,11 @@ def test_a_module_is_run_as_a_module() -> None:
 
 
 def test_tuneable_options_reach_the_workers() -> None:
-    command = run_command(
+    line = (
         "-np 2 --fusion-threshold-mb 3 --cycle-time-ms=7.5 --timeline-filename /x/t.json --timeline-mark-cycles "
-        "--stall-check-warning-time-seconds 9 --stall-check-shutdown-time-seconds 20 python t.py".split()
+        "--stall-check-warning-time-seconds 9 --stall-check-shutdown-time-seconds 20 python t.py"
     )
+    command = run_command(line.split())
     assert command.variables == {
         "HOROVOD_FUSION_THRESHOLD": str(3 << 20),
         "HOROVOD_CYCLE_TIME": "7.5",
@@ -71,7 +72,7 @@ def test_tuneable_options_reach_the_workers() -> None:
 @pytest.mark.parametrize("option", sorted(IGNORED))
 def test_what_has_no_effect_is_said(option: str) -> None:
     command = run_command([option, *["1"] * IGNORED[option][0], "-np", "2", "python", "t.py"])
-    assert command.words == run_command("-np 2 python t.py".split()).words
+    assert command.words == run_command(["-np", "2", "python", "t.py"]).words
     (note,) = command.notes
     assert note.startswith(f"{option} has no effect: ")
 
@@ -115,7 +116,7 @@ def test_the_command_is_shown_and_run(capsys: pytest.CaptureFixture[str], monkey
 
     monkeypatch.setattr(horovodrun.cli, "main", record)
     monkeypatch.setattr(horovodrun, "set_variables", lambda variables: None)
-    assert horovodrun.main("-np 2 --gloo python t.py".split()) == 3
+    assert horovodrun.main(["-np", "2", "--gloo", "python", "t.py"]) == 3
     assert seen == [("run", "--as", "horovod", "--workers", "2", "t.py")]
     assert "paceline run --as horovod --workers 2 t.py" in capsys.readouterr().err
     assert horovodrun.main(["-np"]) == 2

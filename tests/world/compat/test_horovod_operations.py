@@ -256,6 +256,18 @@ def test_a_second_init_works_after_shutdown(tmp_path: Path, size: int) -> None:
         assert value == [float(sum(range(size)) + number * size) for number in range(3)]
 
 
+def begins_badly(rank: int, size: int) -> bool:
+    with pytest.raises(ValueError, match="duplicate"):
+        hvd.init(process_sets=[hvd.ProcessSet([0]), hvd.ProcessSet(reversed(range(size)))])  # all: the global set
+    assert not hvd.is_initialized()
+    hvd.init(process_sets=[one := hvd.ProcessSet([0])])
+    return hvd.allreduce(torch.ones(1)).item() == 1.0 and one.process_set_id == 1
+
+
+def test_an_init_that_fails_may_be_repeated(tmp_path: Path) -> None:
+    assert horovod_workers.start(tmp_path, 2, begins_badly).values() == [True, True]
+
+
 def differentiated(rank: int, size: int) -> dict[str, Any]:
     hvd.init()
     found: dict[str, Any] = {}

@@ -19,7 +19,7 @@ STEPS = 4
 ROWS = 6  # of each step: divided by 2 and 3
 
 
-def network() -> nn.Sequential:
+def network() -> Any:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
 
@@ -56,17 +56,18 @@ def train(
         nn.init.zeros_(model[0].weight)
     plain = torch.optim.Adam(model.parameters(), lr=0.05 if rank == 0 else 0.3)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    groups = more.pop("groups", None)
+    groups: Any = more.pop("groups", None)
+    chosen: Any = groups(model) if callable(groups) else groups
     optimizer = hvd.DistributedOptimizer(
         plain,
         named_parameters=model.named_parameters(),
         backward_passes_per_step=passes,
-        groups=groups(model) if callable(groups) else groups,
+        groups=chosen,
         **more,
     )
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     optimizer.state.clear()  # a state of zero gradients counts as a step for Adam
-    assert isinstance(optimizer, torch.optim.Adam)
+    assert issubclass(type(optimizer), torch.optim.Adam)
     for parts in own_rows(rank, size, passes=passes):
         if closure:
 
@@ -103,7 +104,7 @@ WAYS: dict[str, Callable[[int, int], list[Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.further)])
 @pytest.mark.parametrize("way", WAYS)
 def test_weights_are_those_of_one_process(tmp_path: Path, size: int, way: str) -> None:
     wanted = alone()
@@ -121,7 +122,7 @@ def test_gradients_of_several_passes_travel_once(tmp_path: Path) -> None:
 
 def one_branch(rank: int, size: int) -> list[float]:
     hvd.init()
-    branches = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(size)])
+    branches: Any = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(size)])
     for branch in branches:
         nn.init.ones_(branch.weight)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(branches.parameters(), lr=1.0))
@@ -184,7 +185,7 @@ def refused(rank: int, size: int) -> None:
     model = nn.Linear(2, 2)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     named = list(model.named_parameters())
-    for message, arguments in (
+    cases: list[tuple[str, dict[str, Any]]] = [
         ("not named", {"named_parameters": named[:1]}),
         ("duplicates: bias, weight", {"named_parameters": named + named}),
         ("tuples", {"named_parameters": list(model.parameters())}),
@@ -192,7 +193,8 @@ def refused(rank: int, size: int) -> None:
         ("op != Average", {"gradient_predivide_factor": 2.0, "op": hvd.Sum}),
         ("once in groups", {"groups": [[model.weight], [model.weight]]}),
         ("non-negative", {"groups": 0}),
-    ):
+    ]
+    for message, arguments in cases:
         with pytest.raises(ValueError, match=message):
             hvd.DistributedOptimizer(plain, **arguments)
     optimizer = hvd.DistributedOptimizer(plain, named_parameters=named)

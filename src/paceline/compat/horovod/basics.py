@@ -63,7 +63,11 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     open_worker()
     forget_handles()
     sessions.open_session(list(comm) if comm else None)
-    initialize_process_sets(sets)
+    try:
+        initialize_process_sets(sets)
+    except BaseException:
+        sessions.close_session()  # on all workers alike: `init` may be called again
+        raise
 
 
 def shutdown() -> None:

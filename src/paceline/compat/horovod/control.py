@@ -75,7 +75,8 @@ class ControlThread:
         self._rank, self._coordinator, self._limits = rank, coordinator, limits
         self._negotiation, self._follow, self._fail = negotiation, follow, fail
         self._connections = {peer: _Connection(peer, sock) for peer, sock in sockets.items()}
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the batch
+        self._io = threading.RLock()  # of the connections and the negotiation
         self._batch: list[OpRequest] = []
         self._batch_bytes, self._batch_due, self._is_urgent = 0, 0.0, False
         self._leaves, self._failure, self._is_over, self._is_abandoned = False, "", False, False
@@ -107,11 +108,18 @@ class ControlThread:
             self._nudge()
 
     def flush(self) -> None:
-        """Have all submitted requests sent now: somebody waits for a result."""
+        """Have all submitted requests sent now, by the calling thread if it can: somebody waits for a result."""
         with self._lock:
-            wakes = bool(self._batch) and not self._is_urgent
-            self._is_urgent = self._is_urgent or wakes
-        if wakes:
+            if not self._batch or self._is_urgent:
+                return
+            self._is_urgent = True
+        if self._io.acquire(blocking=False):
+            try:
+                if not self._is_over:
+                    self._send_batch()
+            finally:
+                self._io.release()
+        else:
             self._nudge()
 
     def leave(self) -> None:
@@ -152,24 +160,30 @@ class ControlThread:
     def _serve(self) -> None:
         try:
             while not self._has_ended():
-                for key, events in self._selector.select(self._patience_s()):
-                    connection: _Connection | None = key.data
-                    if connection is None:
-                        with contextlib.suppress(*NOT_NOW):
-                            while self._woken.recv(4096):
-                                pass
-                        continue
-                    if events & selectors.EVENT_READ:
-                        self._read(connection)
-                    if events & selectors.EVENT_WRITE:
-                        self._write(connection)
-                self._send_batch()
-                self._look()
+                ready = self._selector.select(self._patience_s())
+                with self._io:
+                    for key, events in ready:
+                        self._serve_one(key.data, events)
+                    self._send_batch()
+                    self._look()
         except Exception as error:  # the boundary of the thread: others would wait for it
             log.exception("the control thread of rank %d has failed", self._rank)
             self._fail(f"the control thread of rank {self._rank} has failed: {error}")
         finally:
-            self._say_farewell()
+            with self._io:
+                self._is_over = True
+                self._say_farewell()
+
+    def _serve_one(self, connection: _Connection | None, events: int) -> None:
+        if connection is None:
+            with contextlib.suppress(*NOT_NOW):
+                while self._woken.recv(4096):
+                    pass
+            return
+        if events & selectors.EVENT_READ:
+            self._read(connection)
+        if events & selectors.EVENT_WRITE and connection.rank in self._connections:
+            self._write(connection)
 
     def _has_ended(self) -> bool:
         if self._negotiation is not None and self._is_over:
@@ -280,7 +294,7 @@ class ControlThread:
         except OSError as error:
             self._lose(connection, f"was lost ({error.strerror or error})")
             return
-        if connection.rank in self._connections:
+        if connection.rank in self._connections:  # it may have been lost meanwhile
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.outgoing else 0)
             self._selector.modify(connection.sock, events, connection)
 

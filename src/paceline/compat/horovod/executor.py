@@ -1,4 +1,7 @@
-"""The thread that carries out verdicts, in their order, on the tensors that this worker has submitted.
+"""Carries out verdicts, in their order, on the tensors that this worker has submitted.
+
+A thread that waits for a result does it itself, so no other thread has to wake up; while none waits, a thread of the
+executor does.
 
 A member that has joined takes part in all-reduces with zeros. Tensors on a GPU are copied into host memory and back.
 """
@@ -6,9 +9,9 @@ A member that has joined takes part in all-reduces with zeros. Tensors on a GPU 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -39,7 +42,9 @@ class Executor:
     ) -> None:
         self._rank, self._take, self._meet, self._fail, self._observe = rank, take, meet, fail, observe
         self._groups: dict[int, MemberGroup] = {}
-        self._queue: queue.SimpleQueue[OpVerdict | None] = queue.SimpleQueue()
+        self._news = threading.Condition()
+        self._queue: deque[OpVerdict | None] = deque()  # None: the end
+        self._is_busy, self._num_waiting = False, 0  # a verdict is being carried out; threads that wait for a result
         self._running: list[PendingOp] = []
         self._threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._serve, name="paceline-horovod", daemon=True)
@@ -52,11 +57,31 @@ class Executor:
 
     def follow(self, verdict: OpVerdict) -> None:
         """Have a verdict carried out after those before it."""
-        self._queue.put(verdict)
+        with self._news:
+            self._queue.append(verdict)
+            self._news.notify_all()
+
+    def help_until_done(self, op: PendingOp) -> None:
+        """Carry out verdicts in the calling thread until an operation is done."""
+        while not op.is_done:
+            with self._news:
+                self._num_waiting += 1
+                try:
+                    self._news.wait_for(lambda: op.is_done or self._has_work())
+                finally:
+                    self._num_waiting -= 1
+                if op.is_done:
+                    self._news.notify_all()  # the next verdict is the thread's again
+                    return
+                verdict = self._begin_next()
+            if verdict is not None:
+                self._carry_out(verdict)
 
     def end(self) -> None:
         """End the thread after what is in the queue."""
-        self._queue.put(None)
+        with self._news:
+            self._queue.append(None)
+            self._news.notify_all()
 
     def abort(self, error: HorovodInternalError) -> None:
         """Fail the operation that runs, and end the thread; it leaves all groups."""
@@ -64,22 +89,47 @@ class Executor:
             op.fail(error)
         for group in list(self._groups.values()):
             group.abort()
+        with self._news:
+            self._queue.clear()
         self.end()
 
     def _serve(self) -> None:
         torch.set_num_threads(self._threads)
         try:
-            while (verdict := self._queue.get()) is not None:
-                if verdict.kind == Kind.SHUTDOWN:
-                    break
-                if verdict.kind != Kind.FAILED:
+            while True:
+                with self._news:
+                    self._news.wait_for(lambda: self._has_end() or (self._has_work() and not self._num_waiting))
+                    if self._has_end():
+                        return
+                    verdict = self._begin_next()
+                if verdict is not None:
                     self._carry_out(verdict)
         finally:
             for group in self._groups.values():
                 group.close()
             self.has_ended.set()
 
+    def _has_end(self) -> bool:
+        """Whether the thread is to end now."""
+        return not self._is_busy and bool(self._queue) and _is_end(self._queue[0])
+
+    def _has_work(self) -> bool:
+        return not self._is_busy and bool(self._queue) and not _is_end(self._queue[0])
+
+    def _begin_next(self) -> OpVerdict | None:
+        self._is_busy = True
+        return self._queue.popleft()
+
     def _carry_out(self, verdict: OpVerdict) -> None:
+        try:
+            if verdict.kind != Kind.FAILED:
+                self._follow_one(verdict)
+        finally:
+            with self._news:
+                self._is_busy = False
+                self._news.notify_all()
+
+    def _follow_one(self, verdict: OpVerdict) -> None:
         names = verdict.names or (Kind.JOIN,)
         ops = [self._take(verdict.set_id, name) for name in names]
         self._running = [op for op in ops if op is not None]
@@ -174,6 +224,10 @@ class Executor:
         for op in ops:
             if op is not None:
                 op.complete(_as_given(op, op.outputs))
+
+
+def _is_end(verdict: OpVerdict | None) -> bool:
+    return verdict is None or verdict.kind == Kind.SHUTDOWN
 
 
 def _row_of(target: Tensor, given: Tensor) -> Tensor:

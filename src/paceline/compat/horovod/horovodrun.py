@@ -1,4 +1,6 @@
-"""`horovodrun` command lines, run by `paceline run`: `python -m paceline.compat.horovod.horovodrun -np 2 python train.py`.
+"""`horovodrun` command lines, run by `paceline run`.
+
+    python -m paceline.compat.horovod.horovodrun -np 2 python train.py
 
 Every option of horovodrun is taken over, or is named in a sentence as without effect here, or is refused by its name.
 """
@@ -215,9 +217,9 @@ def _places(values: dict[str, str]) -> tuple[list[str], list[str]]:
     place = ["--on", "ssh", "--hosts", ",".join(words)]
     for name in ("port", "identity"):
         if name in values:
+            option = "--ssh-port" if name == "port" else "--ssh-identity-file"
             raise PlanError(
-                f"--ssh-{'port' if name == 'port' else 'identity-file'} cannot be taken over: put it into ~/.ssh/config, "
-                "which `paceline run --on ssh` reads."
+                f"{option} cannot be taken over: put it into ~/.ssh/config, which `paceline run --on ssh` reads."
             )
     return place, notes
 

@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from paceline.compat.horovod.mismatches import mismatch
-from paceline.compat.horovod.requests import Kind, OpRequest, Reduction, OpVerdict
+from paceline.compat.horovod.requests import Kind, OpRequest, OpVerdict, Reduction
 
 __all__ = ["Negotiation", "StalledOp"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ class PendingOp:
     outputs: Sequence[Tensor] = ()
     is_grouped: bool = False
     written_by: Any = None  # on a GPU: the event after which the inputs hold their numbers
+    help_until_done: Callable[[PendingOp], None] | None = None  # of the session that has it
     result: Any = None
     error: BaseException | None = None
     _done: threading.Event = dataclasses.field(default_factory=threading.Event)
@@ -45,6 +46,8 @@ class PendingOp:
 
     def wait(self) -> Any:
         """Return the result; raises the error. The session sets a limit to the wait: it fails what is overdue."""
+        if self.help_until_done is not None:
+            self.help_until_done(self)
         self._done.wait()
         if self.error is not None:
             raise self.error

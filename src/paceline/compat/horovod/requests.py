@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Kind", "OpRequest", "Reduction", "OpVerdict", "decoded", "dtype_of", "encoded"]
+__all__ = ["Kind", "OpRequest", "OpVerdict", "Reduction", "decoded", "dtype_of", "encoded"]
 
 
 class Kind:

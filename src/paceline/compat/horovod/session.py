@@ -106,6 +106,7 @@ class Session:
                     "name, or wait for the first with synchronize()"
                 )
             self._pending[key] = op
+            op.help_until_done = self._executor.help_until_done
         self.timeline.began(request)
         self._control.submit(request, is_urgent=is_urgent)
 

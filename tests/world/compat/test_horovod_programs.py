@@ -1,0 +1,127 @@
+"""Programs that import `horovod`, run by the command: they start, end, and go on after a lost worker."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from programs import run
+
+PROGRAM = """
+import sys
+
+import horovod
+import horovod.torch as hvd
+import torch
+from horovod.common.exceptions import HorovodInternalError
+from horovod.torch.mpi_ops import Sum, synchronize
+
+try:
+    hvd.rank()
+except ValueError as error:
+    print("before:", error)
+hvd.init()
+hvd.start_timeline(sys.argv[1])
+sums = synchronize(hvd.allreduce_async(torch.ones(2), op=Sum, name="ones"))
+hvd.stop_timeline()
+assert issubclass(HorovodInternalError, RuntimeError) and hvd.HorovodInternalError is HorovodInternalError
+print(horovod.__version__, hvd.rank(), hvd.size(), hvd.local_rank(), sums.tolist(), hvd.gloo_enabled(), hvd.mpi_built())
+try:
+    import horovod.tensorflow
+except ModuleNotFoundError as error:
+    print("elsewhere:", error)
+"""
+
+ELASTIC = """
+import json, os, pathlib, signal, sys
+
+import horovod.torch as hvd
+import torch
+
+hvd.init()
+torch.manual_seed(1)
+data = torch.arange(48.0)
+model = torch.nn.Linear(1, 1)
+optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1))
+folder = pathlib.Path(sys.argv[1])
+
+
+@hvd.elastic.run
+def train(state):
+    print(f"begins at {state.batch}")
+    for indices in torch.utils.data.DataLoader(range(48), batch_size=2, sampler=state.sampler):
+        optimizer.zero_grad()
+        model(data[indices].view(-1, 1)).square().mean().backward()
+        optimizer.step()
+        state.seen += hvd.allgather(indices).tolist()
+        state.sampler.record_batch(state.batch, 2)
+        state.batch += 1
+        if state.batch % 4 == 0:
+            state.commit()
+        if state.batch == 6 and hvd.rank() == 1 and not (folder / "lost").exists():
+            while not any(folder.glob("**/horovod_commit.pt")):
+                pass
+            (folder / "lost").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    return state.seen
+
+
+state = hvd.elastic.TorchState(
+    model=model, optimizer=optimizer, sampler=hvd.elastic.ElasticSampler(range(48)), batch=0, seen=[]
+)
+seen = train(state)
+if hvd.rank() == 0:
+    (folder / "result").write_text(json.dumps([model.weight.item(), seen]))
+"""
+
+
+def paceline(folder: Path, *words: str | Path) -> str:
+    status, output = run(sys.executable, "-m", "paceline", "run", *words, "--show", "all", "--run-dir", folder / "run")
+    assert status == 0, output
+    return output
+
+
+def test_a_program_finds_its_modules_and_writes_a_timeline(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    timeline = tmp_path / "timeline.json"
+    output = paceline(tmp_path, "--as", "horovod", tmp_path / "program.py", "--workers", "2", timeline)
+    assert "before: Horovod has not been initialized; use hvd.init()." in output
+    assert "0.28.1 0 2 0 [2.0, 2.0] True False" in output
+    assert "0.28.1 1 2 1 [2.0, 2.0] True False" in output
+    assert "elsewhere: horovod.tensorflow is not provided" in output
+    events = json.loads(timeline.read_text())
+    assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE"} <= {event["name"] for event in events}
+    assert any(event.get("args", {}).get("name") == "allreduce.ones" for event in events)
+
+
+@pytest.mark.thorough
+def test_an_elastic_program_goes_on_from_its_last_commit(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(ELASTIC)
+    found: list[list[Any]] = []
+    for name in ("undisturbed", "lost"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "lost").touch() if name == "undisturbed" else None
+        output = paceline(folder, "--as", "horovod", tmp_path / "program.py", "--workers", "2", folder)
+        assert output.count("begins at 4") == (0 if name == "undisturbed" else 2)
+        found.append(json.loads((folder / "result").read_text()))
+        assert not (folder / "run" / "horovod_commit.pt").exists()
+    assert found[0] == found[1]
+    assert sorted(found[0][1]) == list(range(48))  # each sample once
+
+
+@pytest.mark.further
+def test_a_horovodrun_command_line_runs_a_module(tmp_path: Path) -> None:
+    (tmp_path / "own_module.py").write_text("import horovod.torch as hvd\nhvd.init()\nprint('size', hvd.size())\n")
+    status, output = run(
+        *(sys.executable, "-m", "paceline.compat.horovod.horovodrun", "-np", "2", "--gloo"),
+        *("-H", "localhost:2", "python", "-m", "own_module"),
+        cwd=tmp_path,
+    )
+    assert status == 0, output
+    assert "--gloo has no effect" in output
+    assert "size 2" in output
