@@ -99,7 +99,7 @@ class Waiting:
 
 def called(error: SyncError) -> None:
     both: Any = Waiting(error)
-    session._call_function(both.train, both, both, both)
+    session._call_function(both.train, session.JoinedWorker(worker=both, lifecycle=both, place=both))
 
 
 def test_who_has_left_before_is_not_accused_of_the_loss_of_a_server() -> None:
