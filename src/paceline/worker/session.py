@@ -52,6 +52,7 @@ __all__ = [
 T = TypeVar("T")
 
 FAULTS = "paceline.testing.injection"  # by name: it is above this room, and only a drill has use of it
+CALLBACK = "Got the following error when running the callback: DistBackendError: "  # what torch puts before an error
 LEFT = "paceline/left/{}"  # in the store: the step after which a worker's function returned
 
 
@@ -360,6 +361,15 @@ def _started(assignment: Assignment, plan: Plan, *, device: torch.device, step: 
     )
 
 
+def _without_callback(error: Exception) -> dist.DistBackendError | None:
+    """The error of a collective that reached the program through C++ code, which has put its own frames into the text;
+    None for other errors."""
+    said, is_ours, rest = str(error).partition(CALLBACK)
+    if type(error) is not RuntimeError or said or not is_ours:
+        return None
+    return dist.DistBackendError(rest.partition("\n")[0])
+
+
 def _call_function(function: Callable[[Worker], T], joined: JoinedWorker) -> T:
     """Call the user's function; see `explaining_losses`."""
     with explaining_losses(joined):
@@ -389,6 +399,8 @@ def explaining_losses(joined: JoinedWorker) -> Iterator[None]:
             names = {rank: LEFT.format(rank) for rank in ranks if may_be}
             left = {rank: store.get(name).decode() for rank, name in names.items() if store.check([name])}
         if not left:
+            if (plain := _without_callback(error)) is not None:
+                raise plain.with_traceback(error.__traceback__) from None
             raise
         steps = ", ".join(dict.fromkeys(left.values()))
         raise SyncError(

@@ -72,7 +72,7 @@ def test_an_optimizer_within_another_one_is_a_part_of_its_step() -> None:
             self.inner, self.fails = inner, False
             super().__init__(inner.param_groups[0]["params"], {"lr": 3.0})
 
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch has overloads
             if self.fails:
                 raise ValueError("no")
             self.inner.step()

@@ -254,6 +254,7 @@ def test_a_worker_that_leaves_early_is_named_and_its_end_is_no_crash_of_the_othe
     assert code == 1, output
     assert "worker 1 left the program after step 3, others are in it" in output
     assert "SIGSEGV" not in output
+    assert "] At:" not in output
 
 
 @pytest.mark.thorough

@@ -385,8 +385,9 @@ def _tasks(record: RunRecord) -> str | None:
 def _idle(done: Iterable[StepDone]) -> float | None:
     took_s = waited_s = 0.0
     for event in done:
-        took_s += event.seconds.get("total", 0.0)
-        waited_s += event.seconds.get("communication", 0.0)
+        if set(event.seconds) != {"total"}:  # else of a program's own loop, whose waits are not measured
+            took_s += event.seconds.get("total", 0.0)
+            waited_s += event.seconds.get("communication", 0.0)
     return min(1.0, waited_s / took_s) if took_s > 0 else None
 
 
