@@ -66,6 +66,8 @@ def work(assignment: Assignment) -> int:
         return task.run()
     except PacelineError as error:
         return task.failed(error)
+    except ChannelClosed:  # the supervisor is lost before the program was started, or just when it had ended
+        return PREEMPTED
 
 
 class _Task:
@@ -125,16 +127,13 @@ class _Task:
         self._set(ADDRESS.format(own.rank), json.dumps({"address": address, "host_index": own.host_index}))
         keys = {rank: ADDRESS.format(rank) for rank in range(len(self._places))}
         deadline = time.monotonic() + self._job.timeout_s
-        missing = dict(keys)
-        while missing:
-            missing = {rank: key for rank, key in missing.items() if not self._channel.call("check", keys=[key])}
-            if not missing:
-                break
+        while not self._channel.call("check", keys=[*keys.values()]):
             self._hear(POLL_S)
             if self._has_to_go:
                 return None
             if time.monotonic() > deadline:
-                names = ", ".join(self._places[rank].name for rank in sorted(missing))
+                missing = [rank for rank, key in keys.items() if not self._channel.call("check", keys=[key])]
+                names = ", ".join(self._places[rank].name for rank in missing)
                 raise LaunchError(
                     f"{names} did not come within {self._job.timeout_s:.0f} s (timeout_s): look at its host, or raise "
                     "--timeout-s.",
