@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from paceline.compat.accelerate.exchange import mapped
 from paceline.compat.accelerate.flat_loop import FlatLoop
 from paceline.compat.accelerate.prepared_loader import LoaderContext, PreparedLoader
 from paceline.compat.accelerate.prepared_optimizer import PreparedScheduler, gate_optimizer
@@ -215,6 +216,8 @@ class Accelerator(ProgramMember):
             for group in optimizer.param_groups:
                 group["params"] = [now[names[id(one)]] if id(one) in names else one for one in group["params"]]
         model.register_forward_pre_hook(self._flat.before_forward)
+        if self.mixed_precision != "no":
+            model.register_forward_hook(_in_single_precision)
         if not hasattr(model, "no_sync"):
             model.no_sync = cast("Any", contextlib.nullcontext)
         self._loaders.models.append(model)
@@ -378,6 +381,15 @@ class Accelerator(ProgramMember):
                 self._tell(f"log_with={name!r}: the run's numbers go there with paceline run --log {name}")
             elif name not in ("wandb", "mlflow", "tensorboard", "all"):
                 self._tell(f"log_with={name!r} is not used: a run has TensorBoard files, W&B and MLflow")
+
+
+def _in_single_precision(model: nn.Module, args: Any, output: Any) -> Any:
+    """What a model returns, with half-precision numbers as float32, as programs expect of mixed precision."""
+
+    def single(tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+    return mapped(output, single)
 
 
 def skip_first_batches(dataloader: PreparedLoader, num_batches: int = 0) -> PreparedLoader:

@@ -74,7 +74,7 @@ class PreparedLoader:
         self.loader = loader
         self._context = context
         self._stream: str | None = None  # set by the first loop that trains
-        self._trains_in_eval_mode = self._evaluates = self._was_evaluated = False
+        self._evaluates = self._was_evaluated = False
         self._num_loops = 0  # that train
         self._begins_at = 0  # batches that the next loop leaves out
 
@@ -113,13 +113,12 @@ class PreparedLoader:
         self._begins_at = num_batches
 
     def __iter__(self) -> Iterator[Any]:
+        # Decided where it begins to read: zip(...) makes the iterators of all loaders first.
         skipped, self._begins_at = self._begins_at, 0
         context = self._context
         context.flat.leave_unused()
-        is_training = context.may_train and not self._evaluates
-        if is_training and context.in_eval_mode and not self._trains_in_eval_mode:
-            is_training = False
-        return self._train(skipped) if is_training else self._evaluate(self._drawn(), skipped)
+        is_training = context.may_train and not self._evaluates and not context.in_eval_mode
+        yield from self._train(skipped) if is_training else self._evaluate(self._drawn(), skipped)
 
     # A loop that trains.
 
@@ -287,10 +286,10 @@ class PreparedLoader:
         precision = worker.plan.compute.precision
         if self._context.places:
             data = to_device(data, worker.device, input_dtype(precision))
-        flat.handed = handed
         if flat.in_pass:  # beside another loader, which trains
             yield data
             return
+        flat.handed = handed
         with computing(precision, worker.device):
             yield data
 
