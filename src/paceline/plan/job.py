@@ -71,10 +71,8 @@ class Job:
 
     program: str = ""  # path of a script; "" for paceline.run(fn)
     args: tuple[str, ...] = ()  # the script's own arguments
-    run_as: Literal["deepspeed", "horovod"] | None = (
-        None  # the framework that an unmodified program is written for: `compat` stands
-    )
-    # in for it
+    run_as: Literal["deepspeed", "horovod"] | None = None  # the framework that an unmodified program is written for,
+    # for which `compat` stands in
     workers: int | None = None  # of the whole job, over all hosts; None: the plan's replicas, or 1
     launcher: Literal["local", "inline"] = "local"  # "local" | "inline" (worker 0 in the calling process, for pdb)
     hosts: int = 1  # the same command is started once on each
