@@ -72,10 +72,8 @@ class Job:
 
     program: str = ""  # path of a script; "" for paceline.run(fn)
     args: tuple[str, ...] = ()  # the script's own arguments
-    run_as: Literal["deepspeed", "horovod"] | None = (
-        None  # the framework that an unmodified program is written for: `compat` stands
-    )
-    # in for it
+    run_as: Literal["deepspeed", "horovod"] | None = None  # the framework that an unmodified program is written for,
+    # for which `compat` stands in
     run_for: Literal["tensorflow"] | None = None  # the framework that distributes an unmodified program by itself: it
     # is only started, watched and restarted (paceline.plan.program_tasks)
     workers: int | None = None  # of the whole job, over all hosts; None: the plan's replicas, or 1
