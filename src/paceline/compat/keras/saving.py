@@ -41,8 +41,7 @@ def save_from_first(worker: Worker, model: Any, optimizer: KerasOptimizer) -> No
             "Use paceline.compat.keras.fit(model, ...)."
         )
     for name in WRITERS:
-        if name not in fields:
-            fields[name] = _writing_once(worker, model, optimizer, getattr(model, name))
+        fields[name] = _writing_once(worker, model, optimizer, getattr(type(model), name).__get__(model))
     if worker.plan.layout.workers_each > 1:
         for name in WEIGHTS:
             fields[name] = _refused(
