@@ -68,6 +68,12 @@ def distributed() -> Any:
         keras.distribution.set_distribution(None)
 
 
+def fit_twice() -> Any:
+    model = net()
+    fit(model, x, y, verbose=0)
+    model.fit(x, y, verbose=0)
+
+
 sampler = WeightedRandomSampler([1.0] * 16, 16)
 CASES: dict[str, Callable[[], Any]] = {
     "generator": lambda: fit(net(), generator()),
@@ -85,6 +91,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "no reduction": lambda: fit(net(loss=keras.losses.SparseCategoricalCrossentropy(reduction=None)), x, y),
     "backup": lambda: fit(net(), x, y, callbacks=[keras.callbacks.BackupAndRestore("backup")]),
     "distribution": distributed,
+    "own fit afterwards": fit_twice,
     "optimizer of another model": lambda: torch_optimizer(keras.optimizers.Adam(), net()),
 }
 

@@ -26,6 +26,7 @@ SAID = {
     "no reduction": "PlanError: a loss was compiled with reduction=None.*sum_over_batch_size",
     "backup": "PlanError: the callback BackupAndRestore.*the same command goes on",
     "distribution": "PlanError: keras.distribution has a DataParallel set, which does nothing.*--plan replicas=4",
+    "own fit afterwards": r"PlanError: model.fit\(\) of a model that is trained by Paceline.*compat.keras.fit",
     "optimizer of another model": "ValueError: .*was not prepared",
 }
 

@@ -86,7 +86,7 @@ def num_samples_of(x: Any) -> int:
 def weight_penalties(variables: dict[str, Any]) -> dict[str, Any]:
     """Take the regularizers from the variables of a model, and return them by torch's names: a stepper adds penalties
     once in a step, to whole weights."""
-    found = {name: one.regularizer for name, one in variables.items() if one.regularizer is not None and one.trainable}
+    found = {name: one.regularizer for name, one in variables.items() if one.regularizer is not None}
     for name in found:
         variables[name].regularizer = None
     return found

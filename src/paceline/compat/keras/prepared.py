@@ -52,7 +52,7 @@ def build_model(model: Any, source: SampleSource) -> None:
         optimizer.built = was_built
 
 
-def prepare_compiled(worker: Worker, model: Any, source: SampleSource, *, name: str | None = None) -> PreparedKeras:
+def prepare_compiled(worker: Worker, model: Any, source: SampleSource) -> PreparedKeras:
     """Prepare a compiled model, or return what was prepared of it; all workers call it.
 
     Raises PlanError for what cannot be right on several workers, with the way.
@@ -67,9 +67,7 @@ def prepare_compiled(worker: Worker, model: Any, source: SampleSource, *, name: 
         build_model(model, source)
         bind_model(model)
         _require_additive_metrics(model, source)
-        x, _, _ = source.first(SAMPLE)
-        sample = (x,) if worker.plan.layout.workers_each > 1 else None
-        worker.prepare(model, name=name, sample=sample)
+        worker.prepare(model)
     else:
         build_model(model, source)
         _require_additive_metrics(model, source)

@@ -24,20 +24,35 @@ __all__ = ["PartWeights", "save_from_first"]
 
 WRITERS = ("save", "save_weights", "export")
 WEIGHTS = ("get_weights", "set_weights", "load_weights")
+RUNS = ("evaluate", "predict", "test_on_batch", "predict_on_batch")
+TRAINS = ("fit", "train_on_batch")
 
 
 def save_from_first(worker: Worker, model: Any, optimizer: KerasOptimizer) -> None:
     """Have a prepared model's methods that write files write whole weights once; from now on all workers call them.
 
-    Under a layout with parts of weights, methods that read or set whole weights are refused with the way.
+    Those that would train this worker's weights alone are refused with the way. So are, under a layout with parts of
+    weights, those that need whole ones.
     """
     fields = vars(model)
+    for name in TRAINS:
+        fields[name] = _refused(
+            f"model.{name}() of a model that is trained by Paceline: each worker would train its own weights alone. "
+            "Use paceline.compat.keras.fit(model, ...)."
+        )
     for name in WRITERS:
-        if name not in fields:
-            fields[name] = _writing_once(worker, model, optimizer, getattr(model, name))
+        fields[name] = _writing_once(worker, model, optimizer, getattr(type(model), name).__get__(model))
     if worker.plan.layout.workers_each > 1:
         for name in WEIGHTS:
-            fields[name] = _refused(name, worker)
+            fields[name] = _refused(
+                f"model.{name}() under {worker.plan.layout!r}: each worker has a part of the weights. Save whole ones, "
+                "on all workers: model.save('model.keras'), or worker.state_dict(model). Load weights before fit()."
+            )
+        for name in RUNS:
+            fields[name] = _refused(
+                f"model.{name}() under {worker.plan.layout!r}: each worker has a part of the weights. Use "
+                "evaluate(model, ...) and predict(model, ...) of paceline.compat.keras, on all workers."
+            )
 
 
 def _writing_once(worker: Worker, model: Any, optimizer: KerasOptimizer, write: Any) -> Any:
@@ -59,12 +74,9 @@ def _writing_once(worker: Worker, model: Any, optimizer: KerasOptimizer, write: 
     return write_once
 
 
-def _refused(name: str, worker: Worker) -> Any:
+def _refused(text: str) -> Any:
     def refuse(*_: Any, **__: Any) -> None:
-        raise PlanError(
-            f"model.{name}() under {worker.plan.layout!r}: each worker has a part of the weights. Save whole ones, on "
-            "all workers: model.save('model.keras'), or worker.state_dict(model). Load weights before fit()."
-        )
+        raise PlanError(text)
 
     return refuse
 
