@@ -30,6 +30,7 @@ sums = synchronize(hvd.allreduce_async(torch.ones(2), op=Sum, name="ones"))
 hvd.stop_timeline()
 assert issubclass(HorovodInternalError, RuntimeError) and hvd.HorovodInternalError is HorovodInternalError
 print(horovod.__version__, hvd.rank(), hvd.size(), hvd.local_rank(), sums.tolist(), hvd.gloo_enabled(), hvd.mpi_built())
+print("run:", horovod.run(lambda one: one + hvd.rank(), args=(5,), np=2))
 try:
     import horovod.tensorflow
 except ModuleNotFoundError as error:
@@ -92,6 +93,7 @@ def test_a_program_finds_its_modules_and_writes_a_timeline(tmp_path: Path) -> No
     assert "before: Horovod has not been initialized; use hvd.init()." in output
     assert "0.28.1 0 2 0 [2.0, 2.0] True False" in output
     assert "0.28.1 1 2 1 [2.0, 2.0] True False" in output
+    assert output.count("run: [5, 6]") == 2
     assert "elsewhere: horovod.tensorflow is not provided" in output
     events = json.loads(timeline.read_text())
     assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE"} <= {event["name"] for event in events}

@@ -23,7 +23,7 @@ VERSION = "0.28.1"  # of the Horovod whose interface this is
 
 # Module of Horovod -> modules here whose names it has.
 MODULES: dict[str, tuple[str, ...]] = {
-    "horovod": (),
+    "horovod": (f"{OWN}.function_run",),
     "horovod.torch": (OWN,),
     "horovod.torch.mpi_ops": (OWN, f"{OWN}.operations", f"{OWN}.handles"),
     "horovod.torch.functions": (f"{OWN}.functions",),
@@ -39,7 +39,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "horovod.common.exceptions": (f"{OWN}.errors",),
     "horovod.common.process_sets": (f"{OWN}.process_sets",),
     "horovod.common.util": (f"{OWN}.common_util",),
-    "horovod.runner": (),
+    "horovod.runner": (f"{OWN}.function_run",),
     "horovod.runner.util": (),
     "horovod.runner.util.threads": (f"{OWN}.common_util",),
 }

@@ -20,7 +20,7 @@ class HorovodVariables:
     """What the environment says. Times are in seconds."""
 
     fusion_bytes: int = 128 * MIB  # HOROVOD_FUSION_THRESHOLD
-    cycle_s: float = 0.02  # HOROVOD_CYCLE_TIME, in milliseconds
+    cycle_s: float = 0.1  # HOROVOD_CYCLE_TIME, in milliseconds: what nobody waits for is sent so often
     warn_s: float = 60.0  # HOROVOD_STALL_CHECK_TIME_SECONDS; 0 with HOROVOD_STALL_CHECK_DISABLE
     stall_s: float | None = None  # HOROVOD_STALL_SHUTDOWN_TIME_SECONDS; None: the job's timeout
     timeline: str = ""  # HOROVOD_TIMELINE
@@ -35,7 +35,7 @@ class HorovodVariables:
         stall_s = _number(given, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0.0)
         return cls(
             fusion_bytes=int(_number(given, "HOROVOD_FUSION_THRESHOLD", 128 * MIB)),
-            cycle_s=_number(given, "HOROVOD_CYCLE_TIME", 20.0) / 1000,
+            cycle_s=_number(given, "HOROVOD_CYCLE_TIME", 100.0) / 1000,
             warn_s=0.0
             if _is_set(given, "HOROVOD_STALL_CHECK_DISABLE")
             else _number(given, "HOROVOD_STALL_CHECK_TIME_SECONDS", 60.0),
