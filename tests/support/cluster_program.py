@@ -42,13 +42,14 @@ def main() -> None:
         others = [(kind, place) for kind, places in cluster.items() for place in places]
         print(f"{name} met {' '.join(sorted(ask(place) for _, place in others))}", flush=True)
     behave(behaviour, name, cluster)
+    wait_until_asked(0 if "chief" in cluster else len(cluster.get("worker", ())))
 
 
 def behave(behaviour: str, name: str, cluster: dict[str, list[str]]) -> None:
     kind, _, detail = behaviour.partition("=")
     match kind:
         case "end":
-            wait_until_asked(0 if "chief" in cluster else len(cluster.get("worker", ())))
+            return
         case "serve":
             wait_for_ever()
         case "raise":

@@ -211,7 +211,7 @@ def test_tasks_of_two_hosts_meet_and_a_lost_one_starts_all_again(tmp_path: Path)
         folder.mkdir()
     with command(*words(*more), cwd=folders[0]) as head, command(*words(*more), cwd=folders[1]) as other:
         ends = [program.end() for program in (head, other)]
-    assert [code for code, _ in ends] == [0, 0], ends
+    assert [code for code, _ in ends] == [0, 0], "\n".join(text for _, text in ends)
     output = ends[0][1]
     assert "TensorFlow's connections between hosts are not encrypted" in output
     assert "killed by signal 9: all tasks start again" in output
