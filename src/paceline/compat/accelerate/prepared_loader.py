@@ -170,6 +170,7 @@ class PreparedLoader:
             if number == saved["epoch"] and saved["is_over"] and context.state.random is not None:
                 random_state.restore_random_state(context.state.random)
             if number < saved["epoch"] or (number == saved["epoch"] and saved["is_over"]):
+                progress.load_state_dict(saved)
                 return False
             if number == saved["epoch"]:
                 random_state.restore_random_state(saved["random"])
