@@ -42,6 +42,7 @@ parser.add_argument("--drop-last", action="store_true")
 parser.add_argument("--split-batches", action="store_true")
 parser.add_argument("--mixed-precision", default=None)
 parser.add_argument("--save-at", type=int, default=None, help="batches of the second epoch, then save and end")
+parser.add_argument("--save-after-epoch", action="store_true", help="save after the first epoch, and end")
 parser.add_argument("--state", default="state")
 parser.add_argument("--load", action="store_true")
 parser.add_argument("--weights", default=None)
@@ -71,7 +72,7 @@ def main():
     begin, skipped = 0, 0
     if args.load:
         accelerator.load_state(args.state)
-        begin, skipped = 1, args.save_at
+        begin, skipped = 1, args.save_at or 0
     losses, measures, lengths = [], [], []
 
     def take(batch, number):
@@ -124,6 +125,10 @@ def main():
         guesses, targets = (torch.cat(parts) for parts in zip(*found))
         assert torch.equal(targets.cpu(), y[:37]), "the evaluation has other samples, or another order"
         measures.append((guesses == targets).float().mean().item())
+        if args.save_after_epoch and not args.load:
+            accelerator.save_state(args.state)
+            tell(accelerator, losses=losses, measures=measures, lengths=lengths)
+            return
     if args.weights is not None:
         accelerator.wait_for_everyone()
         accelerator.save_model(model, args.weights)

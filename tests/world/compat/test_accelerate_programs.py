@@ -45,6 +45,14 @@ def test_a_state_saved_inside_an_epoch_goes_on_on_another_number_of_workers(prog
 
 
 @pytest.mark.further
+def test_a_state_saved_after_an_epoch_has_the_orders_of_the_later_ones(program: Path, tmp_path: Path) -> None:
+    whole = run_program(program, workers=1, run_dir=tmp_path / "whole")
+    begun = run_program(program, "--save-after-epoch", workers=1, run_dir=tmp_path / "begun")
+    rest = run_program(program, "--save-after-epoch", "--load", workers=1, run_dir=tmp_path / "rest")
+    assert [*begun["losses"], *rest["losses"]] == pytest.approx(whole["losses"], rel=1e-6)
+
+
+@pytest.mark.further
 @pytest.mark.parametrize("plan", ["shard=2", "shard=2+zero=1", "tensor=2"])
 def test_layouts_have_the_losses_of_replicas(program: Path, tmp_path: Path, plan: str) -> None:
     words = ("--accumulate", "2", *FAST)

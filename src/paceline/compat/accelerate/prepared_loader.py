@@ -134,7 +134,10 @@ class PreparedLoader:
         shape = self._shape()
         source = self._source(self._stream, batches, shape, epochs=progress.epoch + 1)
         begin = self._beginning(skipped, shape, progress)
-        flat.open(source, shape, begin=begin, seed=self._agreed_seed())
+        seed, drawn = self._agreed_seed(), random_state.capture_random_state()
+        flat.open(source, shape, begin=begin, seed=seed)
+        if begin is not None:  # the first loop of a run that goes on has set it to that of the checkpoint
+            random_state.restore_random_state(drawn)
         num_given = 0
         while True:
             try:
@@ -164,7 +167,10 @@ class PreparedLoader:
                 random_state.restore_random_state(saved["random"])
         elif (saved := context.state.saved.get(str(self._stream))) is not None:
             # The run goes on, and the program does not know it: loops that are done have nothing left.
+            if number == saved["epoch"] and saved["is_over"] and context.state.random is not None:
+                random_state.restore_random_state(context.state.random)
             if number < saved["epoch"] or (number == saved["epoch"] and saved["is_over"]):
+                progress.load_state_dict(saved)
                 return False
             if number == saved["epoch"]:
                 random_state.restore_random_state(saved["random"])

@@ -25,6 +25,10 @@ class LoaderProgress:
         """Plain values."""
         return {"epoch": self.epoch, "is_over": self.is_over, "random": self.random}
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self.epoch, self.is_over, self.random = state["epoch"], state["is_over"], state["random"]
+
 
 class ProgramState:
     """Prepared by the accelerator, so that it is in every checkpoint, and comes back from it."""
