@@ -79,7 +79,7 @@ class ControlThread:
         self._io = threading.RLock()  # of the connections and the negotiation
         self._batch: list[OpRequest] = []
         self._batch_bytes, self._batch_due, self._is_urgent = 0, 0.0, False
-        self._leaves, self._failure, self._is_over, self._is_abandoned = False, "", False, False
+        self._leaves, self._failure, self._is_over = False, "", False
         self._heard_at = self._sent_at = self._looked_at = time.monotonic()
         self._wake, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -137,11 +137,6 @@ class ControlThread:
         self._is_over = True
         self._nudge()
 
-    def abandon(self) -> None:
-        """End the thread at once, the coordinator's as well."""
-        self._is_abandoned = True
-        self._nudge()
-
     def join(self, limit_s: float) -> None:
         """Wait for the end of the thread, for so long at most."""
         if threading.current_thread() is not self._thread:
@@ -186,9 +181,7 @@ class ControlThread:
             self._write(connection)
 
     def _has_ended(self) -> bool:
-        if self._negotiation is not None and self._is_over:
-            return self._is_abandoned or self._negotiation.is_over
-        return self._is_over or self._is_abandoned
+        return self._is_over and (self._negotiation is None or self._negotiation.is_over)
 
     def _patience_s(self) -> float:
         """How long nothing has to be done, unless something comes."""

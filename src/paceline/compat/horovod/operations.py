@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.compat.horovod import session as sessions
-from paceline.compat.horovod.errors import HorovodInternalError
+from paceline.compat.horovod.errors import HorovodInternalError, not_initialized
 from paceline.compat.horovod.handles import handle_of, synchronize
 from paceline.compat.horovod.pending_op import PendingOp, written_event
 from paceline.compat.horovod.process_sets import ProcessSet, global_process_set, members_of
@@ -233,7 +233,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 def _session() -> sessions.Session:
     if not sessions.is_open():
-        raise HorovodInternalError("Horovod has not been initialized; use hvd.init().")
+        raise HorovodInternalError(not_initialized())
     return sessions.current_session()
 
 

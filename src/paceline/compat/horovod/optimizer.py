@@ -11,7 +11,7 @@ import itertools
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -191,8 +191,6 @@ class ReducingOptimizer(_Distributed):
 class AdasumOptimizer(_Distributed):
     """Takes the step first, each worker by itself, and combines the changes of the weights by Adasum."""
 
-    synchronize_error: ClassVar[str] = "Skipping synchronization is not supported when using Adasum optimizer."
-
     def begin_with(self, exchange: GradientExchange, groups: Groups) -> None:
         """Watch the gradients of the parameters. Groups are not used: each parameter is combined by itself."""
         self.exchange = exchange
@@ -204,7 +202,7 @@ class AdasumOptimizer(_Distributed):
 
     def skip_synchronize(self) -> Any:
         """Not possible here: raises AssertionError."""
-        raise AssertionError(self.synchronize_error)
+        raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
 
     def step(self, closure: Any = None) -> Any:
         """Wait for the combined changes of all weights, and apply them."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from paceline.compat.horovod import session as sessions
-from paceline.compat.horovod.errors import HorovodInternalError
+from paceline.compat.horovod.errors import HorovodInternalError, not_initialized
 from paceline.compat.horovod.pending_op import PendingOp
 from paceline.compat.horovod.requests import Kind, OpRequest
 from paceline.compat.horovod.variables import HorovodVariables
@@ -145,7 +145,7 @@ def members_of(process_set: ProcessSet) -> tuple[int, ...]:
     """Return the ranks of a set that this worker uses. Raises ValueError where it was not added, or for one that this
     worker is not in, and HorovodInternalError before `init()`."""
     if not sessions.is_open():
-        raise HorovodInternalError("Horovod has not been initialized; use hvd.init().")
+        raise HorovodInternalError(not_initialized())
     if process_set.process_set_id is None:
         raise ValueError(f"{process_set} was not added: use hvd.add_process_set() or hvd.init(process_sets=[...])")
     process_set.rank()
