@@ -68,7 +68,7 @@ test-engines: $(VENV)/.engines
 
 test-compat: $(VENV)/.compat
 	@echo "== tests beside other frameworks"
-	@$(BIN)/python -m pytest -o timeout=600 tests/compat --ignore tests/compat/tensorflow $(ARGS)
+	@$(BIN)/python -m pytest -o timeout=600 tests/unit/compat tests/compat --ignore tests/compat/tensorflow $(ARGS)
 
 test-tensorflow: $(TENSORFLOW_VENV)/.made
 	@echo "== tests on TensorFlow"

@@ -182,6 +182,8 @@ def test_what_works_is_there(table: FrameworkTable) -> None:
     """Each name that a table says works exists in the module that has it here; methods count with their class."""
     if importlib.util.find_spec(table.here) is None:
         pytest.skip(f"{table.here} is not installed")
+    if table.name == "Keras":
+        pytest.importorskip("keras", reason="Keras is not installed here; make test-compat installs it")
     for name in table.works:
         path = f"{table.here}.{name}" if table.module else name
         assert resolved(path) is not None, f"{table.name}: {name} works, and there is no {path}"
