@@ -81,7 +81,12 @@ def add(commands: Commands) -> None:
         default=[],
         help="set one value, for example plan.batch.size=64",
     )
-    parser.add_argument("--from", dest="source", metavar="FILE", help="the plan that a ds_config.json of DeepSpeed is")
+    parser.add_argument(
+        "--from",
+        dest="source",
+        metavar="FILE",
+        help="the plan that a configuration is: a ds_config.json of DeepSpeed, or a file of accelerate launch",
+    )
     parser.add_argument("--check", action="store_true", help="say only what is wrong")
     parser.add_argument("--draw", action="store_true", help="draw how replicas sum, if the plan names an algorithm")
     add_options(parser)
@@ -127,9 +132,9 @@ def _convert(arguments: argparse.Namespace) -> int:
     """Print what another framework's configuration is as a plan; returns 2 where something of it is refused."""
     if arguments.text != "default" or arguments.plan is not None:
         raise PlanError("--from FILE gives the plan: leave out the plan, or the script.")
-    from paceline.compat.deepspeed.config import convert_config
+    from paceline.compat.config_file import convert_config_file
 
-    found = convert_config(Path(arguments.source), workers=_workers(arguments.workers))
+    found = convert_config_file(Path(arguments.source), workers=_workers(arguments.workers))
     plan = settings.apply(Plan.parse(found.plan), *arguments.overrides)
     if not arguments.check:
         print(f"plan     {plan}")
