@@ -75,7 +75,7 @@ def run_with_restarts(
                 on_disk=on_disk,
                 at_step=at_step,
                 micro=attempt.micro,
-                is_program=is_program,
+                keeps_own_state=is_program or attempt.job.restart_lost or attempt.job.run_as == "horovod",
             )
 
         while True:
@@ -117,19 +117,19 @@ def restart_decision(
     on_disk: int | None,
     at_step: int,
     micro: int | None = None,
-    is_program: bool = False,
+    keeps_own_state: bool = False,
 ) -> RestartPlan:
     """Return how all workers restart on the remaining hosts: from which state, and which rank runs where.
 
     `most` is the number of workers with which the run began; `on_disk` is the step of the newest checkpoint. `micro`:
-    the samples of a micro-batch so far, if a restart has made them fewer. `is_program`: another framework's program
-    keeps its own state.
+    the samples of a micro-batch so far, if a restart has made them fewer. `keeps_own_state`: a program with
+    a loop of its own goes on from what it has saved itself.
     """
     each, hosts = recoverable_loss.workers_each, recoverable_loss.hosts
     in_memory = newest_step(
         (one for host in hosts for one in host.snapshots), recoverable_loss.workers, workers_each=each
     )
-    source, step = ("program", 0) if is_program else newest_state_source(in_memory, on_disk)
+    source, step = ("program", 0) if keeps_own_state else newest_state_source(in_memory, on_disk)
     ranks = reassign_ranks(hosts, recoverable_loss.workers, workers_each=each)
     is_kept = source == "memory"
     restarted = Restarted(

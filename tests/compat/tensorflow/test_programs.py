@@ -90,7 +90,7 @@ def test_keras_fit_whose_worker_is_killed_in_the_middle_goes_on_from_its_backup(
         (tmp_path / "gate").touch()
         code, output = program.end(limit_s=LIMIT_S)
     assert code == 0, output
-    assert "killed by signal 9: all tasks start again, and the program goes on from what it has saved" in output
+    assert "killed by signal 9: all start again, and the program goes on from what it has saved" in output
     assert [attempt["state"] for attempt in record(run_dir)["attempts"]] == ["failed", "finished"]
     again = losses(said(run_dir, attempt=2))
     assert min(again) > 1, "it went on from its backup, and not from the beginning"

@@ -160,7 +160,7 @@ def restarted_text(restarted: Restarted) -> str:
     several = "both workers start" if restarted.workers == 2 else f"all {restarted.workers} workers start"
     subject = several if restarted.workers > 1 else "the worker starts"
     if restarted.source == "program":
-        noun = "all tasks start" if restarted.workers > 1 else "the task starts"
+        noun = "all start" if restarted.workers > 1 else "it starts"
         return f"{', '.join(restarted.causes)}: {noun} again, and the program goes on from what it has saved"
     came = f"after step {restarted.at_step}" if restarted.at_step else "before the first step"
     memory = "this host's memory" if restarted.hosts == 1 else "each host's own memory"

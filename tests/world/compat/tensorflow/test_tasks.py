@@ -96,7 +96,7 @@ def test_the_first_error_is_shown_once_and_tasks_that_lost_a_peer_are_folded(tmp
 def test_a_killed_worker_of_a_mirrored_job_has_all_start_again(tmp_path: Path) -> None:
     code, output = run(*words("--workers", "2", "worker1:kill-once=mark", "worker0:until=mark"), cwd=tmp_path)
     assert code == 0, output
-    assert re.search(r"worker 1 \(pid \d+\) killed by signal 9: all tasks start again, and the program goes on", output)
+    assert re.search(r"worker 1 \(pid \d+\) killed by signal 9: all start again, and the program goes on", output)
     assert [attempt["state"] for attempt in record(tmp_path / "run")["attempts"]] == ["failed", "finished"]
     assert "worker0 met worker0 worker1" in stdout(tmp_path / "run", 0, attempt=2)
     restarted = [json.loads(line) for line in (tmp_path / "run/attempt_2/events.jsonl").read_text().splitlines()]
@@ -179,7 +179,7 @@ def test_a_lost_server_has_all_start_again(tmp_path: Path) -> None:
         (tmp_path / "gate").touch()
         code, output = program.end()
     assert code == 0, output
-    assert re.search(r"server 0 \(pid \d+\) killed by signal 9: all tasks start again", output)
+    assert re.search(r"server 0 \(pid \d+\) killed by signal 9: all start again", output)
 
 
 @pytest.mark.further
@@ -214,7 +214,7 @@ def test_tasks_of_two_hosts_meet_and_a_lost_one_starts_all_again(tmp_path: Path)
     assert [code for code, _ in ends] == [0, 0], "\n".join(text for _, text in ends)
     output = ends[0][1]
     assert "TensorFlow's connections between hosts are not encrypted" in output
-    assert "killed by signal 9: all tasks start again" in output
+    assert "killed by signal 9: all start again" in output
     found = [folder / "run" for folder in folders if (folder / "run/attempt_2/worker_1").exists()]
     assert found and "worker1 met worker0 worker1" in stdout(found[0], 1, attempt=2)
 
@@ -239,7 +239,7 @@ def test_a_lost_host_is_replaced_by_another_and_all_start_again(tmp_path: Path) 
             code, output = head.end()
             assert other.end()[0] == 0
     assert code == 0, output
-    assert "all tasks start again, and the program goes on from what it has saved" in output
+    assert "all start again, and the program goes on from what it has saved" in output
 
 
 @pytest.mark.further
