@@ -270,7 +270,7 @@ MANY = "x" * 300  # a message is not cut
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("pass\n", "wrong.py ended without calling paceline.run(...): there was nothing to train."),
+        ("pass\n", "wrong.py ended without becoming a worker: there was nothing to train."),
         (
             f"import paceline\nraise paceline.PlanError('{MANY}')\n",
             f"{MANY} (wrong.py, line 2)",

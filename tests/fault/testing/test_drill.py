@@ -318,7 +318,7 @@ def test_a_function_can_be_run_under_faults_too(tmp_path: Path) -> None:
 def test_a_run_that_takes_no_step_is_an_error_with_its_words(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("print('nothing here')\n")
-    with pytest.raises(LaunchError, match=r"(?s)took no step.*ended without calling paceline.run"):
+    with pytest.raises(LaunchError, match=r"(?s)took no step.*ended without becoming a worker"):
         run_with("", script, folder=tmp_path / "run", workers=1)
     with pytest.raises(PlanError, match="sets run_dir itself"):
         run_with("", script, run_dir="x")
