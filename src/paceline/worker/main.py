@@ -83,7 +83,8 @@ def _run_script(assignment: Assignment) -> None:
         raise PlanError(
             f"{path} ended without becoming a worker: there was nothing to train. End the script with: "
             'if __name__ == "__main__": paceline.run(train). A program of another framework becomes one where it '
-            f"begins to be distributed, by torch.distributed.init_process_group() or as `paceline migrate --check {path}` says."
+            "begins to be distributed, by torch.distributed.init_process_group() or as "
+            f"`paceline migrate --check {path}` says."
         )
 
 

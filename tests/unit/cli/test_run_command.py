@@ -67,7 +67,6 @@ OPTION_VALUES: dict[str, tuple[list[str], object]] = {
     "keep": (["--keep=5"], 5),
     "timeout_s": (["--timeout-s", "30"], 30.0),
     "restart_lost": (["--restart-lost"], True),
-    "run_as": (["--as", "horovod"], "horovod"),
     "balance": (["--balance"], True),
     "noise_scale": (["--no-noise-scale"], False),
     "silence_s": (["--silence-s", "3"], 3.0),
