@@ -6,11 +6,15 @@ that world. Anywhere else it is the only worker of a run of its own.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import opcode
 import os
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from paceline import config, environment
 from paceline.errors import PlanError
@@ -25,12 +29,14 @@ __all__ = ["open_worker"]
 _exit_codes: list[Any] = []  # what sys.exit() was called with last
 
 
-def open_worker(*, plan: Plan | str | None = None, **fields: Any) -> Worker:
+def open_worker(*, plan: Plan | str | None = None, ends_alone: bool = False, **fields: Any) -> Worker:
     """Return the worker that this process is; at the first call it joins the run, an operation of all workers.
 
-    The worker ends with the process: the last line ends the run well, an error or `sys.exit(1)` as a failure.
+    The worker ends with the process: the last line ends the run well, an error or `sys.exit(1)` as a failure. Where
+    Paceline has not started the process, `raise SystemExit(1)` counts as a good end, since Python keeps no trace of it.
 
     :param plan: as of `paceline.run`; the command's wins.
+    :param ends_alone: the program takes no common step: each worker ends by itself, and SIGTERM is left to it.
     :param fields: of `Job`, as of `paceline.run`; the command's win.
     :raises PlanError: the plan or the job cannot work, or `paceline.run` has had this process's run.
     """
@@ -45,14 +51,14 @@ def open_worker(*, plan: Plan | str | None = None, **fields: Any) -> Worker:
         raise PlanError("A module that workers import would join a run: do that in the program itself.")
     own = environment.assignment()
     if own is not None:
-        return join_as_program(own, plan=chosen, fields=fields)
+        return join_as_program(own, plan=chosen, fields=fields, ends_alone=ends_alone)
     if (directory := environment.run_dir()) is not None:  # of the command that goes on with a run
         fields = {**fields, "run_dir": directory, "fresh": False}
         wanted = config.read(Job, fields)
-    return _join_world(wanted, chosen, fields)
+    return _join_world(wanted, chosen, fields, ends_alone=ends_alone)
 
 
-def _join_world(job: Job, plan: Plan | None, fields: dict[str, Any]) -> Worker:
+def _join_world(job: Job, plan: Plan | None, fields: dict[str, Any], *, ends_alone: bool) -> Worker:
     """Join the world that another launcher has started, or one of this process alone, until the process ends."""
     from paceline.runs.own_script import own_script
     from paceline.runs.run import joining_world
@@ -66,33 +72,65 @@ def _join_world(job: Job, plan: Plan | None, fields: dict[str, Any]) -> Worker:
     program = "a program" if script is None else script.name
     place, notice = stack.enter_context(joining_world(world, job, plan, program=program))
     stack.enter_context(ending_with_program())
-    worker = join_as_program(place.assignment, plan=plan, fields=fields, store=place.store, notice=notice)
+    worker = join_as_program(
+        place.assignment, plan=plan, fields=fields, store=place.store, notice=notice, ends_alone=ends_alone
+    )
     _end_at_exit(stack)
     return worker
 
 
 def _end_at_exit(stack: contextlib.ExitStack) -> None:
-    """Leave the contexts when the process ends, with the error that ends it."""
-    leave = sys.exit
-
-    def leaving(code: Any = None, /) -> None:
-        _exit_codes[:] = [code]
-        leave(code)
+    """Leave the contexts when this process ends, with the error that ends it; not when a child of it does."""
+    owner, program = os.getpid(), _program_frame()
+    for place in (sys, builtins):
+        for name in ("exit", "quit"):
+            if hasattr(place, name):
+                setattr(place, name, _noting(getattr(place, name), owner))
 
     def end() -> None:
-        # Python keeps an error that nobody has caught, but not the value of a SystemExit.
-        error: BaseException | None = getattr(sys, "last_value", None)
-        if error is None and _exit_codes and _exit_codes[0]:
-            error = SystemExit(_exit_codes[0])
+        if os.getpid() != owner:  # a loader's process, which was forked and ends by itself
+            return
+        error = None if program is None or _has_returned(program) else _last_error()
         try:
-            if stack.__exit__(type(error) if error else None, error, error.__traceback__ if error else None):
-                return
+            stack.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
         except SystemExit as stop:
             if stop.code:
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(stop.code if isinstance(stop.code, int) else 1)  # at exit no exception changes the status
 
-    sys.exit = leaving
     # Before Python waits for threads: what `atexit` calls comes later, and may start none.
     threading._register_atexit(end)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _noting(leave: Callable[..., NoReturn], owner: int) -> Callable[..., NoReturn]:
+    """`leave`, which also notes the status with which the main thread of this process is to end."""
+
+    def leaving(code: Any = None, /) -> NoReturn:
+        if os.getpid() == owner and threading.current_thread() is threading.main_thread():
+            _exit_codes[:] = [code]
+        leave(code)
+
+    return leaving
+
+
+def _last_error() -> BaseException | None:
+    """What has ended the program. Python keeps an error that nobody has caught, but not a SystemExit."""
+    error: BaseException | None = getattr(sys, "last_value", None)
+    return SystemExit(_exit_codes[0]) if error is None and _exit_codes and _exit_codes[0] else error
+
+
+def _program_frame() -> FrameType | None:
+    """The frame of the program's own lines; None in a notebook or an interpreter."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not (
+        frame.f_code.co_name == "<module>" and frame.f_globals is vars(sys.modules["__main__"])
+    ):
+        frame = frame.f_back
+    return frame
+
+
+def _has_returned(frame: FrameType) -> bool:
+    """Whether a frame that is over has come to its end, and was not left by an exception."""
+    code = frame.f_code.co_code
+    return 0 <= frame.f_lasti < len(code) and opcode.opname[code[frame.f_lasti]].startswith("RETURN_")

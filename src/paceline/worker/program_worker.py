@@ -95,12 +95,14 @@ def join_as_program(
     store: dist.Store | None = None,
     notice: PreemptionNotice | None = None,
     trains_itself: bool = False,
+    ends_alone: bool = False,
 ) -> Worker:
     """Be the worker that the assignment says, until `ending_with_program` ends; returns it. An operation of all
     workers. The parameters are those of `run_worker`. Raises PlanError where this process was that worker already.
 
     `trains_itself`: the program steps optimizers and calls collectives by itself, over process groups of its own. The
     run counts its steps, leaves torch's default process group to it, and lets each worker end by itself.
+    `ends_alone`: the last of these alone, and SIGTERM is left to the program.
     """
     if has_run(assignment):
         raise PlanError(
@@ -120,6 +122,7 @@ def join_as_program(
             store=store,
             notice=notice,
             trains_itself=trains_itself,
+            ends_alone=ends_alone or trains_itself,
         )
     )
     if trains_itself:

@@ -129,11 +129,12 @@ def being_worker(
     store: dist.Store | None,
     notice: PreemptionNotice | None,
     trains_itself: bool = False,
+    ends_alone: bool = False,
 ) -> Iterator[JoinedWorker]:
     """Be the worker of the assignment while entered (see `run_worker`). `function` is the user's, for messages.
 
-    `trains_itself`: the program has a loop and process groups of its own. Its workers end one by one, as they come to
-    their ends.
+    `trains_itself`: the program has a loop and process groups of its own. `ends_alone`: its workers end one by one, as
+    they come to their ends, and SIGTERM is left to it.
     """
     _workers_run.add(assignment.worker_dir)
     lifecycle: WorkerLifecycle | None = None
@@ -151,6 +152,7 @@ def being_worker(
                 notice=notice,
                 tell=files.emit,
                 trains_itself=trains_itself,
+                ends_alone=ends_alone,
             )
             place = stack.enter_context(join_run(arrival))
             _inject_faults(assignment, recorder, num_alike=resolved.layout.tensor)
@@ -177,7 +179,7 @@ def being_worker(
                     worker=worker,
                     lifecycle=lifecycle,
                     place=place,
-                    left_what="the program" if trains_itself else "the training function",
+                    left_what="the program" if ends_alone else "the training function",
                 )
             except CleanExit:
                 lifecycle.leave()
@@ -186,7 +188,7 @@ def being_worker(
                 _present.remove(worker)
             with contextlib.suppress(ChannelClosed):  # the supervisor is lost: what is left is to save
                 place.shared.set(LEFT.format(worker.rank), str(worker.step))
-            if trains_itself:
+            if ends_alone:
                 lifecycle.leave()
             else:
                 lifecycle.end()

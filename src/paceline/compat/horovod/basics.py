@@ -60,7 +60,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
         sets = list(process_sets)
     if sessions.is_open():
         return
-    open_worker()
+    open_worker(ends_alone=True)
     forget_handles()
     sessions.open_session(list(comm) if comm else None)
     try:

@@ -24,7 +24,7 @@ def run(
     Where Horovod starts workers, here `paceline run --workers` has: raises PlanError if their number is another one.
     Other parameters of Horovod's `run` (hosts, SSH, MPI) are for a start, and have no effect.
     """
-    worker, wanted = open_worker(), np if num_proc is None else num_proc
+    worker, wanted = open_worker(ends_alone=True), np if num_proc is None else num_proc
     if wanted not in (None, worker.workers):
         raise PlanError(
             f"horovod.run(np={wanted}) would start {wanted} workers, and this run has {worker.workers}: start it with "

@@ -121,7 +121,7 @@ class Coordinator:
             grace_s=job.grace_s,
             timeout_s=job.timeout_s,
             say=say,
-            saves=job.run_for is None,
+            saves=job.run_for is None and job.run_as != "horovod",
         )
         self._restart = JobRestart(
             job,

@@ -31,6 +31,7 @@ class JoinContext:
     notice: PreemptionNotice | None = None  # there: whether this worker is asked to leave
     tell: Callable[[Event], None]  # records an event of the run
     trains_itself: bool = False  # the program has a loop and process groups of its own: torch's default one is its own
+    ends_alone: bool = False  # the program takes no common step: SIGTERM is its own, and each worker ends by itself
 
 
 def allreduce_settings(context: JoinContext) -> AllReduceSettings:

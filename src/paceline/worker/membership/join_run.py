@@ -112,7 +112,7 @@ def join_run(context: JoinContext) -> Iterator[WorkerContext]:
     coordinator = CoordinatorClient(channel, assignment.rank, silence_s=job.silence_s)
     own_process = job.launcher != "inline" and threading.current_thread() is threading.main_thread()
     # A program with a loop of its own takes no common step after which all would leave: SIGTERM is the program's.
-    coordinator.begin(hears_sigterm=own_process and not context.trains_itself)
+    coordinator.begin(hears_sigterm=own_process and not context.ends_alone)
     with contextlib.closing(coordinator):
         if is_elastic:
             with _reporting_end(coordinator), _join_elastic(context, channel, coordinator) as joined:
