@@ -46,11 +46,11 @@ def test_a_killed_worker_is_an_error_on_all_others(tmp_path: Path, victim: int) 
 def killed_in_a_sum(rank: int, size: int) -> str:
     hvd.init()
     hvd.barrier()
-    handle = hvd.allreduce_async(torch.ones(FAR), name="large")
-    hvd.poll(handle)
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
+    try:  # from the first call on: the others may be faster, and gone
+        handle = hvd.allreduce_async(torch.ones(FAR), name="large")
+        hvd.poll(handle)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
         hvd.synchronize(handle)
         hvd.allreduce(torch.ones(1))
     except hvd.HorovodInternalError as error:
@@ -60,7 +60,7 @@ def killed_in_a_sum(rank: int, size: int) -> str:
 
 def test_a_worker_that_is_killed_in_the_middle_of_a_sum_is_an_error(tmp_path: Path) -> None:
     values = horovod_workers.start(tmp_path, 3, killed_in_a_sum).values(killed=[1])
-    assert all("1" in values[rank] for rank in (0, 2))
+    assert all("lost" in values[rank] for rank in (0, 2))
 
 
 def missing(rank: int, size: int, logged: Path) -> str:
