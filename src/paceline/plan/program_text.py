@@ -81,6 +81,27 @@ class ModuleText:
                 )
 
     @property
+    def calls_run(self) -> bool:
+        """Whether it has a call of `paceline.run`, under any name."""
+        packages, functions = set[str](), set[str]()
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                packages |= {alias.asname or alias.name for alias in node.names if alias.name == "paceline"}
+            elif isinstance(node, ast.ImportFrom) and node.module == "paceline":
+                functions |= {alias.asname or alias.name for alias in node.names if alias.name == "run"}
+        called = [node.func for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
+        return any(
+            (isinstance(one, ast.Name) and one.id in functions)
+            or (
+                isinstance(one, ast.Attribute)
+                and one.attr == "run"
+                and isinstance(one.value, ast.Name)
+                and one.value.id in packages
+            )
+            for one in called
+        )
+
+    @property
     def names(self) -> Iterator[str]:
         """All names and attributes in it, and what it imports by name."""
         for node in ast.walk(self.tree):
@@ -142,6 +163,11 @@ class ProgramText:
         if any(name in RUNS_OTHER_CODE for module in self.modules for name in module.names):
             return False
         return "torch" in self.packages and self.packages <= OTHER_PACKAGES
+
+    @property
+    def calls_run(self) -> bool:
+        """Whether it gives a function to `paceline.run`, and so has no loop of its own."""
+        return any(module.calls_run for module in self.modules)
 
     @property
     def runs_paceline(self) -> bool:

@@ -68,3 +68,19 @@ def test_an_option_for_the_local_rank_is_found_as_it_is_spelled(tmp_path: Path) 
         script = program(tmp_path, f"import argparse\nparser.add_argument(\n    '{word}', type=int)\n")
         assert ProgramText.of(script).local_rank_option == word
     assert ProgramText.of(program(tmp_path, "local_rank = 0\n")).local_rank_option is None
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("import paceline\npaceline.run(print)\n", True),
+        ("import paceline as pl\nif True:\n    pl.run(print)\n", True),
+        ("from paceline import run as go\ngo(print)\n", True),
+        ("from paceline.compat.accelerate import Accelerator\nAccelerator().run(1)\n", False),
+        ("import subprocess\nsubprocess.run(['ls'])\n", False),
+    ],
+)
+def test_a_script_that_gives_a_function_to_a_run_is_known(text: str, calls: bool, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    assert ProgramText.of(script).calls_run == calls

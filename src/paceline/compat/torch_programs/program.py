@@ -45,10 +45,13 @@ _joined_here: list[int] = []  # the process that this module has joined as a wor
 
 
 def prepare_program(assignment: Assignment) -> None:
-    """Before the program of this worker begins: set what it reads, and have it join where it makes its group."""
+    """Before the program of this worker begins: set what it reads, and have it join where it makes its group. A script
+    that gives a function to `paceline.run` is left as it is: libraries in it would take RANK for a launcher's."""
+    text = ProgramText.of(Path(assignment.job.program))
+    if text.calls_run:
+        return
     environment.enter_torch_world(assignment)
     torch.set_num_threads(assignment.job.threads or environment.default_threads(assignment.local_workers))
-    text = ProgramText.of(Path(assignment.job.program))
     option = text.local_rank_option
     if option is not None and not any(word.split("=")[0] == option for word in sys.argv[1:]):
         sys.argv.append(f"{option}={assignment.local_rank}")  # as torch.distributed.launch does
