@@ -255,13 +255,16 @@ class TaskReady(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskUsage(Event):
-    """What the program of a task uses of its host, told from time to time."""
+    """What the program of a task uses of its host, told from time to time, and how the task stands."""
 
     rank: int
     name: str
+    pid: int  # of the program
     up_s: float  # since it was started
     cores: float  # that it has kept busy since it was told last
     memory_bytes: int  # resident now
+    restarts: int  # as in TaskStarted
+    ready: bool  # TaskReady was said of it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -151,6 +151,7 @@ class Watch:
             everyone=job.show == "all",
             show=self._show_output,
             names=names,
+            hides_information=job.run_for is not None,
         )
         self.is_quiet = False  # another process shows, or has shown, what is read
         self._shows_run, self._closing_rows = shows_run, closing_rows

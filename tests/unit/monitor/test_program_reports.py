@@ -25,10 +25,12 @@ from paceline.monitor.console.closing_table import closing_table
 from paceline.monitor.console.event_lines import event_line, ready_line
 from paceline.monitor.export.scalars import ScalarPoints
 from paceline.monitor.export.summary_json import Summary
+from paceline.monitor.records.event_reader import decode_event
 from paceline.monitor.records.run_record import RunRecord
 from paceline.monitor.report.attempt_log import AttemptLog
 from paceline.monitor.report.goodput import goodput_ledger
 from paceline.monitor.report.report import incident_text
+from paceline.monitor.status import status as status_module
 from paceline.monitor.status.status import main_status, status
 from paceline.plan import Job
 
@@ -135,7 +137,11 @@ def test_status_names_tasks_by_their_roles(tmp_path: Path, capsys: pytest.Captur
         events.emit(TaskStarted(rank=rank, name=name, pid=100 + rank, restarts=int(rank == 1)))
         if rank != 2:
             events.emit(TaskReady(rank=rank, name=name))
-        events.emit(TaskUsage(rank=rank, name=name, up_s=61.0, cores=1.5, memory_bytes=3 << 30))
+        usage = TaskUsage(
+            rank=rank, name=name, pid=100 + rank, up_s=61.0, cores=1.5, memory_bytes=3 << 30,
+            restarts=int(rank == 1), ready=rank != 2,
+        )  # fmt: skip
+        events.emit(usage)
         events.close()
     now = status(tmp_path / "run")
     record.end_attempt("failed", 1)
@@ -151,14 +157,40 @@ def test_status_names_tasks_by_their_roles(tmp_path: Path, capsys: pytest.Captur
     assert "worker 0  east  101  cpu     gone   1 min 01 s  1.50   3.00 GiB  1" in said
 
 
-def test_tensorboard_gets_what_each_task_uses_by_the_seconds_of_the_attempt() -> None:
-    points = ScalarPoints()
-    found = [
-        point
-        for second in (5.0, 15.0)
-        for point in points.take(
-            Record(1000.0 + second, 0, TaskUsage(rank=0, name="chief", up_s=second, cores=0.5, memory_bytes=1 << 30))
+def test_status_knows_a_task_from_its_last_lines_however_long_ago_it_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = dataclasses.asdict(Job(program="train.py", run_for="tensorflow", workers=2, servers=1))
+    RunRecord.begin_attempt(tmp_path / "run", job=job, workers=1)
+    place = tmp_path / "run/attempt_1/worker_0"
+    place.mkdir(parents=True)
+    events = EventLog(place / "events.jsonl", worker=0)
+    events.emit(started(0))
+    events.emit(TaskStarted(rank=0, name="chief", pid=100, restarts=2))
+    events.emit(TaskReady(rank=0, name="chief"))
+    for number in range(20):
+        usage = TaskUsage(
+            rank=0, name="chief", pid=100, up_s=10.0 * number, cores=1.5, memory_bytes=1 << 30, restarts=2, ready=True
         )
-    ]
+        events.emit(usage)
+    monkeypatch.setattr(status_module, "NUM_LAST_LINES", 10)
+    (worker,) = status(tmp_path / "run").workers
+    assert (worker.pid, worker.restarts, worker.state, worker.up_s) == (100, 2, "running", 190.0)
+    read = list[str]()
+    monkeypatch.setattr(status_module, "decode_event", lambda line: read.append(line) or decode_event(line))
+    events.emit(TaskStarted(rank=0, name="chief", pid=200, restarts=3))
+    events.close()
+    (worker,) = status(tmp_path / "run").workers
+    assert (worker.pid, worker.restarts, worker.state, worker.up_s) == (200, 3, "starting", None)
+    assert sum("TaskUsage" in line for line in read) == 0
+
+
+def test_tensorboard_gets_what_each_task_uses_by_the_seconds_of_the_attempt() -> None:
+    points, found = ScalarPoints(), []
+    for second in (5.0, 15.0):
+        usage = TaskUsage(
+            rank=0, name="chief", pid=100, up_s=second, cores=0.5, memory_bytes=1 << 30, restarts=0, ready=True
+        )
+        found += points.take(Record(1000.0 + second, 0, usage))
     assert [point.step for point in found] == [0, 10]
     assert found[1].values == {"tasks/chief/cores": 0.5, "tasks/chief/memory_gib": 1.0}

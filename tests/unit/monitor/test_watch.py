@@ -105,6 +105,16 @@ def test_a_failed_run_says_why_before_anything_else(workers: Workers) -> None:
     assert facts["peak_memory_bytes"] == 1 << 20
 
 
+@pytest.mark.parametrize("job", [JOB, Job(program="train.py", run_for="tensorflow")], ids=["torch", "tensorflow"])
+def test_lines_of_information_are_left_out_in_programs_of_tensorflow_alone(workers: Workers, job: Job) -> None:
+    stream = io.StringIO()
+    watch = Watch(workers.run, 1, 2, job=job, stream=stream)
+    workers.write(0, "stderr", "I1128 14:00:00.123456    4711 train.py:7] epoch 1\nE1128 a bad one\n")
+    watch.finish("finished", 0)
+    assert ("epoch 1" in stream.getvalue()) is (job.run_for is None)
+    assert "a bad one" in stream.getvalue()
+
+
 @pytest.mark.parametrize(("num_here", "step"), [(None, 7), (4, 6)], ids=["together", "apart"])
 def test_a_killed_worker_has_committed_the_step_that_it_had_no_time_to_write(
     workers: Workers, num_here: int | None, step: int

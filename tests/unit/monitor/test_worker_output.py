@@ -16,11 +16,17 @@ TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 3, in f
 class Desk:
     """Workers' log files, an Output over them, and what it has shown."""
 
-    def __init__(self, run: Path, workers: int, *, everyone: bool = False) -> None:
+    def __init__(self, run: Path, workers: int, *, everyone: bool = False, hides_information: bool = False) -> None:
         self.directory, self.shown, self.now = run / "attempt_1", list[str](), 0.0
         for worker in range(workers):
             (self.directory / f"worker_{worker}").mkdir(parents=True)
-        self.output = WorkerOutput(self.directory, range(workers), everyone=everyone, show=self.shown.append)
+        self.output = WorkerOutput(
+            self.directory,
+            range(workers),
+            everyone=everyone,
+            show=self.shown.append,
+            hides_information=hides_information,
+        )
 
     def write(self, worker: int, stream: str, text: str) -> None:
         with open(self.directory / f"worker_{worker}" / f"{stream}.log", "a", newline="") as file:
@@ -71,6 +77,16 @@ def test_equal_lines_of_standard_error_are_shown_once_tagged(desk: Desk) -> None
     assert desk.pass_time(1) == ["[workers 0, 1] same", "[worker 2] other"]
     desk.write(2, "stderr", "same\nother\n\n")
     assert desk.pass_time(1) == []
+
+
+@pytest.mark.parametrize("is_hidden", [False, True])
+def test_lines_of_information_are_left_out_only_where_the_run_asks_for_it(tmp_path: Path, is_hidden: bool) -> None:
+    desk = Desk(tmp_path, 1, hides_information=is_hidden)
+    told = ["I0000 00:00:1764340000.123456    4711 gpu_device.cc:20] found", "I1128 14:00:00.5  12 train.py:7] epoch 1"]
+    error = "E1128 14:00:00.123456    4711 train.py:8] bad"
+    desk.write(0, "stderr", "".join(f"{line}\n" for line in [*told, error]))
+    assert desk.pass_time(1) == [f"[worker 0] {line}" for line in ([] if is_hidden else told) + [error]]
+    desk.finish()
 
 
 def test_a_warning_and_its_source_line_are_one_text(desk: Desk) -> None:

@@ -317,6 +317,30 @@ def test_a_program_that_spawns_its_workers_is_called_in_each_of_the_runs(tmp_pat
     assert "The program starts 3 workers by itself (torch.multiprocessing.spawn), and this run has 2" in output
 
 
+BARRIERS = """\
+import os, time
+
+import torch.distributed as dist
+
+for turn in range(2):
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        time.sleep(0.3)
+        open(f"came_{turn}", "w").close()
+    dist.monitored_barrier()
+    if dist.get_rank() == 1:
+        print("told " + str(os.path.exists(f"came_{turn}")), flush=True)
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.further
+def test_a_monitored_barrier_waits_in_a_second_process_group_as_in_the_first(tmp_path: Path) -> None:
+    code, output = start(tmp_path, BARRIERS, "--show", "all")
+    assert code == 0, output
+    assert re.findall(r"told (\w+)", output) == ["True", "True"]
+
+
 @pytest.mark.thorough
 def test_a_program_with_an_option_for_its_local_rank_gets_it(tmp_path: Path) -> None:
     text = """\

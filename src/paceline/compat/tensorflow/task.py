@@ -210,7 +210,7 @@ class _Task:
 
     def _start(self, variables: Mapping[str, str]) -> ProgramProcess:
         own = self._assignment
-        self._is_ready, self._look_ready_at = False, 0.0
+        self._is_ready, self._look_ready_at, self._usage_at = False, 0.0, 0.0
         program = ProgramProcess(
             self._job.program,
             self._job.args,
@@ -258,9 +258,12 @@ class _Task:
                 TaskUsage(
                     rank=self._who.rank,
                     name=self._place.name,
+                    pid=program.pid,
                     up_s=round(usage.age_s, 1),
                     cores=round(usage.cores, 3),
                     memory_bytes=usage.memory_bytes,
+                    restarts=self._restarts,
+                    ready=self._is_ready,
                 )
             )
         if self._job.tensorboard:

@@ -1,4 +1,4 @@
-"""`torch.distributed.monitored_barrier` on groups in shared memory: over the group's key-value store.
+"""`torch.distributed.monitored_barrier` on groups in shared memory: over a key-value store.
 
 torch has it for gloo alone. Each member says that it has come, and waits for the word of the first one, which waits for
 all, names those that are missing, and lets nobody through then.
@@ -7,7 +7,6 @@ all, names those that are missing, and lets nobody through then.
 from __future__ import annotations
 
 import time
-import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +17,7 @@ from paceline.errors import SyncError
 __all__ = ["monitored_barrier_by_store"]
 
 GOES_ON = "all"
-_counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of calls, by group
+ANSWER, NUM_READ = "answer", "read"  # keys: what the first one says, and how many have read it
 
 
 def monitored_barrier_by_store(
@@ -26,17 +25,19 @@ def monitored_barrier_by_store(
 ) -> None:
     """Return when all members have called it; RuntimeError, with the ranks that are missing, after the timeout.
 
-    `wait_all_ranks`: name all of them, and not only the first.
+    `store`: of this one call. It is empty again when all have gone on. `wait_all_ranks`: name all of them, and not
+    only the first.
     """
-    number = _counts[group] = _counts.get(group, -1) + 1
-    names = [f"monitored_barrier/{number}/{index}" for index in range(group.size())]
-    answer = f"monitored_barrier/{number}/answer"
+    names = [f"{index}" for index in range(group.size())]
     if group.rank() != 0:
         store.set(names[group.rank()], "here")
         limit_s = 2 * timeout.total_seconds()  # the first one may have come last, and waits as long for others
-        if not _comes(store, answer, limit_s):
+        if not _comes(store, ANSWER, limit_s):
             raise RuntimeError(f"monitored_barrier: rank 0 has not answered within {limit_s:g} s")
-        said = store.get(answer).decode()
+        said = store.get(ANSWER).decode()
+        if store.add(NUM_READ, 1) == group.size() - 1:
+            store.delete_key(ANSWER)
+            store.delete_key(NUM_READ)
         if said != GOES_ON:
             raise RuntimeError(said)
         return
@@ -50,7 +51,10 @@ def monitored_barrier_by_store(
     if missing:
         listed = ", ".join(map(str, missing))
         text = f"monitored_barrier: rank{'s' * (len(missing) > 1)} {listed} did not come within {timeout}"
-    store.set(answer, text)
+    if len(names) > 1:
+        store.set(ANSWER, text)
+    for name in names[1:]:
+        store.delete_key(name)
     if missing:
         raise RuntimeError(text)
 

@@ -7,6 +7,8 @@ are what torch makes of them. What such a program reads in its environment is se
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
 import os
 import sys
@@ -44,6 +46,13 @@ UNUSED = ("save_every", "save_every_s", "save_at_end", "keep", "max_steps", "bal
 _joined_here: list[int] = []  # the process that this module has joined as a worker, once it has
 
 
+@dataclasses.dataclass(slots=True)
+class _GroupsMade:
+    """How often this program has made its default group. torch's names of groups begin anew with each one."""
+
+    number: int = 0
+
+
 def prepare_program(assignment: Assignment) -> None:
     """Before the program of this worker begins: set what it reads, and have it join where it makes its group. A script
     that gives a function to `paceline.run` is left as it is: libraries in it would take RANK for a launcher's."""
@@ -55,19 +64,17 @@ def prepare_program(assignment: Assignment) -> None:
     option = text.local_rank_option
     if option is not None and not any(word.split("=")[0] == option for word in sys.argv[1:]):
         sys.argv.append(f"{option}={assignment.local_rank}")  # as torch.distributed.launch does
-    _replace(dist.init_process_group, _joining(dist.init_process_group, assignment, os.getpid()))
+    made = _GroupsMade()
+    _replace(dist.init_process_group, _joining(dist.init_process_group, assignment, os.getpid(), made))
     _replace(dist.destroy_process_group, _sparing_the_run(dist.destroy_process_group))
-    _replace(dist.monitored_barrier, _monitoring(dist.monitored_barrier))
+    _replace(dist.monitored_barrier, _monitoring(dist.monitored_barrier, made))
     if text.makes_groups:
         _replace(torch.multiprocessing.spawn, called_in_place(torch.multiprocessing.spawn, assignment))
 
 
-def _joining(make: Callable[..., None], assignment: Assignment, pid: int) -> Callable[..., None]:
-    number_of_groups = 0
-
+def _joining(make: Callable[..., None], assignment: Assignment, pid: int, made: _GroupsMade) -> Callable[..., None]:
     @functools.wraps(make)
     def init_process_group(*args: Any, **kwargs: Any) -> None:
-        nonlocal number_of_groups
         caller = sys._getframe(1).f_globals.get("__name__", "")  # pyright: ignore[reportPrivateUsage]  # documented
         asked = read_request(make, args, kwargs)
         if caller.startswith("paceline.worker.") or asked.backend == "fake":
@@ -84,7 +91,7 @@ def _joining(make: Callable[..., None], assignment: Assignment, pid: int) -> Cal
         backend = backend_on(device_type, asked)
         if backend == NAME:
             register_backend()
-        store = asked.store or dist.PrefixStore(f"program/{number_of_groups}", store_of_program())
+        store = asked.store or dist.PrefixStore(f"program/{made.number}", store_of_program())
         hook = sys.excepthook
         make(
             backend,
@@ -95,7 +102,7 @@ def _joining(make: Callable[..., None], assignment: Assignment, pid: int) -> Cal
             device_id=None if device_type == "cpu" else asked.device_id,
             **asked.others,
         )
-        number_of_groups += 1
+        made.number += 1
         sys.excepthook = hook  # torch puts the rank before each line, which the run's records say already
 
     return init_process_group
@@ -143,7 +150,9 @@ def _sparing_the_run(destroy: Callable[..., None]) -> Callable[..., None]:
     return destroy_process_group
 
 
-def _monitoring(barrier: Callable[..., None]) -> Callable[..., None]:
+def _monitoring(barrier: Callable[..., None], made: _GroupsMade) -> Callable[..., None]:
+    calls = collections.Counter[str]()  # by group
+
     @functools.wraps(barrier)
     def monitored_barrier(group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         one: Any = dist.group.WORLD if group is None else group
@@ -152,7 +161,9 @@ def _monitoring(barrier: Callable[..., None]) -> Callable[..., None]:
             return
         worker = program_worker()
         limit_s = BACKSTOP_S + (parts_of(worker).timeout_s if worker is not None else 0.0)
-        store = dist.PrefixStore(f"program/{one.group_name}", store_of_program())
+        name = f"program/{made.number}/{one.group_name}"
+        store = dist.PrefixStore(f"{name}/monitored_barrier/{calls[name]}", store_of_program())
+        calls[name] += 1
         monitored_barrier_by_store(
             one, store, timeout=timeout or timedelta(seconds=limit_s), wait_all_ranks=wait_all_ranks
         )

@@ -33,7 +33,8 @@ class WorkerOutput:
     """Follows stdout.log and stderr.log of `workers` below an attempt's directory; `show` gets what is to be seen.
 
     Standard output is that of worker 0, untouched; with `everyone` that of all workers, each line tagged `[k] `.
-    `names`: what the workers are called, by rank, where that is not by their numbers.
+    `names`: what the workers are called, by rank, where that is not by their numbers. `hides_information`: leave out
+    what a framework logs at the level of information, as TensorFlow does without being asked.
     """
 
     def __init__(
@@ -44,8 +45,10 @@ class WorkerOutput:
         everyone: bool,
         show: Callable[[str], None],
         names: Sequence[str] = (),
+        hides_information: bool = False,
     ) -> None:
         self._directory, self._everyone, self._show, self._names = directory, everyone, show, names
+        self._hides_information = hides_information
         self._stdout: dict[int, GrowingFile] = {}
         self._stderr: dict[int, GrowingFile] = {}
         self._texts: dict[int, _StderrSplitter] = {}
@@ -63,7 +66,7 @@ class WorkerOutput:
             if self._everyone or worker == 0:
                 self._stdout[worker] = GrowingFile(place / "stdout.log", say=self._warn)
             self._stderr[worker] = GrowingFile(place / "stderr.log", say=self._warn)
-            self._texts[worker] = _StderrSplitter()
+            self._texts[worker] = _StderrSplitter(hides_information=self._hides_information)
         self._once.expect(workers)
 
     def _warn(self, text: str) -> None:
@@ -116,7 +119,8 @@ class WorkerOutput:
 class _StderrSplitter:
     """Cuts one worker's standard error into texts that belong together; keeps tracebacks out of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, hides_information: bool) -> None:
+        self._hides_information = hides_information
         self.traceback = ""  # the last traceback's error, until the caller has taken it
         self.traceback_since = 0.0
         self._state = "text"  # | "warning" | "frames" (of a traceback) | "error" (its last line was seen)
@@ -165,5 +169,5 @@ class _StderrSplitter:
             self._state, self._warning, self._warning_since = "warning", line, now
         else:
             self._state = "text"
-            if line.strip() and not INFORMATIONAL.match(line):
+            if line.strip() and not (self._hides_information and INFORMATIONAL.match(line)):
                 yield line

@@ -17,9 +17,6 @@ from paceline.events import (
     Regrouped,
     Restarted,
     StepDone,
-    TaskReady,
-    TaskStarted,
-    TaskUsage,
     WorkerFailed,
     WorkerFinished,
     WorkerJoined,
@@ -34,6 +31,7 @@ from paceline.monitor.records.event_reader import attempt_dir, decode_event
 from paceline.monitor.records.failure import is_echo
 from paceline.monitor.records.run_files import local_path, worker_number
 from paceline.monitor.records.run_record import RUNNING, RunRecord
+from paceline.monitor.status.newest_task import NewestTask
 from paceline.monitor.status.pool_wait import pool_that_will_go_on
 from paceline.monitor.status.progress import Progress, RunTrouble
 from paceline.plan.program_tasks import task_name, tasks_text
@@ -320,9 +318,7 @@ def _worker(
     directory = attempt_dir(record.run_dir, record.attempt) / f"worker_{worker}"
     step, age_s, state = 0, None, "starting" if started is None else "running"
     done: list[StepDone] = []
-    task: TaskStarted | None = None  # the program's newest start
-    is_ready = False  # it listens since then
-    told: TaskUsage | None = None  # what it used when that was told last
+    program = NewestTask()
     is_own = True
     for number, line in enumerate(last_lines(directory / "events.jsonl")):
         event = decode_event(line)
@@ -334,12 +330,12 @@ def _worker(
         if is_own:
             state = "finished" if isinstance(event.event, WorkerFinished) else state
             done += [event.event] if isinstance(event.event, StepDone) else []
-            is_ready = is_ready or (task is None and isinstance(event.event, TaskReady))
-            told = event.event if told is None and task is None and isinstance(event.event, TaskUsage) else told
-            task = event.event if task is None and isinstance(event.event, TaskStarted) else task
+            program.take(event.event)
             is_own = not isinstance(event.event, WorkerStarted)  # before that: the process that held the place before
-        if (step and (not is_own or len(done) == NUM_IDLE_STEPS)) or number > NUM_LAST_LINES:
+        is_enough = program.start is not None or (step and (not is_own or len(done) == NUM_IDLE_STEPS))
+        if is_enough or number > NUM_LAST_LINES:
             break
+    task, told = program.start, program.told
     if lost_at is not None and state in ("starting", "running"):  # else its successor is starting
         state = "lost" if last_record is None or last_record.time < lost_at else "starting"
     if left_at is not None and (last_record is None or last_record.time < left_at):
@@ -353,7 +349,7 @@ def _worker(
     elif state == "running" and started is not None and started.host == this_host():
         pid = started.pid if task is None else task.pid
         state = "halted" if process_state(pid) == "stopped" else state
-    if task is not None and not is_ready and state == "running":
+    if task is not None and not program.is_ready and state == "running":
         state = "starting"
     is_here = state in ("starting", "running", "halted") and started is not None and started.host == this_host()
     usage = process_usage(task.pid) if task is not None and is_here else None

@@ -46,6 +46,12 @@ def until(is_so: Callable[[], bool], program: Program) -> None:
         time.sleep(0.02)
 
 
+def since_start(run_dir: Path, rank: int) -> list[str]:
+    """What kinds of events a task has told since its program was started last."""
+    told = kinds(run_dir, rank)
+    return told[len(told) - told[::-1].index("TaskStarted") :]
+
+
 def pid_of(run_dir: Path, rank: int, *, attempt: int = 1) -> int:
     return [event for event in events(run_dir, rank, attempt=attempt) if event["event"] == "TaskStarted"][-1]["pid"]
 
@@ -111,11 +117,16 @@ def test_a_killed_worker_beside_servers_is_started_again_alone_at_its_address(tm
         until(lambda: kinds(run_dir, 2).count("TaskReady") == 1, program)
         os.kill(first := pid_of(run_dir, 2), signal.SIGKILL)
         until(lambda: kinds(run_dir, 2).count("TaskReady") == 2, program)
+        until(lambda: "TaskUsage" in since_start(run_dir, 2), program)
         (tmp_path / "gate").touch()
         code, output = program.end()
     assert code == 0, output
     assert f"worker 1 (pid {first}) killed by signal 9: it is started again, and the others go on" in output
     assert [kinds(run_dir, rank).count("TaskStarted") for rank in range(4)] == [1, 1, 2, 1]
+    since = since_start(run_dir, 2)
+    usage = [event for event in events(run_dir, 2) if event["event"] == "TaskUsage"][-1]
+    assert (usage["pid"], usage["restarts"]) == (pid_of(run_dir, 2), 1)
+    assert usage["ready"] == ("TaskReady" in since[: len(since) - since[::-1].index("TaskUsage")])
     places = re.findall(r"has (\{.*\}); torch", stdout(run_dir, 2))
     assert len(places) == 2 and places[0] == places[1]
     assert len(record(run_dir)["attempts"]) == 1
