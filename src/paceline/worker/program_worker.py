@@ -77,12 +77,17 @@ def program_place() -> ProgramPlace:
     return _places[0]
 
 
-def at_program_end(call: Callable[[], None]) -> None:
-    """Call something when the program has ended well, before its worker ends. All workers must ask for it."""
+def at_program_end(call: Callable[[], None], *, after_error: Callable[[], None] | None = None) -> None:
+    """Call something when the program has ended well, before its worker ends. All workers must ask for it.
+
+    `after_error`: what is called in its place when an error has ended the program; it waits for no other worker.
+    """
 
     def leave(kind: object, *_: object) -> None:
         if kind is None:
             call()
+        elif after_error is not None:
+            after_error()
 
     _stack.push(leave)
 

@@ -182,6 +182,24 @@ def test_the_same_ranks_make_one_process_set_and_a_removed_one_ends() -> None:
     assert "does not exist" in submit(machine, 1, request("a", set_id=number))[0][0].error
 
 
+def test_what_comes_with_the_removal_of_its_process_set_fails_and_the_others_run() -> None:
+    machine = Negotiation(range(3), fusion_bytes=LARGE)
+    number = added(machine, 3, (0, 1))
+    both = [
+        request("r", Kind.REMOVE_SET, root=number, dtypes=(), shapes=()),
+        request("a", set_id=number),
+        request("b", set_id=number),
+        request("c"),
+    ]
+    machine.submit(0, both, now=0.0)
+    machine.submit(2, [both[0], both[3]], now=0.0)
+    machine.submit(1, both, now=0.0)
+    found = {verdict.names: (verdict.error, ranks) for verdict, ranks in machine.decide()}
+    removed = f"process set {number} was removed"
+    everyone, pair = ("", (0, 1, 2)), (removed, (0, 1))
+    assert found == {("a",): pair, ("b",): pair, ("r",): everyone, ("c",): everyone}
+
+
 def test_a_stalled_operation_is_reported_once_with_the_ranks_that_are_missing_and_fails_at_the_limit() -> None:
     machine = Negotiation(range(3), fusion_bytes=LARGE)
     submit(machine, 1, request("a"), now=10.0)

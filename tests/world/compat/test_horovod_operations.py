@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 import horovod_workers
 import paceline.compat.horovod as hvd
+from paceline.worker import program_worker
 
 SIZES = [2, 3]
 TYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.int8]
@@ -254,6 +257,24 @@ def again(rank: int, size: int) -> list[float]:
 def test_a_second_init_works_after_shutdown(tmp_path: Path, size: int) -> None:
     for value in horovod_workers.start(tmp_path, size, again).values():
         assert value == [float(sum(range(size)) + number * size) for number in range(3)]
+
+
+def ends(rank: int, size: int, timeline: Path, error: BaseException | None) -> bool:
+    os.environ["HOROVOD_TIMELINE"] = str(timeline)
+    hvd.init()
+    hvd.allreduce(torch.ones(1), name="waited")
+    hvd.allreduce_async(torch.ones(1), name="not waited")
+    program_worker._end(None if error is None else type(error), error, None)
+    return hvd.is_initialized()
+
+
+@pytest.mark.parametrize("error", [None, ValueError("the program has failed")])
+def test_a_program_that_ends_finishes_its_timeline(tmp_path: Path, error: BaseException | None) -> None:
+    timeline = tmp_path / "timeline.json"
+    (is_open,) = horovod_workers.start(tmp_path, 1, lambda rank, size: ends(rank, size, timeline, error)).values()
+    rows = {event.get("args", {}).get("name") for event in json.loads(timeline.read_text())}
+    assert {"allreduce.waited", "allreduce.not waited"} <= rows
+    assert is_open == (error is not None)  # after an error it waits for no other worker
 
 
 def begins_badly(rank: int, size: int) -> bool:

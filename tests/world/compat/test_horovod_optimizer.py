@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import horovod_workers
 import paceline.compat.horovod as hvd
+from paceline.compat.horovod import progress
 
 SIZES = [2, 3]
 STEPS = 4
@@ -168,6 +169,7 @@ def adasum(rank: int, size: int) -> list[Tensor]:
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), op=hvd.Adasum)
     model(torch.ones(1, 1)).sum().backward()  # the same on both: it counts once
     optimizer.step()
+    assert progress.count() == 1
     return [combined, model.weight.detach()]
 
 

@@ -142,12 +142,15 @@ class Executor:
             # Only in inference mode can tensors be written to that were made in it; results are made outside.
             with torch.no_grad():
                 self._run(verdict, ops)
-        except Exception as error:  # of any kind: it is raised where the result is waited for
-            reason = f"{verdict.kind} of {', '.join(names)[:200]} has failed: {error}"
+        except BaseException as error:  # of any kind: it is raised where the result is waited for
+            reason = f"{verdict.kind} of {', '.join(names)[:200]} has failed: {str(error) or type(error).__name__}"
             for op in self._running:
                 op.fail(HorovodInternalError(reason))
             self._fail(reason)
-        self._running = []
+            if not isinstance(error, Exception):  # an interrupt of the thread that helps: others may wait as well
+                raise
+        finally:
+            self._running = []
         self._observe(verdict, began, time.perf_counter())
 
     def _run(self, verdict: OpVerdict, ops: Sequence[PendingOp | None]) -> None:

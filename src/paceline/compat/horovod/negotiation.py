@@ -11,6 +11,7 @@ of which one is gone, get an error instead, all of them.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 
 from paceline.compat.horovod.mismatches import mismatch
@@ -117,12 +118,10 @@ class Negotiation:
 
     def decide(self) -> list[tuple[OpVerdict, tuple[int, ...]]]:
         """Return the verdicts since the last call, in the order in which they must be followed."""
-        ready, self._ready = self._ready, []
-        at = 0
-        while at < len(ready):
-            taken = self._alike(ready, at)
-            at += len(taken)
-            self._run(taken)
+        while self._ready:
+            taken = self._alike()
+            del self._ready[: len(taken)]
+            self._run(taken)  # it may fail others that were ready: those of a process set that it removes
         present = self._present(GLOBAL)
         if self._joined and all(rank in self._joined for rank in present):
             last = list(self._joined)[-1]
@@ -182,13 +181,13 @@ class Negotiation:
             pending = self._pending.pop(key)
             self._fail(next(iter(pending.requests.values())), text, pending.requests)
 
-    def _alike(self, ready: Sequence[Key], at: int) -> list[Key]:
-        """Return the key at `at`, and those behind it that travel with it."""
-        first, taken = self._any(ready[at]), [ready[at]]
-        if first.kind != Kind.ALLREDUCE or first.reduction == Reduction.ADASUM or self._error(ready[at]):
+    def _alike(self) -> list[Key]:
+        """Return the first key that is ready, and those behind it that travel with it."""
+        first, taken = self._any(self._ready[0]), self._ready[:1]
+        if first.kind != Kind.ALLREDUCE or first.reduction == Reduction.ADASUM or self._error(taken[0]):
             return taken
         num_bytes = first.num_bytes
-        for key in ready[at + 1 :]:
+        for key in itertools.islice(self._ready, 1, None):
             other = self._any(key)
             num_bytes += other.num_bytes
             if num_bytes > self._fusion_bytes or not _travels_with(first, other) or self._error(key):

@@ -126,6 +126,7 @@ class ReducingOptimizer(_Distributed):
     """Averages or sums gradients; `step` waits for them."""
 
     _has_synchronized, _synchronizes = False, True
+    _waited_s = 0.0  # for gradients, since the last step
 
     def begin_with(self, exchange: GradientExchange, groups: Groups) -> None:
         """Watch the gradients of the parameters, if there is another worker to agree with."""
@@ -138,7 +139,7 @@ class ReducingOptimizer(_Distributed):
 
     def synchronize(self) -> None:
         """Wait until all gradients are reduced. Those that backward has not computed count as zeros."""
-        self.exchange.finish()
+        self._wait()
         self._has_synchronized = True
 
     @contextlib.contextmanager
@@ -152,10 +153,7 @@ class ReducingOptimizer(_Distributed):
 
     def step(self, closure: Any = None) -> Any:
         """Wait for the gradients, and take the step; with a closure, after each backward of it."""
-        if not self._synchronizes:
-            self._has_synchronized = False
-            return super().step(*([] if closure is None else [closure]))  # pyright: ignore[reportAttributeAccessIssue]
-        if self._has_synchronized:
+        if self._synchronizes and self._has_synchronized:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
                 "This can cause training slowdown. You may want to consider using optimizer.skip_synchronize() context "
@@ -163,20 +161,30 @@ class ReducingOptimizer(_Distributed):
                 stacklevel=2,
             )
         self._has_synchronized = False
-        if closure is None:
-            began_s = time.perf_counter()
-            self.exchange.finish()
-            waited_s = time.perf_counter() - began_s
-            value = super().step()  # pyright: ignore[reportAttributeAccessIssue]
-            step_done(self, waited_s=waited_s, stepped_s=time.perf_counter() - began_s - waited_s)
-            return value
+        closures_s = 0.0
 
         def synchronized() -> Any:
+            nonlocal closures_s
+            began_s = time.perf_counter()
             loss = closure()
-            self.exchange.finish()
+            if self._synchronizes:
+                self._wait()
+            closures_s += time.perf_counter() - began_s
             return loss
 
-        return super().step(synchronized)  # pyright: ignore[reportAttributeAccessIssue]
+        if self._synchronizes and closure is None:
+            self._wait()
+        began_s = time.perf_counter()
+        value = super().step(*([] if closure is None else [synchronized]))  # pyright: ignore[reportAttributeAccessIssue]
+        stepped_s = time.perf_counter() - began_s - closures_s
+        waited_s, self._waited_s = self._waited_s, 0.0
+        step_done(self, waited_s=waited_s, stepped_s=stepped_s)
+        return value
+
+    def _wait(self) -> None:
+        began_s = time.perf_counter()
+        self.exchange.finish()
+        self._waited_s += time.perf_counter() - began_s
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load a state; what was under way is forgotten."""
@@ -207,7 +215,9 @@ class AdasumOptimizer(_Distributed):
     def step(self, closure: Any = None) -> Any:
         """Wait for the combined changes of all weights, and apply them."""
         loss = None if closure is None else closure()
+        began_s = time.perf_counter()
         self._delta.finish()
+        step_done(self, waited_s=time.perf_counter() - began_s, stepped_s=0.0)  # the steps were taken in backward
         return loss
 
     step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]

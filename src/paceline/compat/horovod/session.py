@@ -24,7 +24,7 @@ from paceline.compat.horovod.pending_op import PendingOp
 from paceline.compat.horovod.requests import Kind, OpVerdict
 from paceline.compat.horovod.timeline import Timeline
 from paceline.compat.horovod.variables import HorovodVariables
-from paceline.worker.program_worker import ProgramPlace, program_place
+from paceline.worker.program_worker import ProgramPlace, at_program_end, program_place
 
 __all__ = ["Session", "close_session", "current_session", "is_open", "open_session"]
 
@@ -42,8 +42,10 @@ def open_session(ranks: Sequence[int] | None = None) -> Session:
     Raises ValueError where this worker is not one of the ranks.
     """
     if not _current:
-        place = program_place()
-        _current.append(Session(place, tuple(ranks or range(place.assignment.workers)), next(_numbers)))
+        place, number = program_place(), next(_numbers)
+        if number == 0:
+            at_program_end(close_session, after_error=_finish_timeline)  # programs need not call hvd.shutdown()
+        _current.append(Session(place, tuple(ranks or range(place.assignment.workers)), number))
     return _current[0]
 
 
@@ -51,6 +53,11 @@ def close_session() -> None:
     """Close the session, if one is open."""
     if _current:
         _current.pop().close()
+
+
+def _finish_timeline() -> None:
+    if _current:
+        _current[0].timeline.stop()
 
 
 def is_open() -> bool:

@@ -11,12 +11,14 @@ from paceline.compat.horovod.requests import Reduction
 
 __all__ = ["SyncBatchNorm"]
 
+HALF = (torch.float16, torch.bfloat16)  # neither holds the sums, nor the count, of many numbers
+
 
 class SyncBatchNorm(nn.BatchNorm1d):
     """`torch.nn.BatchNorm` of any number of dimensions, whose mean and variance are those of all workers' batches.
 
     Workers may have different numbers of samples. The sums travel in the forward and, for the gradients, in the
-    backward; all workers must run both.
+    backward; all workers must run both. Moments of half-precision inputs are computed in float32, as torch does.
     """
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -33,9 +35,9 @@ class SyncBatchNorm(nn.BatchNorm1d):
             self._take_moments(mean.detach(), variance.detach(), count)
         shape = (1, -1, *[1] * (input.dim() - 2))
         normal = (input - mean.view(shape)) * torch.rsqrt(variance + self.eps).view(shape)
-        if not self.affine:
-            return normal
-        return normal * self.weight.view(shape) + self.bias.view(shape)
+        if self.affine:
+            normal = normal * self.weight.view(shape) + self.bias.view(shape)
+        return normal.to(input.dtype)
 
     def _take_moments(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
         """Move the running moments, as torch does: the variance without bias."""
@@ -52,6 +54,8 @@ class SyncBatchNorm(nn.BatchNorm1d):
 def _moments(input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean and variance of each channel over all workers, and how many numbers there are of each."""
     rows = input.transpose(0, 1).flatten(1)
+    if rows.dtype in HALF:
+        rows = rows.float()
     count = rows.new_full((1,), rows.shape[1])
     sums = allreduce(torch.cat([rows.sum(1), count]), op=Reduction.SUM)
     total = sums[-1:].detach()

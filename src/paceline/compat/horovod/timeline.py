@@ -34,7 +34,7 @@ class Timeline:
         if not self._is_written:
             return
         with self._lock, writing(Path(path)):
-            self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  # closed by stop()
+            self._file = Path(path).open("w", encoding="utf-8", buffering=1)  # noqa: SIM115  # closed by stop()
             self._rows, self._marks_cycles, self._began_s = {}, marks_cycles, time.perf_counter()
             self._file.write("[")
             self._put(
