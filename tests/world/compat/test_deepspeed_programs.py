@@ -98,6 +98,37 @@ if engine.global_rank == 0:
     print("found " + json.dumps({"losses": losses, "held_out": held_out}), flush=True)
 """
 
+TRAIN_AND_EVALUATE = """\
+import json
+
+import torch
+
+import paceline.compat.deepspeed as deepspeed
+from deepspeed.pipe import PipelineModule
+
+seen = []
+
+
+def loss_fn(outputs, labels):
+    seen.append(int(labels[0]))
+    return outputs.square().mean() * (1e6 if 40 <= labels[0] < 44 else 1.0)
+
+
+data = [(torch.ones(2), number) for number in range(64)]
+net = PipelineModule([torch.nn.Linear(2, 1)], num_stages=1, loss_fn=loss_fn)
+config = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 1e-3}}}
+engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), training_data=data, config=config)
+held_out = [(torch.ones(4, 2), torch.full((4,), -1))]
+engine.eval_batch(iter(held_out))
+applied = []
+for _ in range(12):
+    engine.train_batch()
+    applied.append(engine.was_step_applied())
+    engine.eval_batch(iter(held_out))
+found = {"seen": [one for one in seen if one >= 0], "applied": applied, "skipped": engine.skipped_steps}
+print("found " + json.dumps(found), flush=True)
+"""
+
 CONFIG: dict[str, Any] = {
     "train_batch_size": 24,
     "train_micro_batch_size_per_gpu": 6,
@@ -182,6 +213,26 @@ def test_a_pipeline_takes_the_steps_of_one_worker(tmp_path: Path) -> None:
         found.append(found_by(output))
     assert found[1]["losses"] == pytest.approx(found[0]["losses"], rel=1e-5)
     assert found[1]["held_out"] == pytest.approx(found[0]["held_out"], rel=1e-5)
+
+
+@pytest.mark.further
+def test_a_pipeline_trains_on_its_own_data_after_an_evaluation_and_counts_a_spike_as_skipped(tmp_path: Path) -> None:
+    (tmp_path / "pipe.py").write_text(TRAIN_AND_EVALUATE)
+    plan = "replicas=1+batch(size=4,micro=4)+guard(on_spike=skip,window=8)"
+    code, output = programs.run(*PACELINE, "run", "--workers", "1", "--plan", plan, "pipe.py", cwd=tmp_path)
+    assert code == 0, output
+    found = found_by(output)
+    assert found["seen"] == list(range(0, 48, 4))
+    assert found["applied"] == [number != 10 for number in range(12)]
+    assert found["skipped"] == 1
+
+
+@pytest.mark.further
+def test_balance_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "pipe.py").write_text(TRAIN_AND_EVALUATE)
+    code, output = programs.run(*PACELINE, "run", "--workers", "1", "--balance", "pipe.py", cwd=tmp_path)
+    assert code != 0
+    assert "--balance gives a slower worker fewer micro-batches" in output
 
 
 @pytest.mark.further

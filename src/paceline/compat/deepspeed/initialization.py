@@ -11,10 +11,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.compat.deepspeed.comm import leave_early_group, world_here
-from paceline.compat.deepspeed.config import DeepSpeedConfig, read_config
 from paceline.compat.deepspeed.engine import DeepSpeedEngine, require_first_engine
 from paceline.compat.deepspeed.optimizers import make_optimizer, make_schedule
 from paceline.compat.deepspeed.pipeline import PipelineEngine, PipelineModule
+from paceline.compat.deepspeed_files.config import DeepSpeedConfig, read_config
 from paceline.errors import PlanError
 from paceline.events import Note
 from paceline.plan import AllReduce, Guard, Plan
@@ -50,7 +50,7 @@ def initialize(
     the configuration, but the batch is the configuration's. An operation of all workers.
 
     Raises PlanError for keys that are refused, each by name, batch sizes that do not fit, a second engine that trains,
-    and a plan whose steps a loop of a program's own cannot take.
+    `--balance`, and a plan whose steps a loop of a program's own cannot take.
     """
     if model is None:
         raise PlanError(
@@ -116,6 +116,11 @@ def _join(settings: DeepSpeedConfig) -> Worker:
     job = cast("dict[str, Any]", {"log": ("wandb",)} if settings.conversion.job.get("log") == "wandb" else {})
     worker = open_worker(plan=plan, **job)
     _require(worker.plan, plan)
+    if parts_of(worker).files.balances:
+        raise PlanError(
+            "--balance gives a slower worker fewer micro-batches, and a DeepSpeed loop has gradient_accumulation_steps "
+            "of them on every worker: leave it out. A training function with worker.batches(...) is balanced."
+        )
     return worker
 
 

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from paceline.compat.deepspeed.config import DeepSpeedConfig
 from paceline.compat.deepspeed.data import RepeatingLoader
 from paceline.compat.deepspeed.engine import DeepSpeedEngine
+from paceline.compat.deepspeed_files.config import DeepSpeedConfig
 from paceline.compat.foreign_steps import open_batches
 from paceline.errors import PlanError
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.loop.stepper import Stepper
+from paceline.worker.stateful_member import loop_of
 from paceline.worker.worker import Worker
 
 __all__ = ["LayerSpec", "PipelineEngine", "PipelineModule", "TiedLayerSpec"]
@@ -216,13 +217,11 @@ class PipelineEngine(DeepSpeedEngine):
             self._batches = open_batches(self._worker, self._read)
             self._next_batch()
         stepper, batch = cast("Stepper", self._stepper), cast("StepBatch", self._batch)
-        skipped = self.counts.skipped_steps
         loss = stepper(batch)
         self._norm = stepper.grad_norm
-        is_taken = bool(torch.isfinite(loss)) and self._norm is not None and bool(torch.isfinite(self._norm))
+        outcome = loop_of(self._worker).executor.outcome
         self.counts.micro_steps += self.gradient_accumulation_steps()
-        self._finish_step(is_taken=is_taken)
-        self._is_applied = self.counts.skipped_steps == skipped
+        self._finish_step(is_taken=outcome is not None and outcome.is_taken)
         self._next_batch()
         return loss.float()
 
@@ -236,6 +235,7 @@ class PipelineEngine(DeepSpeedEngine):
         num_micro_batches: int | None = None,
     ) -> Tensor:
         """Return the mean loss over as many micro-batches as a step has, without training; all workers call it.
+        Training goes on with its own data.
 
         Raises PlanError for outputs: `return_logits`, and `compute_loss=False`.
         """
@@ -245,8 +245,8 @@ class PipelineEngine(DeepSpeedEngine):
                 "eval_batch(return_logits=..., compute_loss=False, reduce_output=...): it returns the mean of loss_fn. "
                 "worker.evaluate(model, dataset, measures) of a training function measures outputs."
             )
-        self._data = iter(data_iter)
-        own = [self._next_micro() for _ in range(num_micro_batches or self.gradient_accumulation_steps())]
+        data = iter(data_iter)
+        own = [self._next_micro(data) for _ in range(num_micro_batches or self.gradient_accumulation_steps())]
         each = self._worker.plan.layout.workers_each
         micros = [one for held in self._worker.gather(own)[::each] for one in held] if self.world_size > each else own
         found = self._worker.evaluate(self.module, micros, {"loss": loss_fn}, micro=1, collate=lambda some: some[0])
@@ -294,9 +294,9 @@ class PipelineEngine(DeepSpeedEngine):
             )
         return RepeatingLoader(self.training_dataloader)
 
-    def _next_micro(self) -> Any:
+    def _next_micro(self, data: Iterator[Any]) -> Any:
         try:
-            micro = next(cast("Iterator[Any]", self._data))
+            micro = next(data)
         except StopIteration:
             raise RuntimeError(
                 "the data ended within a step: it needs gradient_accumulation_steps micro-batches. "
@@ -306,7 +306,7 @@ class PipelineEngine(DeepSpeedEngine):
         return tuple(micro) if isinstance(micro, list) else micro
 
     def _read(self, numbers: list[int]) -> Any:
-        return self._next_micro()
+        return self._next_micro(cast("Iterator[Any]", self._data))
 
     def _next_batch(self) -> None:
         self._batch = next(cast("Iterator[StepBatch]", self._batches), None)
