@@ -105,6 +105,19 @@ def test_random_layers_draw_by_the_seed_of_the_micro_batch() -> None:
     assert np.array_equal(state.numpy(), before), "a forward writes nothing"
 
 
+def test_only_layers_and_draws_without_a_seed_draw_by_the_micro_batch() -> None:
+    bind_model(keras.Sequential([keras.Input((5,)), layers.Dropout(0.5)]))
+    own = keras.random.SeedGenerator(7)
+    assert [own.next().tolist(), own.next().tolist()] == [[7, 0], [7, 1]]
+
+    def unseeded(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return keras.random.normal((4,))
+
+    assert torch.equal(unseeded(1), unseeded(1))
+    assert not torch.equal(unseeded(1), unseeded(2))
+
+
 def test_model_that_is_not_built_is_refused() -> None:
     with pytest.raises(PlanError, match=r"is not built.*Begin the model with keras.Input"):
         bind_model(keras.Sequential([layers.Dense(2)]))

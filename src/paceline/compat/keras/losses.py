@@ -2,11 +2,13 @@
 
 Keras' losses are means over a batch. The mean over the global batch is the mean of its micro-batches' means, each with
 the weight that its divisor has: the samples, or what a mask leaves of the tokens, or the sum of the sample weights. A
-loss with the reduction "sum" adds up. So the step is that of one process on the whole batch.
+loss with the reduction "sum" adds up; what `add_loss` adds to it stays a mean over samples. So the step is that of one
+process on the whole batch. Parts of one loss with divisors of their own have no common weight, and are refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,32 +42,86 @@ class StepForward:
                 model.compute_metrics(x, y, y_pred, sample_weight=weight)
             elif model._compile_metrics is not None:
                 model._compile_metrics.update_state(y, y_pred, weight)
-        return self._weighed(model, loss, y_pred, weight, num_samples_of(x))
+        return self._weighed(model, loss, micro, y_pred)
 
-    def _weighed(self, model: Any, loss: Tensor, y_pred: Any, weight: Any, num: int) -> Any:
+    def _weighed(self, model: Any, loss: Tensor, micro: Any, y_pred: Any) -> Any:
+        x, y, weight = micro
         if self._reductions is None:
             self._reductions = _reductions_of(model)
-        kinds = set(self._reductions)
+        kinds, num = set(self._reductions), num_samples_of(x)
+        added = _added_losses(model)
         if kinds == {"sum"}:
-            return loss * (self.num_step / num)
-        if len(self._reductions) != 1 or keras.tree.is_nested(y_pred):
+            return (loss - sum(added)) * (self.num_step / num) + sum(added)
+        outputs, weights = keras.tree.flatten(y_pred), keras.tree.flatten(weight)
+        is_by_weight = "mean_with_sample_weight" in kinds and any(one is not None for one in weights)
+        has_mask = any(_has_mask(one) for one in outputs) or any(_ignored(one) is not None for one in _losses_of(model))
+        if not is_by_weight and not has_mask:
             return loss
-        mask = getattr(y_pred, "_keras_mask", None)
-        divisor: Tensor | None = None
-        if kinds == {"mean_with_sample_weight"} and weight is not None:
-            divisor = (weight if mask is None else weight * mask.to(weight.dtype)).sum()
-        elif mask is not None:
-            divisor = mask.sum()
-        if divisor is None:
+        if len(outputs) > 1 or added:
+            if num < self.num_step:
+                raise PlanError(_no_common_weight(added, self.num_step))
             return loss
+        mask = _mask_of(_losses_of(model)[0], keras.tree.flatten(y)[0], outputs[0])
+        divisor = _divisor(weights[0] if is_by_weight else None, mask)
         count = divisor.detach().to(torch.float32) * UNIT
         return loss * count.to(loss.dtype), count
 
 
+def _added_losses(model: Any) -> list[Tensor]:
+    """What `add_loss` and activity regularizers have added to the compiled loss. A `compute_loss` of the user's own
+    decides by itself what is in its loss."""
+    if type(model).compute_loss is not keras.Model.compute_loss:
+        return []
+    return [model._aggregate_additional_loss(one) for one in model.losses]
+
+
+def _losses_of(model: Any) -> list[Any]:
+    """The compiled losses, in the order of the outputs that have one."""
+    return [] if model._compile_loss is None else [one.loss for one in model._compile_loss._flat_losses]
+
+
+def _has_mask(output: Any) -> bool:
+    return getattr(output, "_keras_mask", None) is not None
+
+
+def _ignored(loss: Any) -> int | None:
+    """The class whose samples a loss leaves out."""
+    return getattr(loss, "ignore_class", None)
+
+
+def _mask_of(loss: Any, y: Tensor, output: Any) -> Tensor | None:
+    """Which values a loss is the mean of: those of the output's mask, and not of the class that the loss ignores."""
+    mask: Tensor | None = output._keras_mask if _has_mask(output) else None
+    if _ignored(loss) is None:
+        return mask
+    valid = y != _ignored(loss)
+    return valid if mask is None else mask.to(torch.bool) & valid.reshape(mask.shape)
+
+
+def _divisor(weight: Tensor | None, mask: Tensor | None) -> Tensor:
+    """What Keras divides the sum of a loss by. As there, one of the two may have a last dim of size 1 more."""
+    if weight is None or mask is None:
+        return weight.sum() if weight is not None else mask.sum() if mask is not None else torch.ones(())
+    if weight.dim() == mask.dim() + 1 and weight.shape[-1] == 1:
+        weight = weight.squeeze(-1)
+    elif mask.dim() == weight.dim() + 1 and mask.shape[-1] == 1:
+        mask = mask.squeeze(-1)
+    return (weight * mask.to(weight.dtype)).sum()
+
+
+def _no_common_weight(added: Sequence[Any], num_step: int) -> str:
+    beside = "a loss of add_loss or of an activity regularizer" if added else "several outputs"
+    return (
+        f"fit() has {beside} beside a mask (mask_zero, Masking, ignore_class) or the reduction "
+        "'mean_with_sample_weight': each part of the loss is a mean over another number, so the micro-batches of a "
+        "step have no common weight, and losses would depend on their size. Leave out the mask or that reduction; or "
+        f"have one micro-batch in each step, on one worker: --plan 'batch(size={num_step},micro={num_step})'."
+    )
+
+
 def _reductions_of(model: Any) -> list[str]:
     """How each compiled loss makes one number of a batch."""
-    compiled = model._compile_loss
-    found = [str(one.loss.reduction) for one in compiled._flat_losses] if compiled is not None else []
+    found = [str(one.reduction) for one in _losses_of(model)]
     if any(one.lower() == "none" for one in found):
         raise PlanError(
             "a loss was compiled with reduction=None: a step needs one number. Use 'sum_over_batch_size', or 'sum'."

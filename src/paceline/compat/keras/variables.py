@@ -132,7 +132,7 @@ def bind_model(model: Any) -> None:
                 f"the layer {layer.name!r} of {model.name!r} is not built, so its weights are not known. Begin the "
                 "model with keras.Input(shape=...), or call it on one batch before worker.prepare(model)."
             )
-    draw_from_micro_batch()
+    draw_from_micro_batch(one for layer in layers for one in layer._seed_generators)
     elsewhere = _places_in_torch_modules(layers)
     for layer in layers:
         _register(layer, elsewhere)
