@@ -133,3 +133,29 @@ print("all was as due")
 @pytest.mark.thorough
 def test_a_loop_that_is_left_or_gets_no_backward_changes_no_later_one(tmp_path: Path) -> None:
     run_text(tmp_path, LEFT)
+
+
+READ = """
+begun = []
+
+
+def collate(samples):
+    return [torch.stack(values) for values in zip(*samples)], list(begun)
+
+
+read = DataLoader(data, batch_size=8, num_workers=2, worker_init_fn=begun.append, collate_fn=collate)
+read = accelerator.prepare(read)
+found = []
+for batch, numbers in read:
+    accelerator.backward(loss_of(batch))
+    optimizer.step()
+    found.append(numbers)
+assert found == [[0], [1]], found  # in each process that reads, with its number
+assert not begun
+print("all was as due")
+"""
+
+
+@pytest.mark.further
+def test_processes_that_read_begin_as_the_loader_says(tmp_path: Path) -> None:
+    run_text(tmp_path, READ)

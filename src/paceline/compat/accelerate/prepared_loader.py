@@ -263,6 +263,7 @@ class PreparedLoader:
             prefetch=loader.prefetch_factor or 2,
             pin=self._context.worker.device.type == "cuda",
             name=name,
+            begin_loader=loader.worker_init_fn,
             has_equal_runs=True,
         )
 
