@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
-from paceline.compat.accelerate.exchange import gather_values, pad_values, reduce_values
+from paceline.compat.accelerate.exchange import gather_values, pad_values, part_of_values, reduce_values
 from paceline.compat.accelerate.flat_loop import StepShape
 from paceline.compat.accelerate.loader_order import OrderedDataset, batches_of, checksum_of, require_whole_batches
+from paceline.compat.accelerate.program_member import ProgramMember
 from paceline.errors import PlanError
 from paceline.schedule.micro_batches import micro_batches
 from paceline.worker.data.step_batch import StepBatch
@@ -132,3 +134,55 @@ def test_tensors_become_as_long_as_the_longest() -> None:
 def test_other_values_are_refused() -> None:
     with pytest.raises(TypeError, match="a str was to be exchanged"):
         gather_values({"text": "a"}, FakeWorld())  # pyright: ignore[reportArgumentType]
+
+
+def parts_over(size: int, value: Any, *, is_padded: bool = False) -> list[Any]:
+    worlds: list[Any] = [types.SimpleNamespace(index=index, size=size) for index in range(size)]
+    return [part_of_values(value, world, is_padded=is_padded) for world in worlds]
+
+
+@pytest.mark.parametrize("size", range(1, 7))
+def test_parts_of_all_workers_are_the_whole(size: int) -> None:
+    values = list(range(5))
+    assert [one for part in parts_over(size, values) for one in part] == values
+    assert torch.cat(parts_over(size, torch.arange(5))).tolist() == values
+    padded = parts_over(size, values, is_padded=True)
+    assert {len(part) for part in padded} == {-(-5 // size)}
+    assert [part.tolist() for part in parts_over(size, torch.arange(5), is_padded=True)] == padded
+
+
+def test_a_mapping_is_split_by_its_values() -> None:
+    found = parts_over(2, {"text": ["a", "b", "c"], "length": torch.arange(3)})
+    assert [part["text"] for part in found] == [["a", "b"], ["c"]]
+    assert [part["length"].tolist() for part in found] == [[0, 1], [2]]
+    with pytest.raises(ValueError, match=r"\[1, 2\] elements"):
+        parts_over(2, {"text": ["a"], "length": [1, 2]})
+
+
+class ToldMember(ProgramMember):
+    """A worker of four, whose replica is two of them; notes are kept."""
+
+    def __init__(self, rank: int, processes: int) -> None:
+        worker: Any = types.SimpleNamespace(rank=rank, workers=4, is_first=rank == 0)
+        world: Any = types.SimpleNamespace(index=rank // 2, size=2, num_same=2, processes=processes)
+        flat: Any = None
+        super().__init__(worker, flat, world)
+        self.notes: list[str] = []
+
+    def _tell(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def test_an_index_is_one_of_the_processes() -> None:
+    members = [ToldMember(rank, 2) for rank in range(4)]
+    assert [(one.process_index, one.num_processes) for one in members] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    assert [one.is_main_process for one in members] == [True, False, False, False]
+    with members[3].split_between_processes(["a", "b", "c"]) as part:
+        assert part == ["c"]
+    assert not members[0].notes
+
+
+def test_more_processes_than_run_are_told() -> None:
+    member = ToldMember(0, 3)
+    assert member.num_processes == 3
+    assert member.notes[0].startswith("num_processes is 3, and 2 run")

@@ -234,7 +234,7 @@ class Accelerator(ProgramMember):
         if isinstance(thing, DataLoader):
             return PreparedLoader(thing, self._loaders)
         if hasattr(thing, "step") and hasattr(thing, "state_dict"):
-            times = 1 if self.split_batches else self.num_processes
+            times = 1 if self.split_batches else self._world.processes
             self.worker.prepare(thing)
             return PreparedScheduler(thing, self._flat, times=times, follows_optimizer=self._follows_optimizer)
         return thing
@@ -289,7 +289,7 @@ class Accelerator(ProgramMember):
     @contextlib.contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
         """Record a block with torch's profiler."""
-        with (profile_handler or self._profile).build(self.process_index) as profiler:
+        with (profile_handler or self._profile).build(self.worker.rank) as profiler:
             yield profiler
 
     def skip_first_batches(self, dataloader: PreparedLoader, num_batches: int = 0) -> PreparedLoader:
@@ -358,7 +358,7 @@ class Accelerator(ProgramMember):
             )
         load_state(self.worker, chosen, self._program.state)
         self._world.require_same(self._program.state.processes)
-        self._program.state.processes = self.num_processes
+        self._program.state.processes = self._world.processes
         self._loaders.is_loaded = True
 
     # Options.

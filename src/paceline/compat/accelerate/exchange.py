@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.compat.accelerate.world import ProgramWorld
 
-__all__ = ["gather_values", "mapped", "pad_values", "reduce_values"]
+__all__ = ["gather_values", "mapped", "pad_values", "part_of_values", "reduce_values"]
 
 
 def mapped(value: Any, change: Callable[[Tensor], Any], *, other: Callable[[Any], Any] = lambda value: value) -> Any:
@@ -104,6 +104,30 @@ def pad_values(value: Any, world: ProgramWorld, *, dim: int, pad_index: int, pad
         return torch.cat([padding, tensor] if pad_first else [tensor, padding], dim)
 
     return mapped(value, padded)
+
+
+def part_of_values(
+    value: Sequence[Any] | Tensor | Mapping[str, Any], world: ProgramWorld, *, is_padded: bool = False
+) -> Any:
+    """Return this worker's part along dim 0: the first workers have one element more where nothing divides them.
+
+    `is_padded`: all parts are as long, and the whole's last element fills them. Raises ValueError for a mapping whose
+    values have different lengths.
+    """
+    if isinstance(value, Mapping):
+        if len(lengths := sorted({len(one) for one in value.values()})) > 1:
+            raise ValueError(
+                f"split_between_processes() got a mapping of values with {lengths} elements: use equal ones"
+            )
+        return {key: part_of_values(one, world, is_padded=is_padded) for key, one in value.items()}
+    each, more = divmod(len(value), world.size)
+    begin = each * world.index + min(world.index, more)
+    part = value[begin : begin + each + (world.index < more)]
+    if not is_padded or len(part) == each + (more > 0):
+        return part
+    if isinstance(value, Tensor):
+        return torch.cat([value[begin : begin + each], value[-1:]])
+    return [*part, value[-1]]
 
 
 def _refuse(value: Any) -> Any:

@@ -38,7 +38,9 @@ TWICE = (
 OUTSIDE = (
     "accelerator.backward() was called outside of a loop over a prepared DataLoader that trains. A loop over a loader "
     "trains where gradients are on and a prepared model is in train mode: call model.train() before it, and pass the "
-    "DataLoader to accelerator.prepare()"
+    "DataLoader to accelerator.prepare(). A loop whose first batches get no backward evaluates: leave batches out with "
+    "accelerator.skip_first_batches(loader, n). A loop that was left (break, next(iter(loader))) has taken back the "
+    "step under way: call backward inside of it"
 )
 
 
@@ -93,6 +95,8 @@ class FlatLoop:
         self._again: list[Any] = []  # the first micro-batch of a pass that begins again
         self._carried: list[tuple[Parameter, Tensor]] = []  # gradients that no zero_grad() has removed
         self._num_steps = 0  # calls of optimizer.step() since the batch was handed out
+        self._num_loops = 0  # that were opened
+        self.in_loop = False  # a loop that trains was opened, and has not been left
         self._is_as_landed = False  # nothing has changed the averaged gradients
         self._is_read_to_end = False  # the loader has no more data, and the last step's pass is under way
 
@@ -131,8 +135,11 @@ class FlatLoop:
 
     # The loader.
 
-    def open(self, source: StreamSource, shape: StepShape, *, begin: tuple[int, int] | None, seed: int) -> None:
-        """Begin a loop over a loader's data, from this epoch and position on; None: from where the stream stands."""
+    def open(self, source: StreamSource, shape: StepShape, *, begin: tuple[int, int] | None, seed: int) -> int:
+        """Begin a loop over a loader's data, from this epoch and position on; None: from where the stream stands.
+
+        Returns the loop's number, with which it is left.
+        """
         self.close()
         self._shape, self.seed, self._trains = shape, seed, False
         parts = self._parts
@@ -143,6 +150,17 @@ class FlatLoop:
         if begin is not None:
             cursor = self._loop.streams[source.name].cursor
             cursor.epoch, cursor.position = begin
+        self._num_loops, self.in_loop = self._num_loops + 1, True
+        return self._num_loops
+
+    def leave(self, number: int, *, is_at_end: bool) -> None:
+        """The loop of this number asks for no more batches; if it is not at the end of its data, a pass that is under
+        way is closed. A loop that another has taken the place of changes nothing."""
+        if number != self._num_loops:
+            return
+        self.in_loop = False
+        if self.in_pass and not is_at_end:
+            self.close()
 
     def close(self) -> None:
         """Leave the loop: a pass that is under way changes nothing, and its step was not taken."""
@@ -332,12 +350,11 @@ class FlatLoop:
     def zero_grad(self, optimizer: Optimizer) -> bool:
         """An optimizer's `zero_grad()` was called; returns whether its gradients are to be removed now.
 
-        Where the pass has not come to a backward yet, what is left of earlier steps is removed. Gradients of the step
-        under way stay: they belong to it.
+        Inside of a pass what is left of earlier steps is removed. Gradients of the step under way stay: they belong to
+        it.
         """
         if not self.in_pass:
             return True
-        if self._num_backward == 0 and self.is_sync:
-            own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            self._carried = [(one, gradient) for one, gradient in self._carried if id(one) not in own]
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self._carried = [(one, gradient) for one, gradient in self._carried if id(one) not in own]
         return False

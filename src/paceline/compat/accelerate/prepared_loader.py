@@ -74,7 +74,7 @@ class PreparedLoader:
         self.loader = loader
         self._context = context
         self._stream: str | None = None  # set by the first loop that trains
-        self._evaluates = self._was_evaluated = False
+        self._was_evaluated = False
         self._num_loops = 0  # that train
         self._begins_at = 0  # batches that the next loop leaves out
 
@@ -86,7 +86,7 @@ class PreparedLoader:
     def __len__(self) -> int:
         """Batches of each process; of a loader that evaluates, of each worker."""
         world, num_batches = self._context.world, len(self.loader)
-        if self._evaluates or (self._was_evaluated and self._stream is None):
+        if self._was_evaluated and self._stream is None:
             return -(-num_batches // world.size)
         if self._context.splits_batches:
             return num_batches
@@ -117,7 +117,8 @@ class PreparedLoader:
         skipped, self._begins_at = self._begins_at, 0
         context = self._context
         context.flat.leave_unused()
-        is_training = context.may_train and not self._evaluates and not context.in_eval_mode
+        is_beside = self._was_evaluated and context.flat.in_loop  # an evaluation between the steps of a training loop
+        is_training = context.may_train and not is_beside and not context.in_eval_mode
         yield from self._train(skipped) if is_training else self._evaluate(self._drawn(), skipped)
 
     # A loop that trains.
@@ -135,24 +136,35 @@ class PreparedLoader:
         source = self._source(self._stream, batches, shape, epochs=progress.epoch + 1)
         begin = self._beginning(skipped, shape, progress)
         seed, drawn = self._agreed_seed(), random_state.capture_random_state()
-        flat.open(source, shape, begin=begin, seed=seed)
+        number = flat.open(source, shape, begin=begin, seed=seed)
         if begin is not None:  # the first loop of a run that goes on has set it to that of the checkpoint
             random_state.restore_random_state(drawn)
         num_given = 0
-        while True:
-            try:
-                data = flat.next_data()
-            except StopIteration:
-                break
-            except NotTraining:
-                flat.close()
-                self._forget(progress)
-                yield from self._evaluate(batches, 0, after=num_given * context.world.size)
-                return
-            num_given += 1
-            yield data
+        try:
+            for data in self._micro_batches(number):
+                num_given += 1
+                yield data
+        except NotTraining:
+            self._forget(progress)
+            yield from self._evaluate(batches, 0, after=num_given * context.world.size)
+            return
         if not flat.is_stopped:
             progress.is_over = True
+
+    def _micro_batches(self, number: int) -> Iterator[Any]:
+        """The batches of a loop that trains. One that is left inside of a step leaves no pass open. Raises
+        NotTraining."""
+        flat, is_at_end = self._context.flat, False
+        try:
+            while True:
+                try:
+                    data = flat.next_data()
+                except StopIteration:
+                    is_at_end = True
+                    return
+                yield data
+        finally:
+            flat.leave(number, is_at_end=is_at_end)
 
     def _begin(self, progress: LoaderProgress) -> bool:
         """Count a loop; returns whether any of its epoch is left. A checkpoint may stand in it, or after it."""
@@ -183,10 +195,11 @@ class PreparedLoader:
         return position.of is not None and 0 < position.of.samples <= position.position
 
     def _forget(self, progress: LoaderProgress) -> None:
-        """The loop was none that trains."""
-        self._evaluates = True
+        """The loop was none that trains; a loader without any has no stream."""
         self._num_loops -= 1
         progress.epoch, progress.is_over = progress.epoch - 1, True
+        if self._num_loops:
+            return
         loop_of(self._context.worker).streams.pop(str(self._stream), None)
         if self._stream is not None:
             del self._context.state.loaders[self._stream]
@@ -250,6 +263,7 @@ class PreparedLoader:
             prefetch=loader.prefetch_factor or 2,
             pin=self._context.worker.device.type == "cuda",
             name=name,
+            begin_loader=loader.worker_init_fn,
             has_equal_runs=True,
         )
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import numbers
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from paceline.compat.accelerate.exchange import gather_values, pad_values, reduce_values
+from paceline.compat.accelerate.exchange import gather_values, pad_values, part_of_values, reduce_values
 from paceline.compat.accelerate.flat_loop import FlatLoop
 from paceline.compat.accelerate.utils import DistributedType, ProjectConfiguration
 from paceline.compat.accelerate.world import ProgramWorld
@@ -46,12 +46,18 @@ class ProgramMember:
     def num_processes(self) -> int:
         """The processes of the program's world: as many as there are workers with batches of their own, unless a
         checkpoint or PACELINE_PROCESSES says more."""
-        return self._world.processes
+        world = self._world
+        if world.processes != world.size:
+            self._tell(
+                f"num_processes is {world.processes}, and {world.size} run: what the program shares out itself by "
+                "process_index is left out for the others. Use split_between_processes"
+            )
+        return world.processes
 
     @property
     def process_index(self) -> int:
-        """This worker's number, from 0."""
-        return self.worker.rank
+        """This worker's number among those that run different batches, from 0: workers of one replica have the same."""
+        return self._world.index
 
     @property
     def local_process_index(self) -> int:
@@ -138,6 +144,17 @@ class ProgramMember:
     def wait_for_everyone(self) -> None:
         """Return when all workers have called this."""
         self._world.wait()
+
+    @contextlib.contextmanager
+    def split_between_processes(
+        self, inputs: Sequence[Any] | Tensor | Mapping[str, Any], apply_padding: bool = False
+    ) -> Iterator[Any]:
+        """Give a block this worker's part of a sequence, a tensor, or a mapping of them, in order.
+
+        The parts together are the whole on any number of workers. With `apply_padding` short ones have the last element
+        again, until all are as long.
+        """
+        yield part_of_values(inputs, self._world, is_padded=apply_padding)
 
     # What all exchange. All workers call these.
 

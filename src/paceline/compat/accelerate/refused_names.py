@@ -42,7 +42,6 @@ WAYS = {
     "get_tracker": LOGGERS,
     "trackers": LOGGERS,
     "GeneralTracker": LOGGERS,
-    "split_between_processes": f"samples[accelerator.process_index::accelerator.num_processes]; {INFERENCE}",
     "PartialState": "Accelerator() has its attributes: process_index, num_processes, device, is_main_process",
     "AcceleratorState": "Accelerator() has its attributes: process_index, num_processes, device, is_main_process",
     "notebook_launcher": "paceline.run(train, workers=2) works in a notebook cell",

@@ -59,6 +59,7 @@ class StreamSource:
     pin: bool
     name: str
     draws: WeightedDraws | None = None  # None: each sample once an epoch
+    begin_loader: Callable[[int], Any] | None = None  # called in each loader process first, with its number
     has_equal_runs: bool = False  # every worker runs as many micro-batches in a step; some are void
     is_endless: bool = False  # a program reads its own data: samples are numbers in order, and no epoch ends
 
@@ -424,7 +425,15 @@ class BatchStream:
     ) -> Iterator[Any]:
         s = self.source
         loaders = s.loaders if loaders is None else loaders
-        return open_loader(reader, requests, loaders=loaders, prefetch=s.prefetch, pin=s.pin, timeout_s=self._timeout_s)
+        return open_loader(
+            reader,
+            requests,
+            loaders=loaders,
+            prefetch=s.prefetch,
+            pin=s.pin,
+            timeout_s=self._timeout_s,
+            begin=s.begin_loader,
+        )
 
     def _reading(self) -> ReadOptions:
         s = self._order

@@ -220,8 +220,10 @@ def open_loader(
     prefetch: int,
     pin: bool,
     timeout_s: float,
+    begin: Callable[[int], Any] | None = None,
 ) -> Iterator[Any]:
-    """Start reading ahead; `loaders` processes (0: in this process), each `prefetch` micro-batches ahead."""
+    """Start reading ahead; `loaders` processes (0: in this process), each `prefetch` micro-batches ahead. `begin`:
+    called in each process first, with its number."""
     loader = DataLoader(
         reader,
         batch_size=None,  # requests are whole micro-batches already
@@ -230,7 +232,7 @@ def open_loader(
         num_workers=loaders,
         prefetch_factor=prefetch if loaders else None,
         pin_memory=pin,
-        worker_init_fn=functools.partial(_begin_loader, str(loader_directory())) if loaders else None,
+        worker_init_fn=functools.partial(_begin_loader, str(loader_directory()), begin) if loaders else None,
         generator=torch.Generator(),  # its own: the user's random state is not touched
         timeout=timeout_s if loaders else 0,
     )
@@ -241,7 +243,7 @@ def _as_is(data: Any) -> Any:
     return data
 
 
-def _begin_loader(directory: str, _: int) -> None:
+def _begin_loader(directory: str, begin: Callable[[int], Any] | None, number: int) -> None:
     """Set up a loader process: it exits with its worker, ignores the terminal's Ctrl-C, and uses one thread. The
     sockets through which it passes on memory lie in `directory`."""
     # Where multiprocessing looks for its directory before it makes one; there is no public way.
@@ -249,3 +251,5 @@ def _begin_loader(directory: str, _: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
+    if begin is not None:
+        begin(number)
