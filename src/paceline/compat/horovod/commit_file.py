@@ -20,7 +20,7 @@ NAME = "horovod_commit.pt"
 
 
 class CommitFile:
-    """The file of one run. One worker writes it; all read it when they begin.
+    """The file of one run. One worker writes it, reads it when all begin, and removes it.
 
     `command`: the process that starts the run's workers, again after a loss. With `is_fresh`, commits of earlier ones
     do not count.

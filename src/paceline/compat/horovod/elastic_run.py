@@ -36,16 +36,17 @@ def run_fn(func: Callable[..., T], reset: Callable[[], None]) -> Callable[..., T
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> T:
         if isinstance(state, TorchState):
-            state.keep_in(_commit_file())
             program_place().allow_restart()
-        skips_sync, resets = False, 0
+            state.keep_in(_commit_file())
+        skips_sync, resets, commits = False, 0, state.commit_count
         while True:
             try:
                 if not skips_sync:
                     state.sync()
                 value = func(state, *args, **kwargs)
             except HorovodInternalError:
-                resets += 1
+                resets = resets + 1 if state.commit_count == commits else 1
+                commits = state.commit_count
                 if resets > MAX_RESETS:
                     raise
                 state.restore()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -28,6 +28,8 @@ REMOVED = 1  # of Horovod's numbers for what has become of the hosts: the others
 
 class State:
     """What all states can do. Programs make their own by overriding `save`, `restore`, `sync` and `reset`."""
+
+    commit_count = 0  # of this process
 
     def __init__(
         self, bcast_object: Callable[..., Any] = broadcast_object, get_rank: Callable[[], int] | None = None
@@ -55,6 +57,7 @@ class State:
     def commit(self) -> None:
         """Save the state, and see whether hosts have come or gone; all workers call this."""
         self.save()
+        self.commit_count += 1
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -86,7 +89,7 @@ class State:
 
 
 class ObjectState(State):
-    """A state of plain objects, which become attributes."""
+    """A state of plain objects, which become attributes. What is saved are copies: programs may change their own."""
 
     def __init__(
         self,
@@ -96,21 +99,22 @@ class ObjectState(State):
     ) -> None:
         self._saved_state = kwargs
         super().__init__(bcast_object, get_rank)
-        self._set_attributes()
+        self._set_attributes(kwargs)
 
     def save(self) -> None:
-        self._saved_state = {name: getattr(self, name) for name in self._saved_state}
+        self._saved_state = copy.deepcopy({name: getattr(self, name) for name in self._saved_state})
 
     def restore(self) -> None:
-        self._set_attributes()
+        self._set_attributes(copy.deepcopy(self._saved_state))
 
     def sync(self) -> None:
         if self._saved_state:
-            self._saved_state = self._bcast_object(self._saved_state)
-            self._set_attributes()
+            found = self._bcast_object(self._saved_state)
+            self._set_attributes(found)
+            self._saved_state = copy.deepcopy(found)
 
-    def _set_attributes(self) -> None:
-        for name, value in self._saved_state.items():
+    def _set_attributes(self, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
             setattr(self, name, value)
 
 
@@ -161,12 +165,13 @@ class TorchState(ObjectState):
             self._copies[name] = _copied(one)
 
     def keep_in(self, file: CommitFile) -> None:
-        """Write every commit to this file from now on; where it holds one of the run, go on from that first."""
+        """Write every commit to this file from now on; where it holds one of the run, go on from that first: `sync`
+        must follow. All workers call this; rank 0 alone reads, which alone writes and removes the file."""
         self._file = file
-        found = file.read()
+        found = file.read() if sessions.current_session().rank == 0 else None
+        progress.begin_at(self._bcast_object(progress.count() if found is None else found["steps"]))
         if found is None:
             return
-        progress.begin_at(found["steps"])
         self._copies.update({name: one for name, one in found["copies"].items() if name in self._kept})
         self._saved_state.update({name: one for name, one in found["objects"].items() if name in self._saved_state})
         self.restore()
