@@ -54,7 +54,6 @@ class _Connection:
     def __init__(self, rank: int, sock: socket.socket) -> None:
         self.rank, self.sock = rank, sock
         self.incoming, self.outgoing = bytearray(), bytearray()
-        self.has_left = False
         sock.setblocking(False)
 
 
@@ -236,8 +235,6 @@ class ControlThread:
             if rank == self._rank:
                 self._follow_all(verdicts)
             elif (connection := self._connections.get(rank)) is not None:
-                if any(verdict.kind == Kind.SHUTDOWN for verdict in verdicts):
-                    connection.has_left = True
                 self._queue(connection, encoded("verdicts", verdicts))
 
     def _follow_all(self, verdicts: Iterable[OpVerdict]) -> None:

@@ -60,6 +60,7 @@ TAKEN = {  # with a value, and read below
     "-i": "identity",
     "--ssh-identity-file": "identity",
 }
+HIERARCHY = "the workers of one host share memory; with several hosts, all of them use sockets"
 IGNORED = {  # option -> how many values follow, and the sentence
     "--disable-cache": (0, "nothing is checked in advance, so nothing is cached"),
     "--start-timeout": (1, "--timeout-s of `paceline run` says how long workers wait for each other"),
@@ -69,10 +70,10 @@ IGNORED = {  # option -> how many values follow, and the sentence
     "--output-filename": (1, "each worker's output is in the run's directory"),
     "--verbose": (0, "the console shows the run"),
     "--cache-capacity": (1, "requests travel in full: they are small"),
-    "--hierarchical-allreduce": (0, "the workers of a host sum in shared memory"),
-    "--no-hierarchical-allreduce": (0, "the workers of a host sum in shared memory"),
-    "--hierarchical-allgather": (0, "the workers of a host gather in shared memory"),
-    "--no-hierarchical-allgather": (0, "the workers of a host gather in shared memory"),
+    "--hierarchical-allreduce": (0, HIERARCHY),
+    "--no-hierarchical-allreduce": (0, HIERARCHY),
+    "--hierarchical-allgather": (0, HIERARCHY),
+    "--no-hierarchical-allgather": (0, HIERARCHY),
     "--torus-allreduce": (0, "there is no NCCL here"),
     "--no-torus-allreduce": (0, "there is no NCCL here"),
     "--autotune": (0, "there are no parameters to tune"),

@@ -37,7 +37,7 @@ REDUCTIONS = {
     Reduction.MAX: dist.ReduceOp.MAX,
     Reduction.PRODUCT: dist.ReduceOp.PRODUCT,
 }
-WIDER = {torch.int16: torch.int32, torch.bool: torch.uint8}  # for the time of a reduction
+WIDER = {torch.int16: torch.int32}  # for the time of a reduction
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
