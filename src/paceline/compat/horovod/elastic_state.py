@@ -168,17 +168,8 @@ class TorchState(ObjectState):
         """Write every commit to this file from now on; where it holds one of the run, go on from that first: `sync`
         must follow. All workers call this; rank 0 alone reads, which alone writes and removes the file."""
         self._file = file
-<<<<<<< HEAD
-        found = file.read() if sessions.current_session().rank == 0 else None
-        steps = self._bcast_object(None if found is None else found["steps"])
-        if steps is not None:
-            progress.begin_at(steps)
-||||||| f95cdac1
-        found = file.read()
-=======
         found = file.read() if sessions.current_session().rank == 0 else None
         progress.begin_at(self._bcast_object(progress.count() if found is None else found["steps"]))
->>>>>>> 84671580986704005d0a111443da21c0753b404c
         if found is None:
             return
         self._copies.update({name: one for name, one in found["copies"].items() if name in self._kept})
