@@ -106,6 +106,8 @@ assert train(9) == 4
 assert sum(len(x) for x, y in loader) == 16  # beside a stream that has trained
 assert train(2) == 2  # left with a batch that has no backward
 accelerator.save_state(state)
+accelerator.project_configuration.automatic_checkpoint_naming = True
+assert [Path(accelerator.save_state()).name for _ in range(2)] == ["checkpoint_0", "checkpoint_1"]
 assert train(9) == 4
 
 accelerator.gradient_accumulation_steps = 2
