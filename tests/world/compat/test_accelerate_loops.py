@@ -11,6 +11,7 @@ from paceline.environment import PROCESSES
 from programs import run
 
 BEGIN = """
+import os
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.compat.accelerate import Accelerator
 
-accelerator = Accelerator(cpu=True)
+accelerator = Accelerator(cpu=True, mixed_precision=os.environ.get("PRECISION"))
 torch.manual_seed(0)
 data = TensorDataset(torch.randn(16, 4), torch.randn(16, 2))
 model = nn.Linear(4, 2)
@@ -106,6 +107,8 @@ assert train(9) == 4
 assert sum(len(x) for x, y in loader) == 16  # beside a stream that has trained
 assert train(2) == 2  # left with a batch that has no backward
 accelerator.save_state(state)
+accelerator.project_configuration.automatic_checkpoint_naming = True
+assert [Path(accelerator.save_state()).name for _ in range(2)] == ["checkpoint_0", "checkpoint_1"]
 assert train(9) == 4
 
 accelerator.gradient_accumulation_steps = 2
@@ -159,3 +162,25 @@ print("all was as due")
 @pytest.mark.further
 def test_processes_that_read_begin_as_the_loader_says(tmp_path: Path) -> None:
     run_text(tmp_path, READ)
+
+
+SIDE_BY_SIDE = """
+model.eval()
+is_half = lambda: torch.is_autocast_enabled("cpu")
+tests = accelerator.prepare(DataLoader(data, batch_size=8), DataLoader(data, batch_size=4))
+for number, (a, b) in enumerate(zip(*tests)):
+    assert is_half() and (len(a[0]), len(b[0])) == (8, 4)
+assert number == 1 and not is_half()  # the second loop is closed last
+for batches in zip(*reversed(tests)):
+    break
+assert not is_half()
+for batch in tests[0]:
+    assert is_half()
+assert not is_half()
+print("all was as due")
+"""
+
+
+@pytest.mark.thorough
+def test_evaluations_side_by_side_leave_no_precision_behind(tmp_path: Path) -> None:
+    run_text(tmp_path, SIDE_BY_SIDE, PRECISION="bf16")

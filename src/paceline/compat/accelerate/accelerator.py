@@ -338,13 +338,10 @@ class Accelerator(ProgramMember):
             raise ValueError(
                 "save_state() needs a directory, or ProjectConfiguration(automatic_checkpoint_naming=True)"
             )
-        chosen = (
-            next_directory(project, is_first=self.is_main_process)
-            if project.automatic_checkpoint_naming
-            else Path(str(output_dir))
-        )
+        is_named = project.automatic_checkpoint_naming
+        chosen = next_directory(self.worker, project) if is_named else Path(str(output_dir))
         save_state(self.worker, chosen)
-        project.iteration += project.automatic_checkpoint_naming
+        project.iteration += is_named
         return str(chosen)
 
     def load_state(self, input_dir: str | Path | None = None, **kwargs: Any) -> None:

@@ -8,6 +8,7 @@ end a worker without a batch gets one again, of which `gather_for_metrics` keeps
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -49,6 +50,24 @@ class LoaderContext:
         self.places = True  # puts batches on the device
         self.is_loaded = False  # the program itself has loaded a state: its loops begin where that says
         self.num_streams = 0
+        self._num_evaluating = 0  # loops that have given a batch, and not asked for the next one
+        self._computing = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """What surrounds a batch of a loop that evaluates: it computes as the plan says.
+
+        Loops side by side, as of zip(...), end in any order: the first one begins it, and the last one ends it.
+        """
+        if self._num_evaluating == 0:
+            self._computing.enter_context(computing(self.worker.plan.compute.precision, self.worker.device))
+        self._num_evaluating += 1
+        try:
+            yield
+        finally:
+            self._num_evaluating -= 1
+            if self._num_evaluating == 0:
+                self._computing.close()
 
     def name_stream(self) -> str:
         """A name for the next loader that trains."""
@@ -303,14 +322,13 @@ class PreparedLoader:
 
     def _given(self, handed: tuple[int, int], data: Any) -> Iterator[Any]:
         worker, flat = self._context.worker, self._context.flat
-        precision = worker.plan.compute.precision
         if self._context.places:
-            data = to_device(data, worker.device, input_dtype(precision))
+            data = to_device(data, worker.device, input_dtype(worker.plan.compute.precision))
         if flat.in_pass:  # beside another loader, which trains
             yield data
             return
         flat.handed = handed
-        with computing(precision, worker.device):
+        with self._context.evaluating():
             yield data
 
     def _reader(self, own: list[list[Any]]) -> Iterator[Any]:

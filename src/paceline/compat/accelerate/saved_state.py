@@ -37,23 +37,45 @@ def load_state(worker: Worker, directory: Path, state: ProgramState) -> None:
         restore_random_state(state.random)
 
 
-def next_directory(project: ProjectConfiguration, *, is_first: bool) -> Path:
-    """Where a state goes under automatic names; older ones than `total_limit` allows are removed."""
-    folder = Path(project.project_dir or ".") / "checkpoints"
-    if is_first and project.total_limit is not None and folder.is_dir():
-        states = sorted(folder.glob("checkpoint_*"), key=lambda path: int(path.name.rpartition("_")[2]))
-        for path in states[: max(0, len(states) + 1 - project.total_limit)]:
-            shutil.rmtree(path)
-    return folder / f"checkpoint_{project.iteration}"
+def next_directory(worker: Worker, project: ProjectConfiguration) -> Path:
+    """Where a state goes under automatic names; older ones than `total_limit` allows are removed.
+
+    Its number is above those of all states that are there, also those of earlier attempts of the program: so the
+    highest number is the newest state, and none is written over. An operation of all workers.
+    """
+    if worker.is_first:
+        states = _states(project)
+        if states:
+            project.iteration = max(project.iteration, 1 + _number(states[-1]))
+        if project.total_limit is not None:
+            for path in states[: max(0, len(states) + 1 - project.total_limit)]:
+                shutil.rmtree(path)
+    project.iteration = worker.gather(project.iteration)[0]
+    return _folder(project) / f"checkpoint_{project.iteration}"
 
 
 def latest_directory(project: ProjectConfiguration) -> Path:
     """The newest state under automatic names; raises CheckpointError where there is none."""
-    folder = Path(project.project_dir or ".") / "checkpoints"
-    states = sorted(folder.glob("checkpoint_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+    states = _states(project)
     if not states:
-        raise CheckpointError(f"{folder} has no checkpoint_0, checkpoint_1, ...: give load_state() a directory")
+        raise CheckpointError(
+            f"{_folder(project)} has no checkpoint_0, checkpoint_1, ...: give load_state() a directory"
+        )
     return states[-1]
+
+
+def _folder(project: ProjectConfiguration) -> Path:
+    return Path(project.project_dir or ".") / "checkpoints"
+
+
+def _states(project: ProjectConfiguration) -> list[Path]:
+    """The states under automatic names, the newest last."""
+    found = [path for path in _folder(project).glob("checkpoint_*") if path.name.rpartition("_")[2].isdecimal()]
+    return sorted(found, key=_number)
+
+
+def _number(state: Path) -> int:
+    return int(state.name.rpartition("_")[2])
 
 
 def _publish(checkpoints: Path, directory: Path, *, step: int) -> str:
