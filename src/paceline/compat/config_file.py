@@ -24,7 +24,7 @@ def convert_config_file(path: Path, *, workers: int | None = None) -> ConfigConv
 
         found = read_launch_config(path)
         return found if workers is None else dataclasses.replace(found, job=found.job | {"workers": str(workers)})
-    from paceline.compat.deepspeed.config import convert_config
+    from paceline.compat.deepspeed_files.config import convert_config
 
     return convert_config(path, workers=workers)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import programs
-from paceline.compat.deepspeed.checkpoint_reading import read_deepspeed_checkpoint
+from paceline.compat.deepspeed_files.checkpoint_reading import read_deepspeed_checkpoint
 from programs import PACELINE
 
 pytest.importorskip("deepspeed")

@@ -14,8 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.compat.deepspeed.checkpoint_reading import read_deepspeed_checkpoint
-from paceline.compat.deepspeed.safe_pickles import Inert, load_safely
+import paceline.compat
+from paceline.compat.config_file import convert_config_file
+from paceline.compat.deepspeed_files.checkpoint_reading import read_deepspeed_checkpoint
+from paceline.compat.deepspeed_files.safe_pickles import Inert, load_safely
+from paceline.compat.imports.readers import read_foreign
 from paceline.errors import CheckpointError
 
 SHAPES = {"a.weight": (3, 5), "a.bias": (3,), "b.weight": (2, 3)}
@@ -107,6 +110,23 @@ def write_universal(folder: Path) -> None:
         torch.save({"param": tensors(2)[name]}, folder / "zero" / name / "exp_avg.pt")
         torch.save(torch.tensor(7.0), folder / "zero" / name / "step.pt")
     torch.save(model_state(), folder / "mp_rank_00_model_states.pt")
+
+
+def test_reading_leaves_deepspeed_itself_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_stage_3(tmp_path / "global_step7")
+    (tmp_path / "ds_config.json").write_text('{"train_batch_size": 4}')
+    for name in [one for one in sys.modules if one.startswith("paceline.compat.deepspeed")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("deepspeed", "deepspeed_files"):
+        monkeypatch.setattr(paceline.compat, name, None, raising=False)  # put back after the imports of this test
+    itself, finders = types.ModuleType("deepspeed"), list(sys.meta_path)
+    monkeypatch.setitem(sys.modules, "deepspeed", itself)
+    require_equal(
+        {name: one.read() for name, one in read_foreign(tmp_path / "global_step7").tensors.items()}, tensors(1)
+    )
+    assert "batch(size=4" in convert_config_file(tmp_path / "ds_config.json").plan
+    assert sys.modules["deepspeed"] is itself
+    assert sys.meta_path == finders
 
 
 def require_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from paceline.compat.deepspeed.batch_sizes import settle_batch
-from paceline.compat.deepspeed.config import convert_config, fp16_options, read_config
-from paceline.compat.deepspeed.config_keys import IGNORED, OFF, REFUSED, TAKEN
-from paceline.compat.deepspeed.config_table import load_config
+from paceline.compat.deepspeed_files.batch_sizes import settle_batch
+from paceline.compat.deepspeed_files.config import convert_config, fp16_options, read_config
+from paceline.compat.deepspeed_files.config_keys import IGNORED, OFF, REFUSED, TAKEN
+from paceline.compat.deepspeed_files.config_table import load_config
 from paceline.errors import PlanError
 from paceline.plan import Plan
 

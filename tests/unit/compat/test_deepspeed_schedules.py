@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from paceline.compat.deepspeed.optimizers import make_schedule
-from paceline.compat.deepspeed.schedule_names import OPTIONS, choose_schedule
 from paceline.compat.deepspeed.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from paceline.compat.deepspeed_files.schedule_names import OPTIONS, choose_schedule
 from paceline.errors import PlanError
 
 

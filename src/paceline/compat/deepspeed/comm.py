@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from paceline import environment
 from paceline.compat.deepspeed.arguments import config_in_arguments
-from paceline.compat.deepspeed.config import read_config
+from paceline.compat.deepspeed_files.config import read_config
 from paceline.errors import PlanError
 from paceline.runs.open_worker import open_worker
 from paceline.worker.data.random_state import PreservedRandomState

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.compat.deepspeed.config import DeepSpeedConfig
 from paceline.compat.deepspeed.data import MicroBatchLoader
 from paceline.compat.deepspeed.engine_checkpoints import EngineCounts, SavedEngine, load_engine, save_engine
 from paceline.compat.deepspeed.refusals import OF_ENGINE
 from paceline.compat.deepspeed.run_monitor import Monitor
+from paceline.compat.deepspeed_files.config import DeepSpeedConfig
 from paceline.compat.foreign_steps import ForeignSteps, before_forwards
 from paceline.errors import PlanError
 from paceline.events import Note

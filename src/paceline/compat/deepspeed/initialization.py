@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
-from paceline.compat.deepspeed.config import DeepSpeedConfig, read_config
 from torch import nn
 from torch.optim import Optimizer
 
@@ -15,6 +14,7 @@ from paceline.compat.deepspeed.comm import leave_early_group, world_here
 from paceline.compat.deepspeed.engine import DeepSpeedEngine, require_first_engine
 from paceline.compat.deepspeed.optimizers import make_optimizer, make_schedule
 from paceline.compat.deepspeed.pipeline import PipelineEngine, PipelineModule
+from paceline.compat.deepspeed_files.config import DeepSpeedConfig, read_config
 from paceline.errors import PlanError
 from paceline.events import Note
 from paceline.plan import AllReduce, Guard, Plan

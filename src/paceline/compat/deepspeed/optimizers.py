@@ -10,8 +10,8 @@ import torch
 from torch.optim import Optimizer
 
 from paceline.compat.deepspeed import schedules
-from paceline.compat.deepspeed.optimizer_names import OptimizerChoice
-from paceline.compat.deepspeed.schedule_names import OPTIONS, ScheduleChoice
+from paceline.compat.deepspeed_files.optimizer_names import OptimizerChoice
+from paceline.compat.deepspeed_files.schedule_names import OPTIONS, ScheduleChoice
 from paceline.errors import PlanError
 
 __all__ = ["DeepSpeedCPUAdam", "FusedAdam", "make_optimizer", "make_schedule"]

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
-from paceline.compat.deepspeed.config import DeepSpeedConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from paceline.compat.deepspeed.data import RepeatingLoader
 from paceline.compat.deepspeed.engine import DeepSpeedEngine
+from paceline.compat.deepspeed_files.config import DeepSpeedConfig
 from paceline.compat.foreign_steps import open_batches
 from paceline.errors import PlanError
 from paceline.worker.data.step_batch import StepBatch

@@ -42,7 +42,7 @@ REFUSED: dict[str, str] = {
     "tp_model_init": "layers are split by the plan of a training function: tensor=N",
     "set_autotp_mode": "layers are split by the plan of a training function: tensor=N",
     "DeepSpeedHybridEngine": "generation in the engine is not here: engine.module.generate(...)",
-    "DeepSpeedConfig": "paceline.compat.deepspeed.config reads a configuration: `paceline plan --from FILE` shows it",
+    "DeepSpeedConfig": "`paceline plan --from FILE` reads a configuration, and shows it",
     "DeepSpeedTransformerLayer": _MODEL,
     "DeepSpeedTransformerConfig": _MODEL,
     "replace_transformer_layer": _MODEL,

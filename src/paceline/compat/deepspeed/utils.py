@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from paceline.comm.sharded_tensors import full_tensor
-from paceline.compat.deepspeed.checkpoint_reading import read_deepspeed_checkpoint
 from paceline.compat.deepspeed.comm import world_here
 from paceline.compat.deepspeed.data import RepeatingLoader
+from paceline.compat.deepspeed_files.checkpoint_reading import read_deepspeed_checkpoint
 
 __all__ = [
     "RepeatingLoader",

@@ -30,7 +30,7 @@ WHOLE = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 DCP_OPTIMIZER = re.compile(r"^(?:.*\.)?(?:optim|optimizer|optimizers|opt)\.state\.(?P<name>.+)\.(?P<entry>[^.]+)$")
 DCP_OTHER_OPTIMIZER = re.compile(r"^(?:.*\.)?(?:optim|optimizer|optimizers|opt)\.(?:param_groups|state)\.")
-DEEPSPEED = "paceline.compat.deepspeed.checkpoint_reading"  # by name: it is a package of its own
+DEEPSPEED = "paceline.compat.deepspeed_files.checkpoint_reading"  # by name: it is a package of its own
 
 
 def read_foreign(path: Path) -> ForeignCheckpoint:

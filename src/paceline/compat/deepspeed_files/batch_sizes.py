@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, cast
 
-from paceline.compat.deepspeed.config_table import count_of
+from paceline.compat.deepspeed_files.config_table import count_of
 from paceline.errors import PlanError
 
 __all__ = ["BatchSizes", "settle_batch", "workers_of"]

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any, Literal, cast
 
 from paceline.compat.conversion import ConfigConversion
-from paceline.compat.deepspeed.batch_sizes import BatchSizes, settle_batch, workers_of
-from paceline.compat.deepspeed.config_keys import IGNORED, OFF, REFUSED, TAKEN
-from paceline.compat.deepspeed.config_table import (
+from paceline.compat.deepspeed_files.batch_sizes import BatchSizes, settle_batch, workers_of
+from paceline.compat.deepspeed_files.config_keys import IGNORED, OFF, REFUSED, TAKEN
+from paceline.compat.deepspeed_files.config_table import (
     AUTO,
     count_of,
     leaves_of,
@@ -22,8 +22,8 @@ from paceline.compat.deepspeed.config_table import (
     number_of,
     without_auto,
 )
-from paceline.compat.deepspeed.optimizer_names import OptimizerChoice, choose_optimizer
-from paceline.compat.deepspeed.schedule_names import ScheduleChoice, choose_schedule
+from paceline.compat.deepspeed_files.optimizer_names import OptimizerChoice, choose_optimizer
+from paceline.compat.deepspeed_files.schedule_names import ScheduleChoice, choose_schedule
 from paceline.errors import PlanError
 from paceline.plan import Batch, Cast, Compute, Layout, Plan, Sparse
 

@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from paceline.compat.deepspeed.safe_pickles import Inert, load_safely
+from paceline.compat.deepspeed_files.safe_pickles import Inert, load_safely
 from paceline.errors import CheckpointError
 from paceline.regular_files import read_regular
 
