@@ -7,7 +7,6 @@ them, and step the optimizer and its schedule, or leave the step out together.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 
 from paceline.compat.deepspeed.data import MicroBatchLoader
 from paceline.compat.deepspeed.engine_checkpoints import EngineCounts, SavedEngine, load_engine, save_engine
+from paceline.compat.deepspeed.loss_routing import LossRouting
 from paceline.compat.deepspeed.refusals import OF_ENGINE
 from paceline.compat.deepspeed.run_monitor import Monitor
 from paceline.compat.deepspeed_files.config import DeepSpeedConfig
@@ -57,26 +57,29 @@ class DeepSpeedEngine(nn.Module):
         self.collate_fn = collate
         self._worker, self._settings, self._norm = worker, config, cast("Tensor | None", None)
         self._steps = ForeignSteps(worker)
+        self._routing: LossRouting | None = None
         self._is_applied = False
         self._num_ended = 0  # micro-batches of the step
         self._waiting: list[SavedEngine] = []  # saves that were asked for within a step
         if optimizer is not None:
+            _engines.append(self)
             worker.prepare(self.counts, name="deepspeed_engine")
             self._begin_micro_batches(model)
             at_program_end(self._end)
 
     def _begin_micro_batches(self, model: nn.Module) -> None:
         """Have each forward of the model that trains begin a micro-batch, and `loss.backward()` be the engine's."""
-        before_forwards(model, self._steps.open_micro)
-        _route_backward(self)
+        self._routing = LossRouting(model, self._steps)
+        self._routing.begin()
+        before_forwards(model, self._routing.open_micro)
 
     # The three calls of a loop.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. Where it trains this begins the next micro-batch of the step."""
         inputs, named = self._steps.move(args), self._steps.move(kwargs)
-        if self.module.training and torch.is_grad_enabled() and self.optimizer is not None:
-            self._steps.open_micro()  # before the precision of the forward, which is the micro-batch's
+        if self.module.training and torch.is_grad_enabled() and self._routing is not None:
+            self._routing.open_micro()  # before the precision of the forward, which is the micro-batch's
             return self.module(*inputs, **named)
         with self._steps.computing():
             return self.module(*inputs, **named)
@@ -327,6 +330,9 @@ class DeepSpeedEngine(nn.Module):
 
     def _end(self) -> None:
         """The program is over: what it has wanted to save in a step that did not end is the state before that step."""
+        if self._routing is not None:
+            self._routing.end()
+        _engines.clear()
         if self._waiting:
             self._steps.close()
             self._save_waiting()
@@ -393,6 +399,8 @@ class DeepSpeedEngine(nn.Module):
 
     def destroy(self) -> None:
         """Leave the steps. The run ends with the program."""
+        if self._routing is not None:
+            self._routing.end()
         self._steps.close()
 
     def _note(self, text: str) -> None:
@@ -432,18 +440,3 @@ def require_first_engine() -> None:
             "one module with parameter groups, or write a training function: worker.stepper([a, b], [x, y], "
             "forward=...)"
         )
-
-
-def _route_backward(engine: DeepSpeedEngine) -> None:
-    """Have `loss.backward()` of a number within a micro-batch be `engine.backward(loss)`, as DeepSpeed does."""
-    _engines.append(engine)
-    original = Tensor.backward
-
-    @functools.wraps(original)
-    def backward(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        steps = _engines[0]._steps if _engines else None  # pyright: ignore[reportPrivateUsage]  # of this module
-        if steps is None or args or kwargs or self.dim() or not steps.is_open or steps.is_backward:
-            return original(self, *args, **kwargs)
-        return steps.backward(self)
-
-    Tensor.backward = backward  # for the rest of the process
