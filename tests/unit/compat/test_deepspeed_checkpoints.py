@@ -124,7 +124,7 @@ def test_reading_leaves_deepspeed_itself_alone(tmp_path: Path, monkeypatch: pyte
     require_equal(
         {name: one.read() for name, one in read_foreign(tmp_path / "global_step7").tensors.items()}, tensors(1)
     )
-    assert convert_config_file(tmp_path / "ds_config.json").plan.batch.size == 4
+    assert "batch(size=4" in convert_config_file(tmp_path / "ds_config.json").plan
     assert sys.modules["deepspeed"] is itself
     assert sys.meta_path == finders
 

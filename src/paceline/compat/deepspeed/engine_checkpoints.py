@@ -2,22 +2,19 @@
 
 save_dir/latest                      the tag that was saved last
 save_dir/TAG/step_00000100/          the run's checkpoint, for any number of workers and any layout
-save_dir/TAG/client_state.pt         plain values, and tensors
+    client_state.pt                  in it: plain values, and tensors
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
 
-from paceline.checkpoint.checkpoint_dir import whole_file
+from paceline.checkpoint.checkpoint_dir import find, whole_file
 from paceline.checkpoint.state_tree import decode_state, encode_state, freeze
+from paceline.compat.publishing import publish_checkpoint
 from paceline.errors import CheckpointError
 from paceline.regular_files import read_regular
 from paceline.worker.run_member import parts_of
@@ -78,27 +75,10 @@ def save_engine(worker: Worker, save: SavedEngine) -> None:
 
 
 def _put(source: Path, save: SavedEngine) -> None:
-    target = save.folder / save.tag
-    target.mkdir(parents=True, exist_ok=True)
-    for old in target.glob("step_*"):
-        if old.is_dir() and not old.is_symlink():
-            shutil.rmtree(old)
-    partial = target / f"{source.name}.partial-{os.getpid()}"
-    shutil.copytree(source, partial, copy_function=_link)
-    with whole_file(target / CLIENT) as file:
-        file.write(save.client)
-    partial.rename(target / source.name)
+    publish_checkpoint(source, save.folder / save.tag, beside={CLIENT: save.client})
     if save.is_latest:
         with whole_file(save.folder / LATEST) as file:
             file.write(save.tag.encode())
-
-
-def _link(source: str, target: str) -> None:
-    """A complete checkpoint's files never change: where the disk is the same they need no second copy."""
-    with contextlib.suppress(OSError):
-        os.link(source, target)
-        return
-    shutil.copy2(source, target)
 
 
 def load_engine(
@@ -154,8 +134,8 @@ def _find(folder: Path, tag: str | None) -> tuple[str, str, dict[str, Any]] | No
             f"{target} is a checkpoint of DeepSpeed itself: `paceline import {target} --run-dir RUN` makes it one that "
             "a run goes on from"
         )
-    saved = sorted(one for one in target.glob("step_*") if re.fullmatch(r"step_\d{8,}", one.name))
-    if not saved:
-        raise CheckpointError(f"there is no checkpoint in {target}")
-    client = target / CLIENT
-    return str(target), str(saved[-1]), decode_state(read_regular(client)) if client.exists() else {}
+    checkpoint = find(target).newest
+    if checkpoint is None:
+        raise CheckpointError(f"there is no complete checkpoint in {target}")
+    client = checkpoint / CLIENT
+    return str(target), str(checkpoint), decode_state(read_regular(client)) if client.exists() else {}
