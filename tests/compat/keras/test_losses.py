@@ -101,6 +101,7 @@ EXACT: dict[str, Any] = {
         None,
     ),
     "mask": (lambda: of_tokens(entropy()), tokens, classes, None),
+    "mask without a compiled loss": (lambda: of_tokens(None, added=True), tokens, None, None),
     "mask and weights of tokens": (
         lambda: of_tokens(entropy(reduction="mean_with_sample_weight")),
         tokens,

@@ -25,7 +25,7 @@ from paceline.worker.run_member import parts_of
 from paceline.worker.session import present_worker
 from paceline.worker.worker import Worker
 
-__all__ = ["evaluate", "fit", "predict"]
+__all__ = ["evaluate", "fit", "merged_batch", "predict"]
 
 BATCH = 32  # Keras' default
 
@@ -171,15 +171,22 @@ def _worker(worker: Worker | None, batch_size: int | None, source: SampleSource,
 
 
 def _plan(batch: Batch) -> Plan:
-    """The program's plan: that of the command, with the batch of `fit` where the command says none."""
+    """The program's plan: that of the command, with the batch of `fit` in what the command leaves open."""
     own = environment.assignment()
     whole = None if own is None else own.plan.whole
     if own is None or whole is None:
         return Plan(batch=batch)
-    found = dataclasses.replace(whole, batch=dataclasses.replace(batch, micro=whole.batch.micro, seed=whole.batch.seed))
-    if whole.batch.size == Batch().size:  # a whole plan of the command wins over the program's
-        environment.enter(dataclasses.replace(own, plan=dataclasses.replace(own.plan, whole=found)))
+    found = dataclasses.replace(whole, batch=merged_batch(whole.batch, batch))
+    environment.enter(dataclasses.replace(own, plan=dataclasses.replace(own.plan, whole=found)))
     return found
+
+
+def merged_batch(command: Batch, program: Batch) -> Batch:
+    """Return the program's batch with those values of the command's that are not the defaults: a whole plan does not
+    tell which of its defaults were written."""
+    names = [one.name for one in dataclasses.fields(Batch)]
+    said = {name: getattr(command, name) for name in names if getattr(command, name) != getattr(Batch(), name)}
+    return dataclasses.replace(program, **said)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,6 @@ from paceline.errors import PlanError
 __all__ = ["StepForward", "num_samples_of", "weight_penalties"]
 
 UNIT = 1024.0  # sums of weights are counted in parts: a count below 1 is refused as a mistake
-MEANS = ("sum_over_batch_size", "mean")
 
 
 class StepForward:
@@ -49,19 +48,19 @@ class StepForward:
         if self._reductions is None:
             self._reductions = _reductions_of(model)
         kinds, num = set(self._reductions), num_samples_of(x)
-        added = _added_losses(model)
+        losses, added = _losses_of(model), _added_losses(model)
         if kinds == {"sum"}:
             return (loss - sum(added)) * (self.num_step / num) + sum(added)
         outputs, weights = keras.tree.flatten(y_pred), keras.tree.flatten(weight)
         is_by_weight = "mean_with_sample_weight" in kinds and any(one is not None for one in weights)
-        has_mask = any(_has_mask(one) for one in outputs) or any(_ignored(one) is not None for one in _losses_of(model))
-        if not is_by_weight and not has_mask:
+        has_mask = any(_has_mask(one) for one in outputs) or any(_ignored(one) is not None for one in losses)
+        if not losses or not (is_by_weight or has_mask):
             return loss
         if len(outputs) > 1 or added:
             if num < self.num_step:
                 raise PlanError(_no_common_weight(added, self.num_step))
             return loss
-        mask = _mask_of(_losses_of(model)[0], keras.tree.flatten(y)[0], outputs[0])
+        mask = _mask_of(losses[0], keras.tree.flatten(y)[0], outputs[0])
         divisor = _divisor(weights[0] if is_by_weight else None, mask)
         count = divisor.detach().to(torch.float32) * UNIT
         return loss * count.to(loss.dtype), count

@@ -45,12 +45,18 @@ class FitProgress:
         self.start, self.num_ended, self.is_stopped = state["start"], state["num_ended"], state["is_stopped"]
         self._waiting = list(state["callbacks"])
         if self.callbacks is not None:
-            self.callbacks_begun()
+            self._give_back(self.callbacks)
 
-    def callbacks_begun(self) -> None:
-        """The callbacks have begun, which resets them: give them back what they remembered."""
-        if self.callbacks is not None and self._waiting:
-            self._states.restore(self.callbacks.own(), self._waiting)
+    def begin(self, callbacks: WorkerCallbacks) -> None:
+        """Have these callbacks begin, which resets them, and give them back what they remembered."""
+        callbacks.begin(is_resumed=self.is_resumed)
+        self._states.begin(callbacks.own())
+        self.callbacks = callbacks
+        self._give_back(callbacks)
+
+    def _give_back(self, callbacks: WorkerCallbacks) -> None:
+        if self._waiting:
+            self._states.restore(callbacks.own(), self._waiting)
             self._waiting = []
 
 
@@ -88,9 +94,7 @@ class FitLoop:
         prepared, progress, model = self._prepared, self._progress, self._prepared.model
         worker, callbacks = prepared.worker, self._callbacks
         model.stop_training = False
-        progress.callbacks = callbacks
-        callbacks.begin(is_resumed=progress.is_resumed)
-        progress.callbacks_begun()
+        progress.begin(callbacks)
         if progress.start is None:
             progress.start = worker.step
         logs: Mapping[str, Any] = {}
