@@ -266,7 +266,7 @@ def test_a_killed_worker_ends_the_others_in_one_sentence_and_all_start_again_if_
     assert "worker 0 stopped because of it" in output
     code, output = start(tmp_path, text, "--run-dir", "again", "--restart-lost")
     assert code == 0, output
-    assert "start again at the beginning" in output
+    assert "all start again, and the program goes on from what it has saved" in output
 
 
 @pytest.mark.thorough
