@@ -122,7 +122,7 @@ def _last_error() -> BaseException | None:
 
 def _program_frame() -> FrameType | None:
     """The frame of the program's own lines; None in a notebook or an interpreter."""
-    frame: FrameType | None = sys._getframe()
+    frame: FrameType | None = sys._getframe()  # pyright: ignore[reportPrivateUsage]  # documented
     while frame is not None and not (
         frame.f_code.co_name == "<module>" and frame.f_globals is vars(sys.modules["__main__"])
     ):

@@ -73,7 +73,7 @@ def recorder_of_program() -> FlightRecorder:
 def program_place() -> ProgramPlace:
     """The place of the worker that this program has joined as. Raises PlanError before that."""
     if not _places:
-        raise PlanError("This program has not joined a run yet: call paceline.open_worker() first.")
+        raise PlanError("This program has not joined a run yet: call open_worker() first.")
     return _places[0]
 
 

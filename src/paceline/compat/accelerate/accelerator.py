@@ -103,7 +103,8 @@ class Accelerator(ProgramMember):
         for name, value in others.items():
             if value is not None:
                 raise PlanError(f"Accelerator({name}={value!r}) is not in Paceline: {_way_for_option(name)}")
-        worker = open_worker(plan=_plan_of(mixed_precision), **({"device": "cpu"} if cpu else {}))
+        job: dict[str, Any] = {"device": "cpu"} if cpu else {}
+        worker = open_worker(plan=_plan_of(mixed_precision), **job)
         program = _Program.of(worker)
         super().__init__(worker, program.flat, program.world)
         self._program, self._loaders = program, program.loaders

@@ -32,7 +32,7 @@ WAYS = {
     "fp8_recipe_handler": PRECISION,
     "scaler": PRECISION,
     "unscale_gradients": "gradients are not scaled when accelerator.backward() has returned: leave it out",
-    "clip_grad_value_": "worker.clip_gradients(max_value=...) of paceline.open_worker(), in its place",
+    "clip_grad_value_": "accelerator.worker.clip_gradients(max_value=...)",
     "lomo_backward": "use another optimizer: LOMO steps inside of backward, and a step here is one transaction",
     "join_uneven_inputs": "leave it out: uneven ends need no care, since all workers make the same number of runs",
     "register_save_state_pre_hook": HOOKS,
