@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         Sparse,
         TopK,
     )
+    from paceline.runs.open_worker import open_worker
     from paceline.runs.run import run
     from paceline.runs.tune import tune_trainable
     from paceline.worker.data.step_batch import StepBatch
@@ -93,6 +94,7 @@ __all__ = [
     "WorkerError",
     "WorkersLostError",
     "fits",
+    "open_worker",
     "register_backend",
     "run",
     "scaled_lr",
@@ -139,6 +141,7 @@ _HOMES = {
     "paceline.lr_scaling": ("scaled_lr",),
     "paceline.monitor.export.run_logger": ("LoggedRun", "RunLogger", "ScalarPoint"),
     "paceline.parallel.check.fits": ("fits",),
+    "paceline.runs.open_worker": ("open_worker",),
     "paceline.runs.run": ("run",),
     "paceline.runs.tune": ("tune_trainable",),
     "paceline.worker.data.step_batch": ("StepBatch",),

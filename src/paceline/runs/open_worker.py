@@ -35,6 +35,12 @@ def open_worker(*, plan: Plan | str | None = None, ends_alone: bool = False, **f
     The worker ends with the process: the last line ends the run well, an error or `sys.exit(1)` as a failure. Where
     Paceline has not started the process, `raise SystemExit(1)` counts as a good end, since Python keeps no trace of it.
 
+    Example::
+
+        def main():
+            worker = paceline.open_worker()
+            print(worker.rank, "of", worker.workers)
+
     :param plan: as of `paceline.run`; the command's wins.
     :param ends_alone: the program takes no common step: each worker ends by itself, and SIGTERM is left to it.
     :param fields: of `Job`, as of `paceline.run`; the command's win.
