@@ -33,6 +33,7 @@ def start(
             assignment=_assignment(scratch, rank, num_workers),
             job=Job(timeout_s=timeout_s),
             shared=dist.FileStore(str(workers.scratch / "store"), num_workers),
+            recorder=mock.Mock(),
             emit=lambda event: None,
             allow_restart=lambda: None,
         )

@@ -30,8 +30,6 @@ __all__ = [
     "join_as_program",
     "program_place",
     "program_worker",
-    "recorder_of_program",
-    "store_of_program",
 ]
 
 
@@ -42,6 +40,7 @@ class ProgramPlace:
     assignment: Assignment
     job: Job
     shared: dist.Store  # of the whole run
+    recorder: FlightRecorder  # of this worker
     emit: Callable[[Event], None]  # appends to this worker's events
     allow_restart: Callable[[], None]  # its state outlives it: after the loss of a worker all may begin again
 
@@ -54,20 +53,6 @@ _places: list[ProgramPlace] = []  # likewise
 def program_worker() -> Worker | None:
     """The worker that this program has joined as; None before that, and in a script whose function is the worker."""
     return _joined[0].worker if _joined else None
-
-
-def store_of_program() -> dist.Store:
-    """The run's key-value store, for process groups that the program makes. RuntimeError before the program joins."""
-    if not _joined:
-        raise RuntimeError("this program has not joined its run")
-    return _joined[0].place.shared
-
-
-def recorder_of_program() -> FlightRecorder:
-    """The flight recorder of this worker. RuntimeError before the program joins."""
-    if not _joined:
-        raise RuntimeError("this program has not joined its run")
-    return _joined[0].place.recorder
 
 
 def program_place() -> ProgramPlace:
@@ -137,6 +122,7 @@ def join_as_program(
         assignment=assignment,
         job=job,
         shared=joined.place.shared,
+        recorder=joined.place.recorder,
         emit=files.emit,
         allow_restart=joined.place.consensus.allow_restart,
     )

@@ -403,7 +403,7 @@ def _plan_of(mixed_precision: str | None) -> Plan | None:
     if mixed_precision is None or str(mixed_precision) == "no":
         return None
     try:
-        return Plan(compute=Compute(precision=str(mixed_precision)))  # pyright: ignore[reportArgumentType]
+        return Plan(compute=Compute(precision=str(mixed_precision)))  # pyright: ignore[reportArgumentType]  # it refuses others
     except PlanError as error:
         raise PlanError(f"Accelerator(mixed_precision={mixed_precision!r}): {error}") from None
 

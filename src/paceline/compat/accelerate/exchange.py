@@ -19,7 +19,7 @@ def mapped(value: Any, change: Callable[[Tensor], Any], *, other: Callable[[Any]
         return change(value)
     if isinstance(value, Mapping):
         found = {key: mapped(one, change, other=other) for key, one in value.items()}
-        return found if type(value) is dict else type(value)(found)  # pyright: ignore[reportCallIssue]
+        return found if type(value) is dict else type(value)(found)  # pyright: ignore[reportCallIssue]  # as Accelerate does
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(mapped(one, change, other=other) for one in value))
     if isinstance(value, (list, tuple)):

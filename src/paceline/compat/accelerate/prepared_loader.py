@@ -119,7 +119,7 @@ class PreparedLoader:
     @property
     def total_dataset_length(self) -> int:
         """Samples of the dataset."""
-        return len(self.loader.dataset)  # pyright: ignore[reportArgumentType]
+        return len(self.loader.dataset)  # pyright: ignore[reportArgumentType]  # of data with a length
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the samplers and the dataset the epoch, where they want to know it."""

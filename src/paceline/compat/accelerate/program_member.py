@@ -236,7 +236,7 @@ def _only_where(is_here: Callable[[], bool], function: F) -> F:
     def run(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs) if is_here() else None
 
-    return run  # pyright: ignore[reportReturnType]
+    return run  # pyright: ignore[reportReturnType]  # of the same parameters
 
 
 def _is_number(value: Any) -> bool:

@@ -229,7 +229,7 @@ def find_executable_batch_size(function: Any = None, starting_batch_size: int = 
             worker = program_worker()
             try:
                 return function(size, *args, **kwargs)
-            except Exception as error:
+            except Exception as error:  # all but a lack of memory is raised again
                 if not is_out_of_memory(error) or size <= 1 or (worker is not None and worker.workers > 1):
                     raise
             size //= 2

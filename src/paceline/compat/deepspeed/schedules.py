@@ -28,7 +28,7 @@ class _Schedule:
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group at this step."""
-        raise NotImplementedError
+        raise NotImplementedError  # each schedule below has its own
 
     def get_last_lr(self) -> list[float]:
         """The learning rate that each parameter group has now."""

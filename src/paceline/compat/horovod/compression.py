@@ -16,12 +16,12 @@ class Compressor:
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
         """Return the tensor that travels, and what `decompress` needs beside it."""
-        raise NotImplementedError
+        raise NotImplementedError  # as in Horovod: a compression of a program's own has both
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
         """Return the tensor as it was, up to what the compression has lost."""
-        raise NotImplementedError
+        raise NotImplementedError  # as in Horovod: a compression of a program's own has both
 
 
 class NoneCompressor(Compressor):

@@ -36,7 +36,7 @@ from paceline.plan import Plan
 from paceline.plan.job import Assignment
 from paceline.plan.program_check import require_fixed_replicas
 from paceline.plan.program_text import ProgramText
-from paceline.worker.program_worker import join_as_program, program_worker, recorder_of_program, store_of_program
+from paceline.worker.program_worker import join_as_program, program_place, program_worker
 from paceline.worker.run_member import parts_of
 
 __all__ = ["prepare_program"]
@@ -91,7 +91,7 @@ def _joining(make: Callable[..., None], assignment: Assignment, pid: int, made: 
         backend = backend_on(device_type, asked)
         if backend == NAME:
             register_backend()
-        store = asked.store or dist.PrefixStore(f"program/{made.number}", store_of_program())
+        store = asked.store or dist.PrefixStore(f"program/{made.number}", program_place().shared)
         hook = sys.excepthook
         make(
             backend,
@@ -118,7 +118,7 @@ def _join(asked: GroupRequest, assignment: Assignment) -> tuple[str, float]:
         worker = join_as_program(assignment, fields=fields, trains_itself=True)
         torch.set_num_threads(threads)
         _joined_here[:] = [os.getpid()]
-        record_groups(recorder_of_program())
+        record_groups(program_place().recorder)
         _note_unused(assignment)
     return worker.device.type, parts_of(worker).timeout_s + BACKSTOP_S
 
@@ -162,7 +162,7 @@ def _monitoring(barrier: Callable[..., None], made: _GroupsMade) -> Callable[...
         worker = program_worker()
         limit_s = BACKSTOP_S + (parts_of(worker).timeout_s if worker is not None else 0.0)
         name = f"program/{made.number}/{one.group_name}"
-        store = dist.PrefixStore(f"{name}/monitored_barrier/{calls[name]}", store_of_program())
+        store = dist.PrefixStore(f"{name}/monitored_barrier/{calls[name]}", program_place().shared)
         calls[name] += 1
         monitored_barrier_by_store(
             one, store, timeout=timeout or timedelta(seconds=limit_s), wait_all_ranks=wait_all_ranks
