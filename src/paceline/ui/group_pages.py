@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from paceline import clock
-from paceline.ui.event_stream import EventStream, Seen, Streams
+from paceline.ui.event_stream import EventStream, Seen, Streams, Told, told
 from paceline.ui.runs_folder import RunsFolder
 
 __all__ = ["GroupPages"]
@@ -43,7 +43,7 @@ class GroupPages:
         return await self._stream(request, functools.partial(self._changed_sweep, name), self._is_sweep(name))
 
     async def _stream(
-        self, request: Request, changes: Callable[[Seen], Awaitable[dict[str, Any] | None]], is_there: Awaitable[bool]
+        self, request: Request, changes: Callable[[Seen], Awaitable[Told | None]], is_there: Awaitable[bool]
     ) -> Response:
         if not await is_there:
             raise HTTPException(404, "there is nothing of this name")
@@ -58,10 +58,10 @@ class GroupPages:
         await self._in_thread(self._look)
         return self._folder.has_sweep(name)
 
-    async def _changed_pool(self, name: str, seen: Seen) -> dict[str, Any] | None:
-        return await self._in_thread(lambda: self._told_pool(name, seen[0]))
+    async def _changed_pool(self, name: str, seen: Seen) -> Told | None:
+        return await self._in_thread(lambda: told(self._pool_since(name, seen[0])))
 
-    def _told_pool(self, name: str, seen: int) -> dict[str, Any] | None:
+    def _pool_since(self, name: str, seen: int) -> dict[str, Any] | None:
         self._look()
         known = self._pools.get(name)
         if known is None or known.of != self._folder.revision:
@@ -75,14 +75,14 @@ class GroupPages:
             known.take(found, self._folder.revision)
         return known.changes(seen)
 
-    async def _changed_sweep(self, name: str, seen: Seen) -> dict[str, Any] | None:
-        def told() -> dict[str, Any] | None:
-            self._look()
-            if not self._folder.has_sweep(name):
-                return None if seen[0] < 0 else {"is_gone": True, "revisions": [-1]}
-            return self._folder.sweep(name, max(0, seen[0]))
+    async def _changed_sweep(self, name: str, seen: Seen) -> Told | None:
+        return await self._in_thread(lambda: told(self._sweep_since(name, seen[0])))
 
-        return await self._in_thread(told)
+    def _sweep_since(self, name: str, seen: int) -> dict[str, Any] | None:
+        self._look()
+        if not self._folder.has_sweep(name):
+            return None if seen < 0 else {"is_gone": True, "revisions": [-1]}
+        return self._folder.sweep(name, max(0, seen))
 
 
 class _ToldPool:

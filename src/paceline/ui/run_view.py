@@ -30,11 +30,11 @@ __all__ = ["RunView"]
 CURVES_S = 0.15  # of a look, for reading metrics
 EVENTS_S = 0.1
 SUMMARY_EVERY_S = 0.5
-STATUS_EVERY_S = 2.0
+STATUS_EVERY_S, STATUS_STILL_S = 5.0, 2.0  # while steps come, and without one since the last look
 SHARE = 10  # a part that took so long waits so many times as long
 LOGS_EVERY_S = 0.5
 REPORT_EVERY_S = 30.0
-REPORT_SHARE = 200
+REPORT_SHARE = 1000
 REPORT_SOON_S = 2.0  # after an incident
 REPORT_FRESH_S, REPORT_FRESH_SHARE = 2.0, 4  # a page that is opened has another one made where it is older
 JOB_SHOWN = (
@@ -71,6 +71,7 @@ class RunView:
         self._stamps: tuple[FileStamp, ...] = ()
         self._summed = _Cadence(SUMMARY_EVERY_S, SHARE)
         self._looked = _Cadence(STATUS_EVERY_S, SHARE)
+        self._looked_at_rows = 0  # how many there were then
         self._logs = _Cadence(LOGS_EVERY_S, SHARE)
         self._report = _Cadence(REPORT_EVERY_S, REPORT_SHARE)
         self._read_report: dict[str, Any] | None = None
@@ -95,7 +96,10 @@ class RunView:
             self._put("events", self._events.lines())
             self._put("evaluations", self._events.evaluations())
         is_on = self.summary is not None and self.summary.state == RUNNING
-        if (is_on or is_new or self._is_new_record()) and self._looked.is_due(also=is_new and self._is_new_record()):
+        is_new_record = self._is_new_record()
+        after_s = STATUS_STILL_S if self._looked_at_rows == self._metrics.index.num_rows else STATUS_EVERY_S
+        if (is_on or is_new or is_new_record) and self._looked.is_due(also=is_new and is_new_record, after_s=after_s):
+            self._looked_at_rows = self._metrics.index.num_rows
             self._looked.begin()
             self._look_at_workers()
             self._looked.end()

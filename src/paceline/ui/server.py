@@ -28,7 +28,7 @@ from paceline.plain_data import read_object
 from paceline.ui.access import Access, GuardedApp
 from paceline.ui.comparison import MOST_COMPARED, compared
 from paceline.ui.control import RunControl
-from paceline.ui.event_stream import EventStream, Seen, Streams, json_text
+from paceline.ui.event_stream import EventStream, Seen, Streams, Told, json_text, told
 from paceline.ui.group_pages import GroupPages
 from paceline.ui.log_lines import STREAMS, log_lines, names_in_logs, workers_with_logs
 from paceline.ui.report_process import ReportProcess
@@ -117,14 +117,18 @@ class UiServer:
     # -------------------------------------------------------------------------------------------------------- runs
 
     async def _runs(self, _: Request) -> Response:
-        return _json(await self._changed_runs((0,)) or {})
+        return _json(await self._in_thread(lambda: self._runs_since(0)) or {})
 
     async def _runs_stream(self, request: Request) -> Response:
         seen = self.streams.seen(request.headers.get("last-event-id"), 1)
         return EventStream(self.streams, self._changed_runs, seen=seen, every_s=OVERVIEW_EVERY_S)
 
-    async def _changed_runs(self, seen: Seen) -> dict[str, Any] | None:
-        found = await self._in_thread(self._look, lambda: self._folder.changes(seen[0]))
+    async def _changed_runs(self, seen: Seen) -> Told | None:
+        return await self._in_thread(lambda: told(self._runs_since(seen[0])))
+
+    def _runs_since(self, seen: int) -> dict[str, Any] | None:
+        self._look()
+        found = self._folder.changes(seen)
         return None if found is None else found | {"revisions": [found["revision"]]}
 
     def _look(self) -> None:
@@ -141,31 +145,46 @@ class UiServer:
             watched.view.is_opened()
         return EventStream(self.streams, functools.partial(self._changed_run, name), seen=seen, every_s=RUN_EVERY_S)
 
-    async def _changed_run(self, name: str, seen: Seen) -> dict[str, Any] | None:
-        try:
-            watched = await self._watched(name)
-        except HTTPException:  # it was removed
-            return None if seen[0] < 0 else {"is_gone": True, "revisions": [-1, -1]}
+    async def _changed_run(self, name: str, seen: Seen) -> Told | None:
+        for _ in range(LOOKS_TO_CATCH_UP - 1):
+            watched = self._views.get(name)
+            if not seen[0] or watched is None or not watched.view.is_catching_up or self.streams.closing.is_set():
+                break
+            await self._in_thread(watched.look)
+        message, to_report = await self._in_thread(lambda: self._run_since(name, seen))
+        if to_report is not None:
+            self._report_tasks[name] = asyncio.create_task(self._report(name, to_report))
+        return message
+
+    def _run_since(self, name: str, seen: Seen) -> tuple[Told | None, _ShownRun | None]:
+        """What a page lacks, and the run where its report is to be read. One call in the thread that reads: each
+        further one takes time of cores that train."""
+        watched = self._find(name)
+        if watched is None:  # it was removed
+            return None if seen[0] < 0 else told({"is_gone": True, "revisions": [-1, -1]}), None
+        watched.look()
         view = watched.view
-        for _ in range(LOOKS_TO_CATCH_UP if seen[0] and view.is_catching_up else 1):
-            if not self.streams.closing.is_set():
-                await self._in_thread(watched.look)
         if watched.is_group_due():
-            await self._in_thread(lambda: self._group(view))
-        if name not in self._report_tasks and view.is_report_due():
+            self._group(view)
+        is_to_report = not watched.is_reporting and view.is_report_due()
+        if is_to_report:
+            watched.is_reporting = True
             view.begin_report()
-            self._report_tasks[name] = asyncio.create_task(self._report(name, view))
-        return await self._in_thread(lambda: view.changes((max(0, seen[0]), max(0, seen[1]))))
+        return told(view.changes((max(0, seen[0]), max(0, seen[1])))), watched if is_to_report else None
 
     def _group(self, view: RunView) -> None:
         groups = self._folder.groups_of(view.run_dir)
         place = self._folder.place_of(view.run_dir, view.summary)
         view.belongs_to(groups, place, self._folder.decisions_on(view.run_dir))
 
-    async def _report(self, name: str, view: RunView) -> None:
+    async def _report(self, name: str, watched: _ShownRun) -> None:
+        def end() -> None:
+            watched.view.end_report(report)
+            watched.is_reporting = False
+
         try:
-            report = await self._reports.read(view.run_dir)
-            await self._in_thread(lambda: view.end_report(report))
+            report = await self._reports.read(watched.view.run_dir)
+            await self._in_thread(end)
         finally:
             del self._report_tasks[name]
 
@@ -268,9 +287,16 @@ class UiServer:
 
     async def _watched(self, name: str) -> _ShownRun:
         """The view of a run of the folder; HTTPException 404 where there is none of that name."""
-        path = await self._in_thread(lambda: self._folder.find(name))
-        if path is None:
+        watched = await self._in_thread(lambda: self._find(name))
+        if watched is None:
             raise HTTPException(404, "there is no such run")
+        return watched
+
+    def _find(self, name: str) -> _ShownRun | None:
+        """The same in the thread that reads; None where there is none."""
+        path = self._folder.find(name)
+        if path is None:
+            return None
         watched = self._views.get(name)
         if watched is None:
             self._forget()
@@ -282,8 +308,9 @@ class UiServer:
         """Drop runs that no page shows: old ones, and the oldest where there are too many."""
         by_age = sorted(self._views, key=lambda name: self._views[name].used_s)
         old = [name for name in by_age if time.monotonic() - self._views[name].used_s > KEPT_S]
-        for name in {*old, *by_age[: max(0, len(by_age) - MOST_VIEWS + 1)]} - self._report_tasks.keys():
-            self._views.pop(name).view.close()
+        for name in {*old, *by_age[: max(0, len(by_age) - MOST_VIEWS + 1)]}:
+            if not self._views[name].is_reporting:
+                self._views.pop(name).view.close()
 
 
 @dataclasses.dataclass(slots=True)
@@ -292,6 +319,7 @@ class _ShownRun:
 
     view: RunView
     used_s: float = 0.0
+    is_reporting: bool = False  # its report is being read
     _looked_s: float = 0.0
     _grouped_s: float = -GROUPS_EVERY_S
 

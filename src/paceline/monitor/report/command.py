@@ -12,7 +12,6 @@ from typing import Any
 from paceline.errors import writing
 from paceline.monitor.records.run_files import local_path, replace_text
 from paceline.monitor.report.goodput import USEFUL
-from paceline.monitor.report.html_page import page_html
 from paceline.monitor.report.report import RunReport, cost_text, incident_text, read_report, report_text
 from paceline.planner.run_receipt import RunPrediction, RunReceipt
 from paceline.units import printable
@@ -31,6 +30,10 @@ def main_report(run_dir: Path | str, *others: Path | str, json: bool = False, pa
         print(f"paceline: {error}", file=sys.stderr)
         return 2
     if page is not None:
+        from paceline.monitor.report.html_page import (
+            page_html,
+        )  # takes a third of the start, and the live page asks often
+
         with writing(page):
             replace_text(page, page_html(report))
     if json:
