@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from paceline import config, settings
 from paceline.cli.arguments import Commands, add_command
-from paceline.cli.plan_costs.question import CostQuestion, add_options, print_answer, read_question
+from paceline.cli.plan_costs.options import add_options
 from paceline.cli.script_failure import script_failure
 from paceline.errors import PacelineError, PlanError
 from paceline.plan import AllReduce, Batch, CommandPlan, Compute, ParameterServer, Plan
@@ -26,6 +26,7 @@ from paceline.schedule.micro_batches import split_evenly
 from paceline.units import bytes_text
 
 if TYPE_CHECKING:
+    from paceline.cli.plan_costs.question import CostQuestion
     from paceline.parallel.check.memory_estimate import MemoryEstimate
     from paceline.worker.script_inspection import InspectionReport
 
@@ -96,6 +97,8 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan and its broken rules; returns 2 when there are any."""
+    from paceline.cli.plan_costs.question import read_question
+
     question = read_question(arguments)
     if arguments.source is not None:
         return _convert(arguments)
@@ -235,8 +238,14 @@ def check_script(
     for name, sizes in found.sizes.items():
         print(f"\nEach worker holds of {name}, beside activations (by formula)")
         print(_sizes_table(sizes, found.plan.compute))
-    fits = question is None or print_answer(found, question, script=script, args=args)
+    fits = question is None or _answer(found, question, script=script, args=args)
     return 2 if found.refusals or not fits else 0
+
+
+def _answer(found: InspectionReport, question: CostQuestion, *, script: Path, args: Sequence[str]) -> bool:
+    from paceline.cli.plan_costs.question import print_answer
+
+    return print_answer(found, question, script=script, args=args)
 
 
 def _why_one(script: Path, plan: CommandPlan, args: Sequence[str]) -> str:

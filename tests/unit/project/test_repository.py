@@ -62,6 +62,12 @@ def test_modules_that_promise_it_import_no_torch() -> None:
     assert "paceline.plan.job" in light_modules()
 
 
+def test_no_command_but_the_one_that_asks_imports_the_planner() -> None:
+    code = "import sys, paceline.cli.main; print([name for name in sys.modules if name.startswith('paceline.planner')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["[]"], done.stdout + done.stderr
+
+
 def test_the_warm_parent_imports_what_all_plans_need_and_no_parameter_servers() -> None:
     code = (
         "import importlib, sys\n"
