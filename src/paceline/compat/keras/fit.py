@@ -22,6 +22,7 @@ from paceline.errors import PlanError
 from paceline.events import Warned
 from paceline.plan import Batch, CommandPlan, Layout, Plan
 from paceline.runs.open_worker import open_worker
+from paceline.worker.data.random_state import capture_random_state
 from paceline.worker.run_member import parts_of
 from paceline.worker.session import present_worker
 from paceline.worker.worker import Worker
@@ -65,6 +66,7 @@ def fit(
     :raises ValueError: arguments that do not fit together, as in Keras.
     """
     refuse_distribution()
+    random_state = capture_random_state()  # before the run seeds
     if epochs < 0 or initial_epoch < 0:
         raise ValueError(f"epochs={epochs}, initial_epoch={initial_epoch}: both are 0 or more")
     if validation_split and validation_data is None:
@@ -72,9 +74,10 @@ def fit(
     source = sample_source(x, y, sample_weight, class_weight)
     wanted = batch_size or source.batch_size or (math.ceil(len(source) / steps_per_epoch) if steps_per_epoch else None)
     worker = _worker(worker, model, wanted, source, shuffle=bool(shuffle))
+    _require_same_samples(worker, source)
     validation = _validation_source(validation_data, validation_steps, validation_batch_size or wanted or BATCH)
     with _on_device(worker):
-        prepared = prepare_compiled(worker, model, source)
+        prepared = prepare_compiled(worker, model, source, random_state=random_state)
         number = next(_calls)
         progress = worker.prepare(FitProgress(worker), name=f"fit_{number}")
         batch = worker.plan.batch
@@ -118,11 +121,12 @@ def evaluate(
 
     Takes what `model.evaluate` takes. Raises as `fit`.
     """
+    random_state = capture_random_state()
     source = _limited(sample_source(x, y, sample_weight), steps, batch_size)
     worker = _worker(worker, model, None, source, shuffle=True)
     size = batch_size or source.batch_size or BATCH
     with _on_device(worker):
-        prepared = prepare_compiled(worker, model, source)
+        prepared = prepare_compiled(worker, model, source, random_state=random_state)
         shown = _callbacks(callbacks, worker, model, verbose, epochs=1, steps=math.ceil(len(source) / size))
         shown.on_test_begin()
         logs = evaluate_source(worker, model, source, batch_size=size, penalties=prepared.penalties)
@@ -144,10 +148,11 @@ def predict(
 
     Takes what `model.predict` takes. Raises as `fit`.
     """
+    random_state = capture_random_state()
     source = _limited(sample_source(x), steps, batch_size)
     worker = _worker(worker, model, None, source, shuffle=True)
     with _on_device(worker):
-        prepare_compiled(worker, model, source)
+        prepare_compiled(worker, model, source, random_state=random_state)
         shown = _callbacks(callbacks, worker, model, verbose, epochs=1, steps=None)
         shown.on_predict_begin()
         found = predict_source(worker, model, source, batch_size=batch_size or source.batch_size or BATCH)
@@ -173,6 +178,21 @@ def _worker(
             )
         )
     return found
+
+
+def _require_same_samples(worker: Worker, source: SampleSource) -> None:
+    """Raise ValueError where workers have made other samples; of an elastic run, whose workers come and go, all are
+    forks of one process."""
+    if worker.workers == 1 or worker.plan.layout.is_elastic:
+        return
+    found = worker.gather(source.fingerprint())
+    other = next((rank for rank, one in enumerate(found) if one != found[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"fit() got other samples on worker {other} than on worker 0 (compared are their number and some sums), and "
+            "the workers share the samples by their numbers. Seed before the data is made or shuffled, for example by "
+            "keras.utils.set_random_seed(0), or read the same files on all workers."
+        )
 
 
 def _plan(batch: Batch, *, is_divisible: bool) -> Plan:
