@@ -153,7 +153,9 @@ def test_what_was_written_of_a_plan_is_known_defaults_too(value: Any, names: tup
 
 def test_a_written_default_is_given_and_travels_to_other_hosts() -> None:
     text = "batch(size=32,micro=4)"
-    plan = CommandPlan.of(Plan.parse(text), ["plan.batch.seed=0", "plan.guard.on_out_of_memory=stop"], given=Plan.names_in(text))
+    plan = CommandPlan.of(
+        Plan.parse(text), ["plan.batch.seed=0", "plan.guard.on_out_of_memory=stop"], given=Plan.names_in(text)
+    )
     assert CommandPlan.from_table(json.loads(json.dumps(plan.to_table()))) == plan
     assert [plan.gives("batch", name) for name in ("size", "micro", "seed", "shuffle")] == [True, True, True, False]
     assert set(plan.given_defaults) >= {"plan.batch.size=32", "plan.batch.seed=0"}

@@ -13,8 +13,8 @@ from typing import Any
 from paceline import environment
 from paceline.compat.keras.callbacks import WorkerCallbacks
 from paceline.compat.keras.data import SampleSource, ordered, sample_source, split_arrays
-from paceline.compat.keras.evaluation import evaluate_source, predict_source
 from paceline.compat.keras.division import is_model_divisible
+from paceline.compat.keras.evaluation import evaluate_source, predict_source
 from paceline.compat.keras.prepared import PreparedKeras, prepare_compiled
 from paceline.compat.keras.the_keras import keras, refuse_distribution
 from paceline.compat.keras.training import FitLoop, FitProgress
@@ -189,7 +189,7 @@ def _require_same_samples(worker: Worker, source: SampleSource) -> None:
     other = next((rank for rank, one in enumerate(found) if one != found[0]), None)
     if other is not None:
         raise ValueError(
-            f"fit() got other samples on worker {other} than on worker 0 (compared are their number and some sums), and "
+            f"fit() got other samples on worker {other} than on worker 0 (their number or some sums differ), and "
             "the workers share the samples by their numbers. Seed before the data is made or shuffled, for example by "
             "keras.utils.set_random_seed(0), or read the same files on all workers."
         )
@@ -223,7 +223,9 @@ def merged_batch(command: CommandPlan, program: Batch) -> Batch:
     """Return the program's batch with those values that the command's whole plan gives."""
     whole = command.over(None).batch
     names = [one.name for one in dataclasses.fields(Batch)]
-    return dataclasses.replace(program, **{name: getattr(whole, name) for name in names if command.gives("batch", name)})
+    return dataclasses.replace(
+        program, **{name: getattr(whole, name) for name in names if command.gives("batch", name)}
+    )
 
 
 @contextlib.contextmanager
