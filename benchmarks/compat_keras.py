@@ -96,15 +96,14 @@ def main() -> None:
         found: dict[str, list[float]] = {}
         for number in range(options.rounds):
             for name, workers, micro in (
-                ("Keras' own fit", 0, None),
-                ("Paceline, 1 worker", 1, None),  # fit's own choice: this model is divisible
+                ("Keras' own fit", 0, 0),
+                ("Paceline, 1 worker, one micro-batch", 1, options.batch),
                 ("Paceline, 1 worker, 8 micro-batches", 1, -(-options.batch // 8)),
-                ("Paceline, 2 workers", 2, None),
-                ("Paceline, 2 workers, 8 micro-batches", 2, -(-options.batch // 8)),
+                ("Paceline, 2 workers, 2 micro-batches", 2, -(-options.batch // 2)),
             ):
                 words = [sys.executable, "program.py"]
                 if workers:
-                    plan = f"batch(size={options.batch}{f',micro={micro}' if micro else ''})"
+                    plan = f"batch(size={options.batch},micro={micro})"
                     words = [sys.executable, "-m", "paceline", "run", "program.py", "--workers", str(workers)]
                     words += ["--plan", plan, "--run-dir", f"run_{number}_{len(found)}_{workers}_{micro}", "--"]
                 found.setdefault(name, []).append(

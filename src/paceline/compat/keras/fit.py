@@ -13,14 +13,13 @@ from typing import Any
 from paceline import environment
 from paceline.compat.keras.callbacks import WorkerCallbacks
 from paceline.compat.keras.data import SampleSource, ordered, sample_source, split_arrays
-from paceline.compat.keras.division import is_model_divisible
 from paceline.compat.keras.evaluation import evaluate_source, predict_source
 from paceline.compat.keras.prepared import PreparedKeras, prepare_compiled
 from paceline.compat.keras.the_keras import keras, refuse_distribution
 from paceline.compat.keras.training import FitLoop, FitProgress
 from paceline.errors import PlanError
 from paceline.events import Warned
-from paceline.plan import Batch, CommandPlan, Layout, Plan
+from paceline.plan import Batch, CommandPlan, Plan
 from paceline.runs.open_worker import open_worker
 from paceline.worker.data.random_state import capture_random_state
 from paceline.worker.run_member import parts_of
@@ -73,7 +72,7 @@ def fit(
         (x, y, sample_weight), validation_data = split_arrays(x, y, sample_weight, validation_split)
     source = sample_source(x, y, sample_weight, class_weight)
     wanted = batch_size or source.batch_size or (math.ceil(len(source) / steps_per_epoch) if steps_per_epoch else None)
-    worker = _worker(worker, model, wanted, source, shuffle=bool(shuffle))
+    worker = _worker(worker, wanted, source, shuffle=bool(shuffle))
     _require_same_samples(worker, source)
     validation = _validation_source(validation_data, validation_steps, validation_batch_size or wanted or BATCH)
     with _on_device(worker):
@@ -123,7 +122,7 @@ def evaluate(
     """
     random_state = capture_random_state()
     source = _limited(sample_source(x, y, sample_weight), steps, batch_size)
-    worker = _worker(worker, model, None, source, shuffle=True)
+    worker = _worker(worker, None, source, shuffle=True)
     size = batch_size or source.batch_size or BATCH
     with _on_device(worker):
         prepared = prepare_compiled(worker, model, source, random_state=random_state)
@@ -150,7 +149,7 @@ def predict(
     """
     random_state = capture_random_state()
     source = _limited(sample_source(x), steps, batch_size)
-    worker = _worker(worker, model, None, source, shuffle=True)
+    worker = _worker(worker, None, source, shuffle=True)
     with _on_device(worker):
         prepare_compiled(worker, model, source, random_state=random_state)
         shown = _callbacks(callbacks, worker, model, verbose, epochs=1, steps=None)
@@ -160,15 +159,13 @@ def predict(
     return found
 
 
-def _worker(
-    worker: Worker | None, model: Any, batch_size: int | None, source: SampleSource, *, shuffle: bool
-) -> Worker:
+def _worker(worker: Worker | None, batch_size: int | None, source: SampleSource, *, shuffle: bool) -> Worker:
     """The worker of this call: a given one, the training function's, or that of the program."""
     found = worker or present_worker()
     if found is None:
         size = batch_size or BATCH
         batch = Batch(size=size, shuffle=shuffle, drop_last=source.drop_last)
-        found = open_worker(plan=_plan(batch, is_divisible=is_model_divisible(model)))
+        found = open_worker(plan=_plan(batch))
     size = found.plan.batch.size
     if batch_size is not None and batch_size != size and found.is_first:
         parts_of(found).files.emit(
@@ -195,28 +192,15 @@ def _require_same_samples(worker: Worker, source: SampleSource) -> None:
         )
 
 
-def _plan(batch: Batch, *, is_divisible: bool) -> Plan:
-    """The program's plan: that of the command, with the batch of `fit` in what the command leaves open. A model that is
-    the same in any division of the batch has each worker's share as one micro-batch."""
+def _plan(batch: Batch) -> Plan:
+    """The program's plan: that of the command, with the batch of `fit` in what the command leaves open."""
     own = environment.assignment()
-    command = CommandPlan() if own is None else own.plan
-    if own is not None and command.whole is not None:
-        batch = merged_batch(command, batch)
-    found = dataclasses.replace(command.whole or Plan(), batch=batch)
-    if is_divisible and batch.micro is None:
-        micro = -(-batch.size // min(batch.size, _most_shares(found.layout)))
-        found = dataclasses.replace(found, batch=dataclasses.replace(batch, micro=micro))
-    if own is not None and command.whole is not None:
-        environment.enter(dataclasses.replace(own, plan=dataclasses.replace(command, whole=found)))
+    whole = None if own is None else own.plan.whole
+    if own is None or whole is None:
+        return Plan(batch=batch)
+    found = dataclasses.replace(whole, batch=merged_batch(own.plan, batch))
+    environment.enter(dataclasses.replace(own, plan=dataclasses.replace(own.plan, whole=found)))
     return found
-
-
-def _most_shares(layout: Layout) -> int:
-    """The most workers that the run can have."""
-    own, world = environment.assignment(), environment.detect()
-    workers = own.workers if own is not None else 1 if world is None else world.workers
-    most = layout.replicas[1] * layout.workers_each if isinstance(layout.replicas, tuple) else 1
-    return max(workers, most)
 
 
 def merged_batch(command: CommandPlan, program: Batch) -> Batch:
