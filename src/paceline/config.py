@@ -20,7 +20,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any, Literal, TypeVar
 from urllib.parse import quote, unquote
@@ -156,7 +156,7 @@ def read_short(text: str, annotation: Any, *, path: str) -> Any:
     cls = _chosen(match["name"], annotation, path=path, value=text)
     annotations = annotations_of(cls)
     values: dict[str, Any] = {}
-    for part in filter(None, map(str.strip, COMMA_OUTSIDE_BRACKETS.split(match["fields"] or ""))):
+    for part in _fields_of_short(match):
         name, equals, value = (side.strip() for side in part.partition("="))
         if not equals:
             raise PlanError(f"{path}: {part!r} in {text!r} has no name; write {cls.__name__.lower()}(field=value,...).")
@@ -167,6 +167,17 @@ def read_short(text: str, annotation: Any, *, path: str) -> Any:
         values[name] = parse_value(unquote(value), annotations[name], path=_join(path, name), owner=cls, name=name)
     require_all(cls, values, path=path)
     return cls(**values)
+
+
+def names_in_short(text: str) -> tuple[str, ...]:
+    """Return the names of the fields that a short form gives, in its order; none where it is no short form."""
+    match = SHORT_FORM.fullmatch(text.strip())
+    return () if match is None else tuple(part.partition("=")[0].strip() for part in _fields_of_short(match))
+
+
+def _fields_of_short(match: re.Match[str]) -> Iterator[str]:
+    """The parts field=value of a short form."""
+    return filter(None, map(str.strip, COMMA_OUTSIDE_BRACKETS.split(match["fields"] or "")))
 
 
 def check_fields(obj: Any) -> None:

@@ -19,7 +19,7 @@ from paceline.cli.arguments import Commands, Parser, add_command
 from paceline.errors import PlanError
 from paceline.plan import CommandPlan, Job, Plan, read_job_file
 from paceline.plan.command_plan import auto_base
-from paceline.plan.job import AUTO, OWN_FLAGS, flag_of, read_engine_table
+from paceline.plan.job import AUTO, OWN_FLAGS, flag_of, read_engine_table, read_plan_names
 from paceline.plan.own_programs import program_here
 from paceline.plan.program_check import check_program
 from paceline.plan.program_tasks import refuse_plan, settled_tasks, tasks_text
@@ -356,9 +356,10 @@ def job_of(arguments: argparse.Namespace, *, head: str | None = None) -> tuple[J
     if arguments.script_args:
         changes["args"] = arguments.script_args
     job, plan, given = _read_program(Path(arguments.program), changes, head=head)
+    names = read_plan_names(Path(arguments.program)) if arguments.program.endswith(".toml") else None
     if arguments.plan is not None:
-        plan = Plan.parse(arguments.plan)
-    return job, CommandPlan.of(plan, overrides), given
+        plan, names = Plan.parse(arguments.plan), Plan.names_in(arguments.plan)
+    return job, CommandPlan.of(plan, overrides, given=names), given
 
 
 def _read_program(path: Path, changes: dict[str, Any], *, head: str | None) -> tuple[Job, Plan | None, tuple[str, ...]]:

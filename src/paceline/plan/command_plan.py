@@ -17,7 +17,7 @@ from paceline.errors import PlanError
 from paceline.plan.plan import Plan
 from paceline.settings import Setting, setting_from_table, setting_to_table, settings_of, with_settings
 
-__all__ = ["CommandPlan", "read_plan"]
+__all__ = ["CommandPlan", "names_in_plan", "read_plan"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,26 +25,39 @@ class CommandPlan:
     """What command and job file say: a whole plan, which wins over the script's, or only some values of it.
 
     With a whole plan the values of `--set` are in it. Without one they are settings for the plan of the script.
-    `is_chosen`: the plan was chosen for plan="auto", from the script's own.
+    `is_chosen`: the plan was chosen for plan="auto", from the script's own. `given`: the fields that were written of a
+    whole plan, such as "batch.size", defaults among them; None: not known, as of a plan that was made in Python.
     """
 
     whole: Plan | None = None
     settings: tuple[Setting, ...] = ()
     is_chosen: bool = False
+    given: tuple[str, ...] | None = None
 
     @classmethod
-    def of(cls, plan: Plan | None, overrides: Sequence[str] = ()) -> CommandPlan:
+    def of(
+        cls, plan: Plan | None, overrides: Sequence[str] = (), *, given: tuple[str, ...] | None = None
+    ) -> CommandPlan:
         """Read overrides such as "plan.batch.size=64" of a plan; None: of the script's, which only workers run.
 
         Raises PlanError for what the plan, or any plan, does not take.
         """
         if not overrides:
-            return cls(whole=plan)
+            return cls(whole=plan, given=given)
         settings = settings_of(plan or Plan(), overrides)
         if plan is not None:
-            return cls(whole=with_settings(plan, settings))
+            named = None if given is None else (*given, *(".".join(one.names) for one in settings))
+            return cls(whole=with_settings(plan, settings), given=named)
         _refuse_impossible(settings)
         return cls(settings=settings)
+
+    def gives(self, part: str, name: str) -> bool:
+        """Whether a value of the whole plan was written: where that is not known, whether it is not the default."""
+        if self.whole is None:
+            return False
+        if self.given is not None:
+            return any(one in (part, f"{part}.{name}") or one.startswith(f"{part}.{name}.") for one in self.given)
+        return getattr(getattr(self.whole, part), name) != getattr(getattr(Plan(), part), name)
 
     def over(self, script: Plan | None) -> Plan:
         """Return the plan of the run, where the script's own call has this plan; the command's word wins."""
@@ -65,6 +78,17 @@ class CommandPlan:
         )
 
     @property
+    def given_defaults(self) -> tuple[str, ...]:
+        """The defaults that were written of a whole plan, as overrides: "plan.batch.size=32". Its text lacks them."""
+        found: list[str] = []
+        for dotted in self.given or ():
+            part, _, name = dotted.partition(".")
+            owner = getattr(self.whole, part)
+            if name in config.annotations_of(type(owner)) and name not in config.non_defaults(owner):
+                found.append(f"plan.{dotted}={config.to_word(getattr(owner, name))}")
+        return tuple(found)
+
+    @property
     def settings_text(self) -> str:
         """The settings as one line of text: "plan.batch.size=64, plan.wire.dtype=fp16"."""
         return ", ".join(f"plan.{setting}" for setting in self.settings)
@@ -78,7 +102,8 @@ class CommandPlan:
         """Return plain data for JSON."""
         whole = None if self.whole is None else config.to_table(self.whole)
         settings = [setting_to_table(setting) for setting in self.settings]
-        return {"whole": whole, "settings": settings, "is_chosen": self.is_chosen}
+        given = None if self.given is None else list(self.given)
+        return {"whole": whole, "settings": settings, "is_chosen": self.is_chosen, "given": given}
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> CommandPlan:
@@ -88,6 +113,7 @@ class CommandPlan:
             whole=whole,
             settings=tuple(setting_from_table(Plan, each) for each in table["settings"]),
             is_chosen=bool(table.get("is_chosen", False)),
+            given=None if table.get("given") is None else tuple(map(str, table["given"])),
         )
 
 
@@ -110,6 +136,19 @@ def read_plan(value: object) -> Plan:
     if isinstance(value, Mapping):
         return config.read(Plan, value, path="plan")
     raise PlanError(f"plan is {value!r}; it must be a table, or one line of text such as 'replicas=2'.")
+
+
+def names_in_plan(value: object) -> tuple[str, ...] | None:
+    """Return the fields that a value for `read_plan` gives, such as "batch.size"; None: not known, as of a Plan."""
+    if isinstance(value, str):
+        return Plan.names_in(value if auto_base(value) is None else value.partition("+")[2] or "default")
+    if not isinstance(value, Mapping):
+        return None
+    found: list[str] = []
+    for part, fields in value.items():
+        names = config.names_in_short(fields) if isinstance(fields, str) else fields
+        found += [f"{part}.{name}" for name in names]
+    return tuple(found)
 
 
 def _refuse_impossible(settings: Iterable[Setting]) -> None:

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from paceline import config
 from paceline.errors import PlanError
-from paceline.plan.command_plan import CommandPlan, read_plan
+from paceline.plan.command_plan import CommandPlan, names_in_plan, read_plan
 from paceline.plan.plan import Plan
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "head_address",
     "read_engine_table",
     "read_job_file",
+    "read_plan_names",
 ]
 
 NO_CLUSTER = "off"  # as Job.cluster: nothing is predicted
@@ -245,6 +246,11 @@ def read_engine_table(path: Path) -> str | Mapping[str, Any] | None:
     if not isinstance(found, (str, dict, type(None))):
         raise PlanError(f"{path}: engine is {found!r}; it must be a table, or one line of text such as 'slurm'.")
     return found
+
+
+def read_plan_names(path: Path) -> tuple[str, ...] | None:
+    """Return the fields that a job file's plan gives, such as "batch.size"; None where it has no plan."""
+    return names_in_plan(config.load_toml(Path(path)).get("plan"))
 
 
 def head_address(head: str) -> tuple[str, int]:

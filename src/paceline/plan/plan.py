@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from paceline import config
@@ -87,11 +88,8 @@ class Plan(PlanPart):
             return cls()
         parts: dict[str, Any] = {}
         layout: dict[str, str] = {}
-        for term in map(str.strip, PLUS_OUTSIDE_BRACKETS.split(text)):
-            name, equals, value = map(str.strip, term.partition("="))
-            if not equals or "(" in name:
-                name, value = _field_of(term, text), term
-            elif name not in config.annotations_of(cls):
+        for name, value in _terms(text):
+            if name not in config.annotations_of(cls):
                 _require_once(name, layout, text)
                 layout[name] = value
                 continue
@@ -101,6 +99,20 @@ class Plan(PlanPart):
             _require_once("layout", parts, text)
             parts["layout"] = _read_layout(layout)
         return cls(**parts)
+
+    @staticmethod
+    def names_in(text: str) -> tuple[str, ...]:
+        """Return the fields that a plan's text gives, defaults too: "batch.size" of "batch(size=32)". Raises PlanError
+        for a term that no plan has."""
+        if text.strip() == DEFAULT:
+            return ()
+        parts = config.annotations_of(Plan)
+        return tuple(
+            f"{part}.{name}"
+            for term, value in _terms(text)
+            for part, names in [(term, config.names_in_short(value)) if term in parts else ("layout", (term,))]
+            for name in names
+        )
 
     @property
     def keeps_snapshots(self) -> bool:
@@ -145,6 +157,13 @@ class Plan(PlanPart):
             layout = dataclasses.replace(layout, replicas=max(1, workers // layout.workers_each))
         batch = dataclasses.replace(self.batch, micro=self.batch.resolved_micro)
         return dataclasses.replace(self, layout=layout, batch=batch)
+
+
+def _terms(text: str) -> Iterator[tuple[str, str]]:
+    """The terms of a plan's text: a field of Plan and its short form, or another name and its value."""
+    for term in map(str.strip, PLUS_OUTSIDE_BRACKETS.split(text)):
+        name, equals, value = map(str.strip, term.partition("="))
+        yield (_field_of(term, text), term) if not equals or "(" in name else (name, value)
 
 
 def _read_layout(fields: dict[str, str]) -> Layout:

@@ -19,6 +19,12 @@ def check_program(script: Path, plan: CommandPlan, *, run_as: str | None) -> Non
     if run_as is not None:
         return  # what stands in for the framework knows
     text = ProgramText.of(script)
+    if text.uses_rpc and not text.runs_paceline:
+        raise PlanError(
+            f"{script} calls torch.distributed.rpc, whose agents find each other by MASTER_ADDR and MASTER_PORT, where "
+            "nothing listens under paceline run. Start it as before: by torchrun, or by python where it starts its "
+            "workers itself."
+        )
     if text.is_never_distributed:
         raise PlanError(
             f"{script} trains in one process: it never calls paceline.run(train) or init_process_group(), and each "

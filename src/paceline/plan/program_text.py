@@ -142,6 +142,11 @@ class ProgramText:
         return any(name in MAKES_GROUPS for module in self.modules for name in module.names)
 
     @property
+    def uses_rpc(self) -> bool:
+        """Whether the program calls torch.distributed.rpc, whose agents meet by themselves."""
+        return any(name == "init_rpc" for module in self.modules for name in module.names)
+
+    @property
     def local_rank_option(self) -> str | None:
         """The option by which the program wants its local rank, as torch.distributed.launch gives it."""
         found = (LOCAL_RANK.search(module.source) for module in self.modules)

@@ -6,19 +6,16 @@ that world. Anywhere else it is the only worker of a run of its own.
 
 from __future__ import annotations
 
-import builtins
 import contextlib
-import opcode
 import os
 import sys
 import threading
-from collections.abc import Callable
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from paceline import config, environment
 from paceline.errors import PlanError
 from paceline.plan import Job, Plan, read_plan
+from paceline.runs.program_end import has_returned, last_error, note_exits, program_frame
 from paceline.world_detection import World
 
 if TYPE_CHECKING:
@@ -26,14 +23,13 @@ if TYPE_CHECKING:
 
 __all__ = ["open_worker"]
 
-_exit_codes: list[Any] = []  # what sys.exit() was called with last
-
 
 def open_worker(*, plan: Plan | str | None = None, ends_alone: bool = False, **fields: Any) -> Worker:
     """Return the worker that this process is; at the first call it joins the run, an operation of all workers.
 
     The worker ends with the process: the last line ends the run well, an error or `sys.exit(1)` as a failure. Where
-    Paceline has not started the process, `raise SystemExit(1)` counts as a good end, since Python keeps no trace of it.
+    Paceline has not started the process, `raise SystemExit(1)` is known where the program's own files use that name for
+    nothing but raising: Python keeps no trace of it.
 
     Example::
 
@@ -87,16 +83,13 @@ def _join_world(job: Job, plan: Plan | None, fields: dict[str, Any], *, ends_alo
 
 def _end_at_exit(stack: contextlib.ExitStack) -> None:
     """Leave the contexts when this process ends, with the error that ends it; not when a child of it does."""
-    owner, program = os.getpid(), _program_frame()
-    for place in (sys, builtins):
-        for name in ("exit", "quit"):
-            if hasattr(place, name):
-                setattr(place, name, _noting(getattr(place, name), owner))
+    owner, program = os.getpid(), program_frame()
+    note_exits()
 
     def end() -> None:
         if os.getpid() != owner:  # a loader's process, which was forked and ends by itself
             return
-        error = None if program is None or _has_returned(program) else _last_error()
+        error = None if program is None or has_returned(program) else last_error()
         try:
             stack.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
         except SystemExit as stop:
@@ -107,36 +100,3 @@ def _end_at_exit(stack: contextlib.ExitStack) -> None:
 
     # Before Python waits for threads: what `atexit` calls comes later, and may start none.
     threading._register_atexit(end)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _noting(leave: Callable[..., NoReturn], owner: int) -> Callable[..., NoReturn]:
-    """`leave`, which also notes the status with which the main thread of this process is to end."""
-
-    def leaving(code: Any = None, /) -> NoReturn:
-        if os.getpid() == owner and threading.current_thread() is threading.main_thread():
-            _exit_codes[:] = [code]
-        leave(code)
-
-    return leaving
-
-
-def _last_error() -> BaseException | None:
-    """What has ended the program. Python keeps an error that nobody has caught, but not a SystemExit."""
-    error: BaseException | None = getattr(sys, "last_value", None)
-    return SystemExit(_exit_codes[0]) if error is None and _exit_codes and _exit_codes[0] else error
-
-
-def _program_frame() -> FrameType | None:
-    """The frame of the program's own lines; None in a notebook or an interpreter."""
-    frame: FrameType | None = sys._getframe()  # pyright: ignore[reportPrivateUsage]  # documented
-    while frame is not None and not (
-        frame.f_code.co_name == "<module>" and frame.f_globals is vars(sys.modules["__main__"])
-    ):
-        frame = frame.f_back
-    return frame
-
-
-def _has_returned(frame: FrameType) -> bool:
-    """Whether a frame that is over has come to its end, and was not left by an exception."""
-    code = frame.f_code.co_code
-    return 0 <= frame.f_lasti < len(code) and opcode.opname[code[frame.f_lasti]].startswith("RETURN_")

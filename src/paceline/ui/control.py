@@ -34,7 +34,7 @@ class RunControl:
         self._under_way[run_dir] = task
         done, _ = await asyncio.wait({task}, timeout=ANSWER_S)
         if not done:
-            return {"says": "asked: it finishes the step in hand, and saves"}
+            return {"says": "asked to save and end"}
         del self._under_way[run_dir]
         code, text = task.result()
         return {"says": text} if code == 0 else {"error": text or f"it ended with status {code}"}

@@ -389,7 +389,7 @@ def test_a_supervisor_that_does_not_end_is_said_to_go_on(
 
 
 def write_summary(run: Path, **fields: Any) -> None:
-    facts = {"attempt": 1, "step": 20, "steps": 20, "steps_unsaved": 0, "checkpoints_saved": 1}
+    facts = {"attempt": 1, "step": 20, "steps": 20, "samples": 640, "steps_unsaved": 0, "checkpoints_saved": 1}
     (run / "summary.json").write_text(json.dumps({**facts, **fields}))
 
 
@@ -403,6 +403,7 @@ def write_summary(run: Path, **fields: Any) -> None:
             " at step 20, and nothing was saved of this attempt: its 20 steps are lost",
         ),
         ({"step": 0, "steps": 0, "checkpoints_saved": 0}, " at step 0"),
+        ({"samples": 0}, " at step 20; the same command has the program go on from what it has saved"),  # own loop
         ({"attempt": 7}, ""),  # of another attempt
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from paceline import config, settings
 from paceline.errors import PlanError
 from paceline.plan import Batch, Cast, CommandPlan, Layout, LocalSGD, Nesterov, Plan, PowerSGD, Raw, TopK, read_plan
-from paceline.plan.command_plan import auto_base
+from paceline.plan.command_plan import auto_base, names_in_plan
 
 OVERRIDES = ("plan.batch.size=64", "plan.wire=cast(dtype=bf16)", "plan.layout.replicas=2-4")
 LATE = ("plan.wire.dtype=fp16", "plan.batch.micro=none", "plan.compute.offload_path=/fast/disk 2")
@@ -129,3 +129,42 @@ def test_a_chosen_plan_replaces_the_scripts_without_a_remark() -> None:
     script, chosen = Plan(batch=Batch(size=64)), Plan(layout=Layout(shard=2), batch=Batch(size=64))
     assert "layout is" in CommandPlan(whole=chosen).replaced(script)
     assert CommandPlan(whole=chosen, is_chosen=True).replaced(script) == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        ("default", ()),
+        ("batch(size=32, shuffle=true)", ("batch.size", "batch.shuffle")),
+        (
+            "replicas=2 + shard=2+localsgd(every=4,outer=nesterov(lr=0.7))",
+            ("layout.replicas", "layout.shard", "sync.every", "sync.outer"),
+        ),
+        ("batch=batch(size=8)+allreduce", ("batch.size",)),
+        ("auto+batch(size=32)", ("batch.size",)),
+        ("auto", ()),
+        ({"batch": {"size": 32}, "wire": "cast(dtype=bf16)"}, ("batch.size", "wire.dtype")),
+        (Plan(batch=Batch(size=32)), None),
+    ],
+)
+def test_what_was_written_of_a_plan_is_known_defaults_too(value: Any, names: tuple[str, ...] | None) -> None:
+    assert names_in_plan(value) == names
+
+
+def test_a_written_default_is_given_and_travels_to_other_hosts() -> None:
+    text = "batch(size=32,micro=4)"
+    plan = CommandPlan.of(
+        Plan.parse(text), ["plan.batch.seed=0", "plan.guard.on_out_of_memory=stop"], given=Plan.names_in(text)
+    )
+    assert CommandPlan.from_table(json.loads(json.dumps(plan.to_table()))) == plan
+    assert [plan.gives("batch", name) for name in ("size", "micro", "seed", "shuffle")] == [True, True, True, False]
+    assert set(plan.given_defaults) >= {"plan.batch.size=32", "plan.batch.seed=0"}
+    assert "plan.batch.micro=4" not in plan.given_defaults  # which the plan's text has
+    again = CommandPlan.of(Plan.parse(str(plan.whole)), plan.given_defaults, given=Plan.names_in(str(plan.whole)))
+    assert again.whole == plan.whole and set(again.given or ()) == set(plan.given or ())
+
+
+def test_of_a_plan_made_in_python_what_is_no_default_is_given() -> None:
+    plan = CommandPlan(whole=Plan(batch=Batch(size=32, micro=4)))
+    assert not plan.gives("batch", "size") and plan.gives("batch", "micro")
+    assert not CommandPlan().gives("batch", "size") and plan.given_defaults == ()

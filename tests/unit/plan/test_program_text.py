@@ -53,6 +53,13 @@ def test_what_never_becomes_distributed_is_refused(tmp_path: Path) -> None:
     check_program(script, CommandPlan(), run_as="horovod")
 
 
+def test_a_program_of_rpc_is_refused_with_or_without_groups(tmp_path: Path) -> None:
+    for more in ("", "dist.init_process_group()\n"):
+        text = f"import torch.distributed as dist\nimport torch.distributed.rpc as rpc\n{more}rpc.init_rpc('worker')\n"
+        with pytest.raises(PlanError, match=r"train.py calls torch.distributed.rpc"):
+            check_program(program(tmp_path, text), CommandPlan(), run_as=None)
+
+
 def test_a_program_with_groups_of_its_own_has_a_fixed_number_of_replicas(tmp_path: Path) -> None:
     script = program(tmp_path, "import torch.distributed as dist\ndist.init_process_group()\n")
     for plan in ("replicas=2-4", "tensor=2"):

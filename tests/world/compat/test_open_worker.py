@@ -50,3 +50,31 @@ def test_a_lone_programs_end_is_that_of_its_run_and_its_loaders_end_nothing(
     events = (tmp_path / "run" / "attempt_1" / "worker_0" / "events.jsonl").read_text()
     assert events.count('"WorkerFinished"') == (state == "finished"), "once, by the program, not by its loaders"
     assert ("broken" in done.stderr) == (how == "raises")
+
+
+RAISES = """
+import sys
+
+from paceline.runs.open_worker import open_worker
+
+
+def main():
+    open_worker(run_dir="run", tensorboard=False)
+    return int(sys.argv[1])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("code", "state"), [(0, "finished"), (3, "failed")])
+def test_a_lone_program_that_raises_its_exit_status_has_failed_unless_it_is_0(
+    tmp_path: Path, code: int, state: str
+) -> None:
+    (tmp_path / "program.py").write_text(RAISES)
+    words = [sys.executable, "program.py", str(code)]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stderr
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["state"] == state, done.stderr

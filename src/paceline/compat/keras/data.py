@@ -23,6 +23,7 @@ from paceline.schedule.sample_order import sample_indices
 
 __all__ = ["BatchItems", "InputRows", "SampleSource", "ordered", "read_arrays", "sample_source", "split_arrays"]
 
+ROWS_COMPARED = 64  # of each array, between the workers
 ARRAYS_ONLY = "only arrays and tensors can be split, or weighted by class: give the dataset itself"
 
 
@@ -43,6 +44,15 @@ class SampleSource:
     def limited(self, count: int) -> SampleSource:
         """The first so many samples."""
         return self if count >= len(self) else dataclasses.replace(self, samples=FirstSamples(self.samples, count))
+
+    def fingerprint(self) -> tuple[float, ...]:
+        """Numbers that differ where other arrays do: their length, and sums over some of the rows. For a dataset, which
+        may read its samples from anywhere, only the length."""
+        if not isinstance(self.samples, InputRows):
+            return (float(len(self)),)
+        rows = torch.linspace(0, len(self) - 1, min(len(self), ROWS_COMPARED)).long()
+        arrays = [one for one in keras.tree.flatten(self.samples.arrays) if one is not None]
+        return (float(len(self)), *(float(one[rows].abs().double().sum().nan_to_num()) for one in arrays))
 
     def first(self, count: int) -> Any:
         """The first samples as a batch."""

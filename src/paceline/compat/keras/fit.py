@@ -19,8 +19,9 @@ from paceline.compat.keras.the_keras import keras, refuse_distribution
 from paceline.compat.keras.training import FitLoop, FitProgress
 from paceline.errors import PlanError
 from paceline.events import Warned
-from paceline.plan import Batch, Plan
+from paceline.plan import Batch, CommandPlan, Plan
 from paceline.runs.open_worker import open_worker
+from paceline.worker.data.random_state import capture_random_state
 from paceline.worker.run_member import parts_of
 from paceline.worker.session import present_worker
 from paceline.worker.worker import Worker
@@ -64,6 +65,7 @@ def fit(
     :raises ValueError: arguments that do not fit together, as in Keras.
     """
     refuse_distribution()
+    random_state = capture_random_state()  # before the run seeds
     if epochs < 0 or initial_epoch < 0:
         raise ValueError(f"epochs={epochs}, initial_epoch={initial_epoch}: both are 0 or more")
     if validation_split and validation_data is None:
@@ -71,9 +73,10 @@ def fit(
     source = sample_source(x, y, sample_weight, class_weight)
     wanted = batch_size or source.batch_size or (math.ceil(len(source) / steps_per_epoch) if steps_per_epoch else None)
     worker = _worker(worker, wanted, source, shuffle=bool(shuffle))
+    _require_same_samples(worker, source)
     validation = _validation_source(validation_data, validation_steps, validation_batch_size or wanted or BATCH)
     with _on_device(worker):
-        prepared = prepare_compiled(worker, model, source)
+        prepared = prepare_compiled(worker, model, source, random_state=random_state)
         number = next(_calls)
         progress = worker.prepare(FitProgress(worker), name=f"fit_{number}")
         batch = worker.plan.batch
@@ -117,11 +120,12 @@ def evaluate(
 
     Takes what `model.evaluate` takes. Raises as `fit`.
     """
+    random_state = capture_random_state()
     source = _limited(sample_source(x, y, sample_weight), steps, batch_size)
     worker = _worker(worker, None, source, shuffle=True)
     size = batch_size or source.batch_size or BATCH
     with _on_device(worker):
-        prepared = prepare_compiled(worker, model, source)
+        prepared = prepare_compiled(worker, model, source, random_state=random_state)
         shown = _callbacks(callbacks, worker, model, verbose, epochs=1, steps=math.ceil(len(source) / size))
         shown.on_test_begin()
         logs = evaluate_source(worker, model, source, batch_size=size, penalties=prepared.penalties)
@@ -143,10 +147,11 @@ def predict(
 
     Takes what `model.predict` takes. Raises as `fit`.
     """
+    random_state = capture_random_state()
     source = _limited(sample_source(x), steps, batch_size)
     worker = _worker(worker, None, source, shuffle=True)
     with _on_device(worker):
-        prepare_compiled(worker, model, source)
+        prepare_compiled(worker, model, source, random_state=random_state)
         shown = _callbacks(callbacks, worker, model, verbose, epochs=1, steps=None)
         shown.on_predict_begin()
         found = predict_source(worker, model, source, batch_size=batch_size or source.batch_size or BATCH)
@@ -158,7 +163,9 @@ def _worker(worker: Worker | None, batch_size: int | None, source: SampleSource,
     """The worker of this call: a given one, the training function's, or that of the program."""
     found = worker or present_worker()
     if found is None:
-        found = open_worker(plan=_plan(Batch(size=batch_size or BATCH, shuffle=shuffle, drop_last=source.drop_last)))
+        size = batch_size or BATCH
+        batch = Batch(size=size, shuffle=shuffle, drop_last=source.drop_last)
+        found = open_worker(plan=_plan(batch))
     size = found.plan.batch.size
     if batch_size is not None and batch_size != size and found.is_first:
         parts_of(found).files.emit(
@@ -170,23 +177,39 @@ def _worker(worker: Worker | None, batch_size: int | None, source: SampleSource,
     return found
 
 
+def _require_same_samples(worker: Worker, source: SampleSource) -> None:
+    """Raise ValueError where workers have made other samples; of an elastic run, whose workers come and go, all are
+    forks of one process."""
+    if worker.workers == 1 or worker.plan.layout.is_elastic:
+        return
+    found = worker.gather(source.fingerprint())
+    other = next((rank for rank, one in enumerate(found) if one != found[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"fit() got other samples on worker {other} than on worker 0 (their number or some sums differ), and "
+            "the workers share the samples by their numbers. Seed before the data is made or shuffled, for example by "
+            "keras.utils.set_random_seed(0), or read the same files on all workers."
+        )
+
+
 def _plan(batch: Batch) -> Plan:
     """The program's plan: that of the command, with the batch of `fit` in what the command leaves open."""
     own = environment.assignment()
     whole = None if own is None else own.plan.whole
     if own is None or whole is None:
         return Plan(batch=batch)
-    found = dataclasses.replace(whole, batch=merged_batch(whole.batch, batch))
+    found = dataclasses.replace(whole, batch=merged_batch(own.plan, batch))
     environment.enter(dataclasses.replace(own, plan=dataclasses.replace(own.plan, whole=found)))
     return found
 
 
-def merged_batch(command: Batch, program: Batch) -> Batch:
-    """Return the program's batch with those values of the command's that are not the defaults: a whole plan does not
-    tell which of its defaults were written."""
+def merged_batch(command: CommandPlan, program: Batch) -> Batch:
+    """Return the program's batch with those values that the command's whole plan gives."""
+    whole = command.over(None).batch
     names = [one.name for one in dataclasses.fields(Batch)]
-    said = {name: getattr(command, name) for name in names if getattr(command, name) != getattr(Batch(), name)}
-    return dataclasses.replace(program, **said)
+    return dataclasses.replace(
+        program, **{name: getattr(whole, name) for name in names if command.gives("batch", name)}
+    )
 
 
 @contextlib.contextmanager

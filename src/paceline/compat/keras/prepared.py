@@ -15,6 +15,7 @@ from paceline.compat.keras.saving import save_from_first
 from paceline.compat.keras.the_keras import keras
 from paceline.compat.keras.variables import bind_model, places_of
 from paceline.errors import PlanError
+from paceline.worker.data.random_state import capture_random_state, restore_random_state
 from paceline.worker.run_member import parts_of
 from paceline.worker.worker import Worker
 
@@ -52,8 +53,11 @@ def build_model(model: Any, source: SampleSource) -> None:
         optimizer.built = was_built
 
 
-def prepare_compiled(worker: Worker, model: Any, source: SampleSource) -> PreparedKeras:
-    """Prepare a compiled model, or return what was prepared of it; all workers call it.
+def prepare_compiled(
+    worker: Worker, model: Any, source: SampleSource, *, random_state: dict[str, Any]
+) -> PreparedKeras:
+    """Prepare a compiled model, or return what was prepared of it; all workers call it. `random_state`: the program's,
+    by which a model that is not built yet draws its first weights, as in Keras.
 
     Raises PlanError for what cannot be right on several workers, with the way.
     """
@@ -64,7 +68,10 @@ def prepare_compiled(worker: Worker, model: Any, source: SampleSource) -> Prepar
     _require_known_steps(worker, model)
     is_new = all(known.model is not model for known in _prepared)
     if is_new:
+        own = capture_random_state()
+        restore_random_state(random_state)
         build_model(model, source)
+        restore_random_state(own)
         bind_model(model)
         _require_additive_metrics(model, source)
         worker.prepare(model)

@@ -38,6 +38,8 @@ def called_in_place(spawn: Callable[..., Any], assignment: Assignment) -> Callab
             return spawn(fn, args, nprocs, join, *others, **more)
         if nprocs != assignment.local_workers:
             remedy = f"Start it with --workers {nprocs * assignment.hosts}"
+            if nprocs < 1:
+                remedy = "Programs that start one for each GPU start none without GPUs: use a host that has some"
             raise PlanError(
                 f"The program starts {nprocs} workers by itself (torch.multiprocessing.spawn), and this run has "
                 f"{assignment.local_workers} on this host: each is to be one of them. {remedy}, or the program by "

@@ -92,6 +92,7 @@ class Submission:
                 words += _option(field, getattr(self.job, field.name))
         if self.plan.whole is not None:
             words += ["--plan", str(self.plan.whole)]
+            words += [word for text in self.plan.given_defaults for word in ("--set", text)]
         for setting in self.plan.settings:
             words += ["--set", f"plan.{setting}"]
         return [*words, "--", *self.job.args] if self.job.args else words

@@ -44,6 +44,7 @@ class Progress:
     step_s: float | None  # what one of the last steps took
     since_step_s: float | None  # since the last one was committed, where the attempt has committed any
     loss_scale: float | None = None  # in fp16
+    has_own_loop: bool = False  # the program takes the steps and saves by itself: nobody counts samples
 
     @classmethod
     def of(cls, record: RunRecord, damaged: DamagedLines) -> Progress:
@@ -64,6 +65,7 @@ class Progress:
             step_s=_median(each.get("seconds", {}).get("total") for each in rows),
             since_step_s=clock.now() - when if when > record.started else None,
             loss_scale=scale if isinstance(scale := row.get("loss_scale"), (int, float)) else None,
+            has_own_loop=bool(rows) and not any(each.get("num_samples") for each in rows),
         )
 
     @property

@@ -22,6 +22,7 @@ __all__ = ["main_stop"]
 
 SOON_S = 3.0  # an ordinary step and its save have ended by then
 TAKEOVER_S = 5.0  # another host has taken over by then, if it does
+FACTS = ("attempt", "step", "steps", "samples", "steps_unsaved", "checkpoints_saved")  # of a summary
 PATIENCE_S = 15.0  # beyond the time that the workers have for the step in hand and a save (the job's grace_s)
 
 
@@ -93,7 +94,7 @@ def _still_there(record: RunRecord, grace_s: float) -> str:
     now = status(record.run_dir)
     known = [now.progress.still_text()] if now.stands_still else []
     known += [now.trouble.warning] if now.trouble.warning else []
-    if now.tasks is not None:
+    if now.tasks is not None or now.progress.has_own_loop:
         return f"its programs have got SIGTERM, and may save; those that have not left after {grace_s:.0f} s are ended"
     until = f"it finishes step {now.progress.step + 1} and saves; "
     until += f"a worker that has not left {grace_s:.0f} s after SIGTERM is ended"
@@ -113,6 +114,8 @@ def _how_it_ended(record: RunRecord, began: float) -> Iterator[str]:
     step, unsaved = facts["step"], facts["steps_unsaved"]
     if not facts["steps"]:
         saved = ""
+    elif not facts["samples"]:
+        saved = "; the same command has the program go on from what it has saved"
     elif not unsaved:
         saved = ", and everything is saved"
     elif unsaved == facts["steps"] and not facts["checkpoints_saved"]:
@@ -133,7 +136,7 @@ def _summary(path: Path) -> dict[str, int]:
     """The numbers of a summary that are needed here; empty where it does not say them."""
     try:
         said = read_object(read_regular(path))
-        return {name: whole(said[name]) for name in ("attempt", "step", "steps", "steps_unsaved", "checkpoints_saved")}
+        return {name: whole(said[name]) for name in FACTS}
     except (OSError, ValueError, KeyError):  # the disk is full, or it was ended before it could say anything
         return {}
 
