@@ -49,6 +49,8 @@ def config(rate, *, size, count, clip):
     found["zero_optimization"] = {{"stage": args.stage}}
     if args.precision:
         found[args.precision] = {{"enabled": True}}
+        if args.precision == "fp16":
+            found["fp16"]["initial_scale_power"] = 8
     return found
 
 
@@ -160,3 +162,39 @@ def test_each_goes_on_from_its_own_checkpoint_on_other_workers_and_another_stage
     run(tmp_path, "--stage", "2", "--save")
     found = run(tmp_path, "--first", "3", "--steps", "2", workers=1)
     require_close(found, reference(5)[3:])
+
+
+WITH_STATISTICS = """\
+import torch
+from torch import nn
+import deepspeed
+
+deepspeed.init_distributed()
+rank = deepspeed.comm.get_rank()
+torch.manual_seed(0)
+maker, judge = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4)), nn.Linear(4, 1)
+config = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+J, *_ = deepspeed.initialize(model=judge, model_parameters=judge.parameters(), config=config)
+M, *_ = deepspeed.initialize(model=maker, model_parameters=maker.parameters(), config=config)
+own = torch.zeros(4)
+for step in range(3):
+    made = maker(torch.randn(4, 2, generator=torch.Generator().manual_seed(2 * step + rank)))
+    own = maker[1].running_mean.clone()
+    J.backward(judge(made.detach()).square().mean())
+    J.step()
+    M.backward(judge(made).mean())
+    M.step()
+means = [torch.empty(4) for _ in range(2)]
+torch.distributed.all_gather(means, own)
+torch.testing.assert_close(maker[1].running_mean, (means[0] + means[1]) / 2)
+print("found equal", rank)
+"""
+
+
+@pytest.mark.further
+def test_running_statistics_are_the_mean_of_the_workers_and_a_waiting_graph_is_whole(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WITH_STATISTICS)
+    code, output = programs.run(*PACELINE, "run", "--as", "deepspeed", "--workers", "2", "train.py", cwd=tmp_path)
+    assert code == 0, output
+    assert "found equal 0" in output
+    assert "found equal 1" in output

@@ -21,7 +21,7 @@ from paceline.compat.deepspeed.loss_routing import LossRouting
 from paceline.compat.deepspeed.refusals import OF_ENGINE
 from paceline.compat.deepspeed.run_monitor import Monitor
 from paceline.compat.deepspeed.shared_steps import SharedSteps
-from paceline.compat.deepspeed.sharing import add_engine, forget_engines, others_unchanged
+from paceline.compat.deepspeed.sharing import add_engine, forget_engines, has_engines, others_unchanged
 from paceline.compat.deepspeed_files.config import DeepSpeedConfig
 from paceline.compat.foreign_steps import ForeignSteps
 from paceline.errors import PlanError
@@ -65,7 +65,8 @@ class DeepSpeedEngine(nn.Module):
         self._num_ended = 0  # micro-batches of the step
         self._waiting: list[SavedEngine] = []  # saves that were asked for within a step
         if optimizer is not None:
-            self._begin_micro_batches(model)
+            if not has_engines():
+                self._begin_micro_batches(model)
             add_engine(self, worker)
             at_program_end(self._end)
 

@@ -138,7 +138,8 @@ class SharedSteps:
         self._held = [(one, one.grad) for one in self._parameters]
         before, self._executor.loss_scale = self._executor.loss_scale, self._scale
         try:
-            self._stepper(self._batch)
+            with self._executor.buffers.left_alone():
+                self._stepper(self._batch)
         finally:
             self._executor.loss_scale = before
         outcome = self._executor.outcome
@@ -167,9 +168,9 @@ class SharedSteps:
         if not found or self._worker.workers == 1:
             return
         mean = self._worker.average(torch.cat([one.detach().reshape(-1).double() for one in found]))
-        with torch.no_grad():
-            for one, part in zip(found, mean.split([one.numel() for one in found]), strict=True):
-                one.copy_(part.view_as(one))
+        for one, part in zip(found, mean.split([one.numel() for one in found]), strict=True):
+            # By `data`, of which autograd takes no note: a graph of another engine that is still to be walked holds it.
+            one.data.copy_(part.view_as(one))
 
     def _give(self, model: nn.Module, micro: None) -> Tensor:
         """What stands for this worker's micro-batches in the run's own pass: the mean of their losses, with the
