@@ -108,7 +108,7 @@ def reference(steps: int) -> list[list[float]]:
     for step in range(steps):
         of_judge.zero_grad()
         of_judge.param_groups[0]["lr"] = 0.05 * max(0, step - 1) / 4  # the schedule begins after the first step
-        total = 0.0
+        total, made = 0.0, torch.empty(0)
         for part in range(2):
             at = (step * 2 + part) * 8
             made = maker(noise[at : at + 8])

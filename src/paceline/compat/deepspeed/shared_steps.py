@@ -169,7 +169,7 @@ class SharedSteps:
             return
         mean = self._worker.average(torch.cat([one.detach().reshape(-1).double() for one in found]))
         for one, part in zip(found, mean.split([one.numel() for one in found]), strict=True):
-            # By `data`, of which autograd takes no note: a graph of another engine that is still to be walked holds it.
+            # By `data`, of which autograd takes no note: a graph of another engine may hold it until its backward.
             one.data.copy_(part.view_as(one))
 
     def _give(self, model: nn.Module, micro: None) -> Tensor:

@@ -92,7 +92,7 @@ class BufferAverager:
 
     @contextlib.contextmanager
     def left_alone(self) -> Iterator[None]:
-        """Meanwhile passes neither write nor combine buffers: whoever calls this keeps them equal on all workers."""
+        """Meanwhile passes neither write nor combine buffers: the caller keeps them equal on all workers."""
         kept, self._buffers = self._buffers, []
         try:
             yield
