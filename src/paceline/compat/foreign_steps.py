@@ -5,27 +5,30 @@ as the plan's batch says. What a step is stays the same: each micro-batch has it
 averaged over the whole batch, all workers agree, and take the step or leave it out together.
 
 A step's micro-batches are a generator of the loop (`StepExecutor.run`). It is held open between the program's calls:
-`open_micro` asks it for the next one, and `close_pass` for its end, where the workers agree.
+`open_micro` asks it for the next one, and `finish` for its end, where the workers agree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, is_grad_enabled, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
+from torch.utils.hooks import RemovableHandle
 
 from paceline.parallel.precision import computing, input_dtype
 from paceline.worker.data.batch_stream import StreamSource
+from paceline.worker.data.micro_batch_size import MicroBatchSize
 from paceline.worker.data.step_batch import StepBatch, to_device
 from paceline.worker.run_member import parts_of
 from paceline.worker.stateful_member import loop_of
 from paceline.worker.step.step_outcome import StepOutcome
 from paceline.worker.worker import Worker
 
-__all__ = ["ForeignSteps", "before_forwards", "open_batches"]
+__all__ = ["ForeignSteps", "StepEnd", "before_forwards", "open_batches"]
 
 NUMBERS = 1 << 48  # samples of the endless stream: more than any run takes
 
@@ -43,11 +46,22 @@ class _Numbers(Dataset[int]):
         return indices
 
 
+class StepEnd(NamedTuple):
+    """What came of a step."""
+
+    is_taken: bool
+    norm: Tensor | None  # of its gradients, before they were clipped; None: not known
+
+
 def open_batches(
-    worker: Worker, read: Callable[[list[int]], Any] | None = None, *, name: str = "train"
+    worker: Worker,
+    read: Callable[[list[int]], Any] | None = None,
+    *,
+    name: str = "train",
+    sizes: MicroBatchSize | None = None,
 ) -> Iterator[StepBatch]:
-    """Open an endless stream of the plan's batches. `read(numbers)` gives the data of a micro-batch when it is asked
-    for; None: the program has it. An operation of all workers."""
+    """Open an endless stream of batches, the plan's or of these sizes. `read(numbers)` gives the data of a micro-batch
+    when it is asked for; None: the program has it. An operation of all workers."""
     parts, loop = parts_of(worker), loop_of(worker)
     parts.collectives.begin_steps(keeps=parts.memory_checkpointer.is_on)
     source = StreamSource(
@@ -60,7 +74,7 @@ def open_batches(
         name=name,
         is_endless=True,
     )
-    return loop.open(source, timeout_s=parts.timeout_s)
+    return loop.open(source, timeout_s=parts.timeout_s, sizes=sizes)
 
 
 class ForeignSteps:
@@ -135,11 +149,27 @@ class ForeignSteps:
             self.is_backward = False
         self.is_open = False
 
-    def close_pass(self) -> StepOutcome:
-        """Agree with the other workers on the step, after its last backward; returns what came of it.
+    def end_micro(self) -> None:
+        """End the open micro-batch. Raises RuntimeError where it had no backward."""
+        if self.is_open or not self.is_under_way:
+            raise RuntimeError("engine.step() comes after engine.backward(loss), once for each micro-batch")
 
-        Raises RuntimeError where micro-batches are missing, and SyncError where a worker is lost.
+    def finish(self, optimizer: Optimizer, max_norm: float | None) -> StepEnd:
+        """Agree with the other workers on the gradients, clip them, and step the optimizer where all take the step.
+
+        It belongs after the last micro-batch. Raises RuntimeError where micro-batches are missing, and SyncError where
+        a worker is lost.
         """
+        outcome = self._close_pass()
+        norm = None if outcome.grad_norm is None else torch.tensor(outcome.grad_norm)
+        if outcome.is_taken and max_norm is not None:
+            norm = self._worker.clip_gradients(max_norm)
+        if outcome.is_taken:
+            optimizer.step()  # which commits the step
+        optimizer.zero_grad(set_to_none=True)
+        return StepEnd(outcome.is_taken, norm)
+
+    def _close_pass(self) -> StepOutcome:
         if self._pass is None or not self.is_at_end:
             raise RuntimeError("a step ends after the backward of its last micro-batch")
         try:
@@ -153,16 +183,6 @@ class ForeignSteps:
         if outcome is None:
             raise RuntimeError("the step was left early")
         return outcome
-
-    def clip(self, max_norm: float) -> Tensor:
-        """Bound the norm of the step's gradients, between `close_pass` and `take`; returns what it was."""
-        return self._worker.clip_gradients(max_norm)
-
-    def take(self, optimizer: Optimizer, outcome: StepOutcome) -> None:
-        """Step the optimizer, which commits the step, where all workers take it; and remove the gradients."""
-        if outcome.is_taken:
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
 
     def advance(self) -> None:
         """End the step: it is reported, and saved where that is due. Raises SystemExit(0) at the run's last step."""
@@ -185,14 +205,15 @@ class ForeignSteps:
         self.is_open = False
 
 
-def before_forwards(model: nn.Module, call: Callable[[], None]) -> None:
-    """Call something before each forward of a model that trains, from wherever it is called."""
+def before_forwards(model: nn.Module, call: Callable[[], None]) -> RemovableHandle:
+    """Call something before each forward of a model that trains, from wherever it is called, until the hook is
+    removed."""
 
     def before(module: nn.Module, args: Any) -> None:
         if module.training and is_grad_enabled():
             call()
 
-    model.register_forward_pre_hook(before, prepend=True)
+    return model.register_forward_pre_hook(before, prepend=True)
 
 
 def _nothing(numbers: list[int]) -> None:

@@ -276,7 +276,10 @@ said(lambda: engine.step())
 said(lambda: engine.no_sync())
 said(lambda: engine.some_thing)
 other = torch.nn.Linear(2, 1)
-said(lambda: deepspeed.initialize(model=other, model_parameters=other.parameters(), config=config))
+others = {"model": other, "model_parameters": other.parameters()}
+said(lambda: deepspeed.initialize(**others, config={**config, "bf16": {"enabled": True}}))
+tied = torch.nn.Sequential(net)
+said(lambda: deepspeed.initialize(model=tied, model_parameters=tied.parameters(), config=config))
 engine.backward(engine(x).mean())
 said(lambda: engine.save_16bit_model("saved"))
 engine.save_checkpoint("saved", tag="within", client_state={"steps": engine.global_steps})
@@ -285,6 +288,7 @@ engine.step()
 engine.backward(engine(x).mean())
 said(lambda: engine(x))
 engine.step()
+said(lambda: deepspeed.initialize(**others, config=config))
 said(lambda: engine.load_checkpoint("saved"))
 said(lambda: engine.save_checkpoint("saved", client_state={"file": open(__file__)}))
 said(lambda: deepspeed.init_inference(net))
@@ -303,10 +307,12 @@ def test_what_a_loop_may_not_do_is_said(tmp_path: Path) -> None:
         "engine.step() comes after engine.backward(loss)",
         "engine.no_sync is not here: gradients are averaged once",
         "the engine has no 'some_thing', nor has its Linear",
-        "a second engine with an optimizer",
+        "A run has one plan: give both configurations the same zero_optimization",
+        "whose 0.weight is another engine's, too",
         "within a step: call it after the engine.step() that ends one",
         "backward() came twice for one forward",
         "was not taken: call the engine's step() after each backward()",
+        "after the first step had begun: make all engines before it",
         "must come before the first forward that trains",
         "cannot store file: <_io.TextIOWrapper>",
         "deepspeed.init_inference is not here: inference is not here",

@@ -20,21 +20,24 @@ from paceline.compat.deepspeed.engine_checkpoints import EngineCounts, SavedEngi
 from paceline.compat.deepspeed.loss_routing import LossRouting
 from paceline.compat.deepspeed.refusals import OF_ENGINE
 from paceline.compat.deepspeed.run_monitor import Monitor
+from paceline.compat.deepspeed.shared_steps import SharedSteps
+from paceline.compat.deepspeed.sharing import add_engine, forget_engines, has_engines, others_unchanged
 from paceline.compat.deepspeed_files.config import DeepSpeedConfig
-from paceline.compat.foreign_steps import ForeignSteps, before_forwards
+from paceline.compat.foreign_steps import ForeignSteps
 from paceline.errors import PlanError
 from paceline.events import Note
 from paceline.worker.program_worker import at_program_end
 from paceline.worker.run_member import parts_of
 from paceline.worker.worker import Worker
 
-__all__ = ["DeepSpeedEngine", "require_first_engine"]
+__all__ = ["DeepSpeedEngine"]
 
 
 class DeepSpeedEngine(nn.Module):
     """A model that trains in a program's loop, with DeepSpeed's names. `initialize` makes it."""
 
     _shuffles = True  # its training data
+    is_pipeline = False
 
     def __init__(
         self,
@@ -55,23 +58,28 @@ class DeepSpeedEngine(nn.Module):
         self.monitor = Monitor(worker)
         self.counts = EngineCounts()
         self.collate_fn = collate
-        self._worker, self._settings, self._norm = worker, config, cast("Tensor | None", None)
-        self._steps = ForeignSteps(worker)
+        self._worker, self.settings, self._norm = worker, config, cast("Tensor | None", None)
+        self._steps: ForeignSteps | SharedSteps = ForeignSteps(worker)
         self._routing: LossRouting | None = None
         self._is_applied = False
         self._num_ended = 0  # micro-batches of the step
         self._waiting: list[SavedEngine] = []  # saves that were asked for within a step
         if optimizer is not None:
-            _engines.append(self)
-            worker.prepare(self.counts, name="deepspeed_engine")
-            self._begin_micro_batches(model)
+            if not has_engines():
+                self._begin_micro_batches(model)
+            add_engine(self, worker)
             at_program_end(self._end)
 
     def _begin_micro_batches(self, model: nn.Module) -> None:
         """Have each forward of the model that trains begin a micro-batch, and `loss.backward()` be the engine's."""
-        self._routing = LossRouting(model, self._steps)
+        self._routing = LossRouting(model, cast("ForeignSteps", self._steps))
         self._routing.begin()
-        before_forwards(model, self._routing.open_micro)
+
+    def share_steps(self, steps: SharedSteps) -> None:
+        """Take steps in turn with other engines from now on: forwards and backwards are torch's own."""
+        if self._routing is not None:
+            self._routing.end()
+        self._routing, self._steps = None, steps
 
     # The three calls of a loop.
 
@@ -92,10 +100,7 @@ class DeepSpeedEngine(nn.Module):
             raise ValueError(
                 f"engine.backward({', '.join(f'{name}={options[name]!r}' for name in unknown)}) is not here"
             )
-        if self.optimizer is None:
-            raise RuntimeError(
-                "this engine has no optimizer: name one in the configuration, or pass one to initialize()"
-            )
+        self._require_optimizer()
         self._steps.backward(loss)
         return loss
 
@@ -104,26 +109,25 @@ class DeepSpeedEngine(nn.Module):
 
         Raises SystemExit(0) after the run's last step (max_steps).
         """
-        if self.optimizer is None:
-            raise RuntimeError(
-                "this engine has no optimizer: name one in the configuration, or pass one to initialize()"
-            )
-        if self._steps.is_open or not self._steps.is_under_way:
-            raise RuntimeError("engine.step() comes after engine.backward(loss), once for each micro-batch")
+        optimizer = self._require_optimizer()
+        self._steps.end_micro()
         self.counts.micro_steps += 1
         self._num_ended += 1
         if not self._steps.is_at_end:
             return
-        outcome = self._steps.close_pass()
-        if outcome.is_taken and self._settings.clipping is not None:
-            self._norm = self._steps.clip(self._settings.clipping)
-        elif outcome.grad_norm is not None:
-            self._norm = torch.tensor(outcome.grad_norm)
-        self._steps.take(self.optimizer, outcome)
+        end = self._steps.finish(optimizer, self.settings.clipping)
+        self._norm = self._norm if end.norm is None else end.norm
         self._num_ended = 0
-        self._finish_step(is_taken=outcome.is_taken, lr_kwargs=lr_kwargs)
+        self._finish_step(is_taken=end.is_taken, lr_kwargs=lr_kwargs)
         self._save_waiting()
         self._steps.advance()
+
+    def _require_optimizer(self) -> Optimizer:
+        if self.optimizer is None:
+            raise RuntimeError(
+                "this engine has no optimizer: name one in the configuration, or pass one to initialize()"
+            )
+        return self.optimizer
 
     def _finish_step(self, *, is_taken: bool, lr_kwargs: dict[str, Any] | None = None) -> None:
         self._is_applied = is_taken
@@ -132,8 +136,8 @@ class DeepSpeedEngine(nn.Module):
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self.counts.global_steps += 1
-        self.counts.global_samples += self._settings.batch.train
-        every = self._settings.steps_per_print
+        self.counts.global_samples += self.settings.batch.train
+        every = self.settings.steps_per_print
         if every and self.counts.global_steps % every == 0 and self.global_rank == 0:
             print(
                 f"step={self.counts.global_steps}, skipped={self.counts.skipped_steps}, lr={self.get_lr()}, "
@@ -142,6 +146,11 @@ class DeepSpeedEngine(nn.Module):
             )
 
     # What a loop asks.
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a first forward that trains has come."""
+        return self._steps.has_begun
 
     @property
     def global_steps(self) -> int:
@@ -171,7 +180,7 @@ class DeepSpeedEngine(nn.Module):
     @property
     def config(self) -> dict[str, Any]:
         """The configuration, as it was written."""
-        return dict(self._settings.table)
+        return dict(self.settings.table)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step()` ends the step: the micro-batch is this worker's last one of it."""
@@ -183,15 +192,15 @@ class DeepSpeedEngine(nn.Module):
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches of a worker in a step."""
-        return self._settings.batch.accumulation
+        return self.settings.batch.accumulation
 
     def train_batch_size(self) -> int:
         """Samples of a step over all workers."""
-        return self._settings.batch.train
+        return self.settings.batch.train
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples of a micro-batch."""
-        return self._settings.batch.micro
+        return self.settings.batch.micro
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """Samples of a step, samples of a micro-batch, and micro-batches of a worker in a step."""
@@ -199,7 +208,7 @@ class DeepSpeedEngine(nn.Module):
 
     def gradient_clipping(self) -> float:
         """The largest norm of a step's gradients; 0: they are not clipped."""
-        return self._settings.clipping or 0.0
+        return self.settings.clipping or 0.0
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's gradients before they were clipped; None before the first step."""
@@ -207,7 +216,7 @@ class DeepSpeedEngine(nn.Module):
 
     def steps_per_print(self) -> int | None:
         """Steps between two lines about the progress."""
-        return self._settings.steps_per_print
+        return self.settings.steps_per_print
 
     def zero_optimization_stage(self) -> int:
         """The ZeRO stage of the run's plan; 0: whole replicas."""
@@ -276,7 +285,7 @@ class DeepSpeedEngine(nn.Module):
             shuffle=route == "train" and self._shuffles,
             collate=collate_fn or self.collate_fn,
             loaders=num_local_io_workers or 0,
-            drop_last=self._settings.drop_last,
+            drop_last=self.settings.drop_last,
         )
 
     # State.
@@ -332,7 +341,7 @@ class DeepSpeedEngine(nn.Module):
         """The program is over: what it has wanted to save in a step that did not end is the state before that step."""
         if self._routing is not None:
             self._routing.end()
-        _engines.clear()
+        forget_engines()
         if self._waiting:
             self._steps.close()
             self._save_waiting()
@@ -361,14 +370,15 @@ class DeepSpeedEngine(nn.Module):
             )
         is_whole = load_optimizer_states and not load_module_only
         schedule = None if load_lr_scheduler_states and not load_module_only else self.lr_scheduler
-        return load_engine(
-            self._worker,
-            Path(load_dir),
-            tag,
-            fresh_optimizer=None if is_whole else self.optimizer,
-            fresh_schedule=schedule,
-            fresh_counts=self.counts if load_module_only else None,
-        )
+        with others_unchanged(self):
+            return load_engine(
+                self._worker,
+                Path(load_dir),
+                tag,
+                fresh_optimizer=None if is_whole else self.optimizer,
+                fresh_schedule=schedule,
+                fresh_counts=self.counts if load_module_only else None,
+            )
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
@@ -427,16 +437,3 @@ class DeepSpeedEngine(nn.Module):
 
 
 _BACKWARD: dict[str, object] = {"retain_graph": False, "scale_wrt_gas": True, "allreduce_gradients": True}
-
-
-_engines: list[DeepSpeedEngine] = []  # that trains in this process: none or one
-
-
-def require_first_engine() -> None:
-    """Raise PlanError where an engine trains in this process already: a step is of one."""
-    if _engines:
-        raise PlanError(
-            "initialize() made a second engine with an optimizer: a run takes the steps of one. Train both models as "
-            "one module with parameter groups, or write a training function: worker.stepper([a, b], [x, y], "
-            "forward=...)"
-        )

@@ -11,9 +11,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.compat.deepspeed.comm import leave_early_group, world_here
-from paceline.compat.deepspeed.engine import DeepSpeedEngine, require_first_engine
+from paceline.compat.deepspeed.engine import DeepSpeedEngine
 from paceline.compat.deepspeed.optimizers import make_optimizer, make_schedule
 from paceline.compat.deepspeed.pipeline import PipelineEngine, PipelineModule
+from paceline.compat.deepspeed.sharing import has_engines, name_of_next, require_shareable
 from paceline.compat.deepspeed_files.config import DeepSpeedConfig, read_config
 from paceline.errors import PlanError
 from paceline.events import Note
@@ -49,8 +50,8 @@ def initialize(
     placed as the plan says: whole (stage 0), or sharded (1 to 3). What the command says, `--plan` or `--set`, wins over
     the configuration, but the batch is the configuration's. An operation of all workers.
 
-    Raises PlanError for keys that are refused, each by name, batch sizes that do not fit, a second engine that trains,
-    `--balance`, and a plan whose steps a loop of a program's own cannot take.
+    Raises PlanError for keys that are refused, each by name, batch sizes that do not fit, a further engine that cannot
+    train beside the first, `--balance`, and a plan whose steps a loop of a program's own cannot take.
     """
     if model is None:
         raise PlanError(
@@ -69,11 +70,12 @@ def initialize(
     settings = read_config(source, workers=workers, stages=stages, on_cpu=on_cpu)
     names = {id(one): name for name, one in model.named_parameters(remove_duplicate=False)}
     groups = _named_groups(model_parameters, optimizer, model, names)
-    if optimizer is not None or settings.optimizer is not None:
-        require_first_engine()
+    trains_beside = (optimizer is not None or settings.optimizer is not None) and has_engines()
+    if trains_beside:
+        require_shareable(model, settings, is_pipeline=pipeline is not None)
     with PreservedRandomState():  # what the program draws after this call is what it would have drawn
         leave_early_group()
-        worker = _join(settings)
+        worker = _join(settings, has_own_batch=trains_beside)
         if pipeline is not None:
             pipeline.prepare(worker, training_data, collate_fn)
         else:
@@ -83,7 +85,7 @@ def initialize(
             worker.prepare(chosen)
         schedule = _schedule(settings, lr_scheduler, chosen)
         if schedule is not None and hasattr(schedule, "state_dict") and hasattr(schedule, "load_state_dict"):
-            worker.prepare(schedule, name="lr_scheduler")
+            worker.prepare(schedule, name=name_of_next("lr_scheduler"))
         terms: dict[str, Any] = {"optimizer": chosen, "schedule": schedule, "collate": collate_fn}
         engine = (
             DeepSpeedEngine(worker, model, settings, **terms)
@@ -110,12 +112,14 @@ def _source(args: Any, config: Any) -> Any:
     return named if config is None else config
 
 
-def _join(settings: DeepSpeedConfig) -> Worker:
-    """Join the run, and look whether the program's steps can be taken under its plan."""
+def _join(settings: DeepSpeedConfig, *, has_own_batch: bool) -> Worker:
+    """Join the run, and look whether the program's steps can be taken under its plan, which other engines may have
+    settled: then the engine `has_own_batch`."""
     plan = dataclasses.replace(settings.plan, guard=Guard(on_out_of_memory="stop"))
     job = cast("dict[str, Any]", {"log": ("wandb",)} if settings.conversion.job.get("log") == "wandb" else {})
     worker = open_worker(plan=plan, **job)
-    _require(worker.plan, plan)
+    if not has_own_batch:
+        _require(worker.plan, plan)
     if parts_of(worker).files.balances:
         raise PlanError(
             "--balance gives a slower worker fewer micro-batches, and a DeepSpeed loop has gradient_accumulation_steps "

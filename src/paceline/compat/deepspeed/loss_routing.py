@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from paceline.compat.foreign_steps import ForeignSteps
+from paceline.compat.foreign_steps import ForeignSteps, before_forwards
 
 __all__ = ["LossRouting"]
 
@@ -26,10 +27,14 @@ class LossRouting:
         self._model, self._steps = model, steps
         self._outputs: list[Any] = []  # nodes of the graph: what the micro-batch's forwards have returned
         self._original: Callable[..., Any] | None = None
-        model.register_forward_hook(self._remember)
+        self._hooks: list[RemovableHandle] = []
 
     def begin(self) -> None:
-        """Replace `Tensor.backward`."""
+        """Replace `Tensor.backward`, and have each forward of the model that trains begin a micro-batch."""
+        self._hooks = [
+            self._model.register_forward_hook(self._remember),
+            before_forwards(self._model, self.open_micro),
+        ]
         original, routing, steps = Tensor.backward, self, self._steps
 
         @functools.wraps(original)
@@ -51,6 +56,8 @@ class LossRouting:
     def end(self) -> None:
         """Put back what `begin` has replaced, unless something has replaced it since."""
         self._outputs = []
+        for one in self._hooks:
+            one.remove()
         if self._original is not None and getattr(Tensor.backward, "__wrapped__", None) is self._original:
             Tensor.backward = self._original
         self._original = None

@@ -180,6 +180,7 @@ class PipelineEngine(DeepSpeedEngine):
     """An engine that takes whole steps: `train_batch` reads this worker's micro-batches, and trains on them."""
 
     _shuffles = False
+    is_pipeline = True
 
     def __init__(
         self,
@@ -212,7 +213,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._data = self._source(data_iter)
         if self._batches is None:
             self._stepper = self._worker.stepper(
-                self.module, self.optimizer, self._pipeline.loss_fn, clip_norm=self._settings.clipping
+                self.module, self.optimizer, self._pipeline.loss_fn, clip_norm=self.settings.clipping
             )
             self._batches = open_batches(self._worker, self._read)
             self._next_batch()

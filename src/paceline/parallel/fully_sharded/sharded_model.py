@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -141,6 +141,12 @@ class ShardedModels:
             if id(parameter) in model.parameters:
                 found = bool(found) or id(parameter) in model.used
         return found
+
+    def note_used(self, parameters: Iterable[Parameter]) -> None:
+        """Count sharded parameters as used, whose gradients come from elsewhere than runs of this gradient pass."""
+        found = {id(one) for one in parameters}
+        for model in self._models:
+            model.used |= found & model.parameters.keys()
 
     def gathered(self) -> Iterator[tuple[str, Parameter]]:
         """Yield the name and the whole of each parameter that forwards have seen gathered."""

@@ -20,6 +20,7 @@ from paceline.comm.sharded_tensors import local_part
 from paceline.events import Note, StreamOpened
 from paceline.sync.allreduce.gradient_reducer import GradientReducer
 from paceline.worker.data.batch_stream import BatchStream, StreamSource
+from paceline.worker.data.micro_batch_size import MicroBatchSize
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.data.stream_position import StreamPosition
 from paceline.worker.loop.between_steps import BetweenSteps
@@ -81,15 +82,19 @@ class TrainingLoop:
         """All streams that were opened, by name."""
         return self.between.streams
 
-    def open(self, source: StreamSource, *, timeout_s: float) -> Iterator[StepBatch]:
-        """Begin a stream; returns its batches. One that was open under this name goes on where it was left: with more
-        epochs, for a loop over data whose end is not known. Raises RuntimeError where replicas have left another at
-        different steps."""
+    def open(
+        self, source: StreamSource, *, timeout_s: float, sizes: MicroBatchSize | None = None
+    ) -> Iterator[StepBatch]:
+        """Begin a stream; returns its batches, of the plan's size or of `sizes`.
+
+        One that was open under this name goes on where it was left: with more epochs, for a loop over data whose end is
+        not known. Raises RuntimeError where replicas have left another at different steps.
+        """
         terms = self.mode.begin_stream()
         before = self.streams.get(source.name)
         stream = BatchStream(
             source,
-            self._sizes,
+            sizes or self._sizes,
             cursor=self.between.positions.saved(source.name) if before is None else before.cursor,
             group=self._group,
             run_pass=self._plain_pass,

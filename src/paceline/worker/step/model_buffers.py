@@ -20,7 +20,8 @@ worker keeps its own. A persistent one may begin as None and be filled, with the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +89,15 @@ class BufferAverager:
                 self._buffers.append(buffer)
                 if buffer.current() is not None:
                     tensors[id(buffer.current())] = buffer
+
+    @contextlib.contextmanager
+    def left_alone(self) -> Iterator[None]:
+        """Meanwhile passes neither write nor combine buffers: the caller keeps them equal on all workers."""
+        kept, self._buffers = self._buffers, []
+        try:
+            yield
+        finally:
+            self._buffers = kept
 
     @property
     def modules(self) -> Mapping[nn.Module, str]:
