@@ -40,6 +40,7 @@ def test_the_version_is_one_that_these_claims_are_about() -> None:
         ("--drop-last", "--accumulate", "2"),
         ("--buffers", "--batch", "16"),
         ("--mixed-precision", "bf16"),
+        ("--mixed-precision", "bf16", "--matmul-loss", "--accumulate", "3"),
     ],
     ids=" ".join,
 )

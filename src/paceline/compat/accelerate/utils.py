@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import enum
 import functools
 import gc
@@ -21,11 +22,13 @@ from paceline.host_memory import is_out_of_memory
 from paceline.worker.program_worker import program_worker
 
 __all__ = [
+    "AutocastKwargs",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
     "DistributedType",
     "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
     "PrecisionType",
     "ProfileKwargs",
     "ProjectConfiguration",
@@ -160,6 +163,23 @@ class DistributedDataParallelKwargs:
                 f"DistributedDataParallelKwargs(comm_hook={hook!r}): how gradients travel is said by the plan. Leave "
                 f"it out, and run with --plan {wires.get(hook, 'powersgd(rank=1)')!r}."
             )
+
+
+@dataclasses.dataclass
+class AutocastKwargs:
+    """How models autocast: `enabled=False` leaves their forwards, or a block, in single precision."""
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
+
+
+@dataclasses.dataclass
+class InitProcessGroupKwargs:
+    """Options of torch's process group, of which none is used: the job says how long a worker waits for others."""
+
+    backend: str | None = None
+    init_method: str | None = None
+    timeout: datetime.timedelta | None = None
 
 
 @dataclasses.dataclass
