@@ -40,6 +40,7 @@ from paceline.compat.accelerate.world import ProgramWorld, require_possible
 from paceline.errors import PlanError
 from paceline.runs.open_worker import open_worker
 from paceline.worker.run_member import parts_of
+from paceline.worker.stateful_member import loop_of
 from paceline.worker.worker import Worker
 
 __all__ = ["Accelerator", "skip_first_batches"]
@@ -216,7 +217,7 @@ class Accelerator(ProgramMember):
         for optimizer in optimizers:  # they were made before, and a layout may have replaced the parameters
             for group in optimizer.param_groups:
                 group["params"] = [now[names[id(one)]] if id(one) in names else one for one in group["params"]]
-        model.register_forward_pre_hook(self._flat.before_forward)
+        self._flat.follow(model)
         if self.mixed_precision != "no":
             have_forward_autocast(model, self.worker.plan.compute.precision, self.device, self._handlers.autocast)
         if not hasattr(model, "no_sync"):
@@ -319,7 +320,10 @@ class Accelerator(ProgramMember):
         return model
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Mapping[str, Any]:
-        """Return the whole weights on the first worker, and an empty dict on others. All workers call it."""
+        """Return the whole weights. Under layouts that split models, and with local SGD, all workers call it, and only
+        the first gets them."""
+        if loop_of(self.worker).between.has_whole_models:
+            return model.state_dict()
         return self.worker.state_dict(model)
 
     def save_model(
@@ -345,7 +349,8 @@ class Accelerator(ProgramMember):
 
     def save_state(self, output_dir: str | Path | None = None, **kwargs: Any) -> str:
         """Save everything that is prepared, the random state and the loaders' places into a directory, and into the
-        run's checkpoints. All workers call it, between steps; returns the directory."""
+        run's checkpoints, between steps; returns the directory. All workers may call it, or the first alone; under
+        layouts that split models, with local SGD and with error feedback all must."""
         project = self.project_configuration
         if output_dir is None and not project.automatic_checkpoint_naming:
             raise ValueError(

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -38,12 +37,11 @@ class StateHooks:
         return _added(self._before_load, hook)
 
     def call_before_save(self, models: Iterable[nn.Module], directory: Path) -> None:
-        """Call the functions with lists of their own: what they take out of them is in the state all the same. As under
-        Accelerate, weights are on the first worker. An operation of all workers."""
+        """Call the functions with lists of their own: what they take out of them is in the state all the same."""
         if not self._before_save:
             return
         given = list(models)
-        weights: list[Any] = [self._worker.state_dict(model) for model in given]
+        weights = [model.state_dict() for model in given]
         directory.mkdir(parents=True, exist_ok=True)
         for hook in self._before_save.values():
             hook(given, weights, str(directory))
