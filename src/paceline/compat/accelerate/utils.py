@@ -7,6 +7,7 @@ import datetime
 import enum
 import functools
 import gc
+import importlib.util
 import inspect
 import random
 from collections.abc import Callable
@@ -261,8 +262,8 @@ def find_executable_batch_size(function: Any = None, starting_batch_size: int = 
 
 
 def is_schedulefree_available() -> bool:
-    """Whether schedule-free optimizers are to be used: their train and eval weights are not kept apart here."""
-    return False
+    """Whether the package of schedule-free optimizers is installed."""
+    return importlib.util.find_spec("schedulefree") is not None
 
 
 def is_xpu_available(check_device: bool = False) -> bool:
