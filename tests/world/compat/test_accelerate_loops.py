@@ -220,11 +220,11 @@ for x, y in accelerator.prepare(DataLoader(data, batch_size=8)):
     with torch.no_grad():
         look(x)
 
-twin = copy.deepcopy(model)
+copied = copy.deepcopy(model)
 with torch.no_grad():
-    twin.weight.zero_()
-    twin.bias.zero_()
-assert not twin(x).any() and model(x).any(), "a copy computes with its own weights"
+    copied.weight.zero_()
+    copied.bias.zero_()
+assert not copied(x).any() and model(x).any(), "a copy computes with its own weights"
 print("all was as due")
 """
 
