@@ -41,7 +41,10 @@ parser.add_argument("--buffers", action="store_true")
 parser.add_argument("--drop-last", action="store_true")
 parser.add_argument("--split-batches", action="store_true")
 parser.add_argument("--mixed-precision", default=None)
+parser.add_argument("--matmul-loss", action="store_true", help="a loss whose matrix work is not the model's")
 parser.add_argument("--save-at", type=int, default=None, help="batches of the second epoch, then save and end")
+parser.add_argument("--first-saves", action="store_true", help="only the first process calls save_state")
+parser.add_argument("--own-order", action="store_true", help="samples are shuffled by a generator of the loader's own")
 parser.add_argument("--save-after-epoch", action="store_true", help="save after the first epoch, and end")
 parser.add_argument("--state", default="state")
 parser.add_argument("--load", action="store_true")
@@ -61,7 +64,10 @@ def main():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(101, 20, generator=generator)
     y = (x[:, :10].sum(dim=1) > x[:, 10:].sum(dim=1)).long()
-    train = DataLoader(TensorDataset(x, y), batch_size=args.batch, shuffle=True, drop_last=args.drop_last)
+    own_order = torch.Generator().manual_seed(5) if args.own_order else None
+    train = DataLoader(
+        TensorDataset(x, y), batch_size=args.batch, shuffle=True, drop_last=args.drop_last, generator=own_order
+    )
     test = DataLoader(TensorDataset(x[:37], y[:37]), batch_size=8)
     hidden = nn.BatchNorm1d(32) if args.buffers else nn.Identity()
     first = nn.Linear(20, 32, bias=not args.buffers)
@@ -69,6 +75,7 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.98 ** (step // 4))
     model, optimizer, train, test, schedule = accelerator.prepare(model, optimizer, train, test, schedule)
+    mixing = torch.tensor([[0.9, 0.3], [0.2, 1.1]])
     begin, skipped = 0, 0
     if args.load:
         accelerator.load_state(args.state)
@@ -77,7 +84,13 @@ def main():
 
     def take(batch, number):
         inputs, target = batch
-        loss = F.cross_entropy(model(inputs), target)
+        output = model(inputs)
+        if args.matmul_loss:
+            inside = accelerator.autocast() if number % 2 else contextlib.nullcontext()
+            with inside:
+                output = output @ mixing
+            assert output.dtype == (torch.bfloat16 if number % 2 else torch.float32), output.dtype
+        loss = F.cross_entropy(output.float(), target)
         losses.append(loss.item())
         if args.loop == "manual":
             loss = loss / args.accumulate
@@ -111,7 +124,8 @@ def main():
                 with accelerator.accumulate(model) if args.loop == "accumulate" else contextlib.nullcontext():
                     take(batch, number)
                 if epoch == 1 and args.save_at == number + 1 and not args.load:
-                    accelerator.save_state(args.state)
+                    if accelerator.is_main_process or not args.first_saves:
+                        accelerator.save_state(args.state)
                     accelerator.end_training()
                     tell(accelerator, losses=losses, measures=measures, lengths=lengths)
                     return
@@ -158,9 +172,10 @@ def write_accelerate_program(folder: Path, *, package: str = "paceline.compat.ac
 def run_program(
     program: Path, *words: str, workers: int | None = None, run_dir: Path | None = None, **more: Any
 ) -> dict[str, Any]:
-    """Run the program, by `paceline run` where it is given workers, and return what it tells."""
-    options = more.pop("options", ())
-    start: tuple[Any, ...] = (sys.executable, program, *words)
+    """Run the program, by `paceline run` where it is given workers, and return what it tells. `launcher`: what starts
+    it in place of Python."""
+    options, launcher = more.pop("options", ()), more.pop("launcher", ())
+    start: tuple[Any, ...] = (sys.executable, *launcher, program, *words)
     if workers is not None:
         place = ("--run-dir", run_dir) if run_dir is not None else ()
         start = (*PACELINE, "run", program, "--workers", workers, "--no-tensorboard", *place, *options, "--", *words)

@@ -15,7 +15,7 @@ from torch import nn
 
 from paceline.errors import PlanError
 
-__all__ = ["HALVES", "computing", "convert", "input_dtype"]
+__all__ = ["HALVES", "computing", "computing_body", "convert", "input_dtype"]
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by precision: the type of matrix work
 
@@ -54,3 +54,8 @@ def computing(precision: str, device: torch.device) -> Iterator[None]:
             torch.set_default_dtype(former)
     else:
         yield
+
+
+def computing_body(precision: str, device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """What surrounds code whose models autocast in their own forwards: the default type of fp64, or nothing."""
+    return contextlib.nullcontext() if precision in HALVES else computing(precision, device)

@@ -40,6 +40,7 @@ def test_the_version_is_one_that_these_claims_are_about() -> None:
         ("--drop-last", "--accumulate", "2"),
         ("--buffers", "--batch", "16"),
         ("--mixed-precision", "bf16"),
+        ("--mixed-precision", "bf16", "--matmul-loss"),
     ],
     ids=" ".join,
 )
@@ -50,6 +51,20 @@ def test_losses_of_every_batch_are_those_under_accelerate(programs: tuple[Path, 
     assert ours["lengths"] == theirs["lengths"]
     assert ours["rate"] == theirs["rate"]
     assert ours["weight"] == pytest.approx(theirs["weight"], rel=1e-6)
+
+
+def test_two_workers_have_the_losses_of_two_processes_of_accelerate(
+    programs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    theirs, ours = programs
+    words = ("--drop-last",)  # Accelerate fills uneven batches with repeated samples
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    expected = run_program(theirs, *words, launcher=launcher, environment={"ACCELERATE_USE_CPU": "true"})
+    found = run_program(ours, *words, workers=2, run_dir=tmp_path / "run")
+    assert len(expected["losses"]) == 3 * 6
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    assert {**found, "losses": [], "weight": 0.0} == {**expected, "losses": [], "weight": 0.0}
+    assert found["weight"] == pytest.approx(expected["weight"], rel=1e-6)
 
 
 def test_two_workers_that_split_batches_have_the_losses_of_accelerate_in_one_process(

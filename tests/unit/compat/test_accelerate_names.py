@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib
 
 import pytest
 
+from paceline.compat.accelerate.blank_tracker import BlankTracker
+from paceline.compat.accelerate.options import Handlers
 from paceline.compat.accelerate.refused_names import WAYS, way_for
 from paceline.compat.accelerate.utils import (
+    AutocastKwargs,
     DataLoaderConfiguration,
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
 )
 from paceline.errors import PlanError
 
@@ -50,3 +56,22 @@ def test_every_way_is_one_sentence_with_the_page() -> None:
 def test_options_that_are_not_there_say_the_way(make: object, says: str) -> None:
     with pytest.raises(PlanError, match=says):
         make()  # pyright: ignore[reportCallIssue]
+
+
+def test_handlers_are_kept_or_told_of_or_refused() -> None:
+    handlers, told = Handlers(), list[str]()
+    profile, autocast = ProfileKwargs(with_flops=True), AutocastKwargs(enabled=False)
+    waits = InitProcessGroupKwargs(timeout=datetime.timedelta(minutes=2))
+    handlers.take([profile, autocast, waits, InitProcessGroupKwargs(), DistributedDataParallelKwargs()], told.append)
+    assert (handlers.profile, handlers.autocast) == (profile, autocast)
+    assert told == ["InitProcessGroupKwargs(timeout=...) is not used: paceline run --timeout-s 120"]
+    with pytest.raises(PlanError, match=r"kwargs_handlers=\[int\(...\)\]\) is not in Paceline"):
+        handlers.take([1], told.append)
+
+
+def test_a_tracker_says_that_it_keeps_nothing() -> None:
+    told = list[str]()
+    tracker = BlankTracker("wandb", told.append)
+    assert tracker.log({"images": []}, step=3) is None
+    assert len(told) == 1 and told[0].startswith("get_tracker('wandb').log(...) keeps nothing")
+    assert not hasattr(tracker, "__len__")

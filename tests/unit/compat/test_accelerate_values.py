@@ -11,7 +11,14 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 from paceline.compat.accelerate.exchange import gather_values, pad_values, part_of_values, reduce_values
 from paceline.compat.accelerate.flat_loop import StepShape
-from paceline.compat.accelerate.loader_order import OrderedDataset, batches_of, checksum_of, require_whole_batches
+from paceline.compat.accelerate.loader_order import (
+    OrderedDataset,
+    batches_of,
+    checksum_of,
+    order_generator,
+    require_whole_batches,
+    seed_order,
+)
 from paceline.compat.accelerate.program_member import ProgramMember
 from paceline.errors import PlanError
 from paceline.schedule.micro_batches import micro_batches
@@ -186,3 +193,20 @@ def test_more_processes_than_run_are_told() -> None:
     member = ToldMember(0, 3)
     assert member.num_processes == 3
     assert member.notes[0].startswith("num_processes is 3, and 2 run")
+
+
+def test_a_shuffling_loader_of_several_processes_has_a_generator_seeded_from_torchs() -> None:
+    data = TensorDataset(torch.arange(20))
+    torch.manual_seed(5)
+    loader = DataLoader(data, batch_size=4, shuffle=True)
+    seed_order(loader)
+    torch.manual_seed(5)
+    seed = int(torch.empty((), dtype=torch.int64).random_().item())
+    expected = torch.randperm(20, generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(torch.tensor(batches_of(loader)).flatten(), expected)
+
+    own = torch.Generator()
+    chosen, plain = DataLoader(data, shuffle=True, generator=own), DataLoader(data)
+    for one in (chosen, plain):
+        seed_order(one)
+    assert order_generator(chosen) is own and order_generator(plain) is None

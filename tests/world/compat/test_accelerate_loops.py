@@ -166,21 +166,108 @@ def test_processes_that_read_begin_as_the_loader_says(tmp_path: Path) -> None:
 
 SIDE_BY_SIDE = """
 model.eval()
-is_half = lambda: torch.is_autocast_enabled("cpu")
+is_double = lambda: torch.get_default_dtype() is torch.float64
 tests = accelerator.prepare(DataLoader(data, batch_size=8), DataLoader(data, batch_size=4))
 for number, (a, b) in enumerate(zip(*tests)):
-    assert is_half() and (len(a[0]), len(b[0])) == (8, 4)
-assert number == 1 and not is_half()  # the second loop is closed last
+    assert is_double() and (len(a[0]), len(b[0])) == (8, 4)
+assert number == 1 and not is_double()  # the second loop is closed last
 for batches in zip(*reversed(tests)):
     break
-assert not is_half()
+assert not is_double()
 for batch in tests[0]:
-    assert is_half()
-assert not is_half()
+    assert is_double()
+assert not is_double()
 print("all was as due")
 """
 
 
 @pytest.mark.thorough
 def test_evaluations_side_by_side_leave_no_precision_behind(tmp_path: Path) -> None:
-    run_text(tmp_path, SIDE_BY_SIDE, PRECISION="bf16")
+    run_text(tmp_path, SIDE_BY_SIDE, PRECISION="fp64")
+
+
+HALF = """
+import copy
+
+from paceline.compat.accelerate.utils import AutocastKwargs
+
+is_half = lambda: torch.is_autocast_enabled("cpu")
+inside = []
+model.register_forward_hook(lambda module, args, output: inside.append(output.dtype))
+square = torch.eye(4)
+
+
+def look(x):
+    assert not is_half() and (square @ square).dtype is torch.float32
+    before = model(x)
+    assert before.dtype is torch.float32 and inside.pop() is torch.float32
+    assert torch.equal(before, before.bfloat16().float()), "it was computed in half precision"
+    with accelerator.autocast():
+        assert (square @ square).dtype is torch.bfloat16
+        with accelerator.autocast(AutocastKwargs(enabled=False)):
+            assert (square @ square).dtype is torch.float32
+    return before
+
+
+for x, y in loader:
+    loss = F.mse_loss(look(x), y)
+    assert loss.dtype is torch.float32
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+model.eval()
+for x, y in accelerator.prepare(DataLoader(data, batch_size=8)):
+    with torch.no_grad():
+        look(x)
+
+copied = copy.deepcopy(model)
+with torch.no_grad():
+    copied.weight.zero_()
+    copied.bias.zero_()
+assert not copied(x).any() and model(x).any(), "a copy computes with its own weights"
+print("all was as due")
+"""
+
+
+@pytest.mark.thorough
+def test_only_forwards_of_prepared_models_are_in_half_precision(tmp_path: Path) -> None:
+    run_text(tmp_path, HALF, PRECISION="bf16")
+
+
+HOOKS = """
+saved, loaded = [], []
+
+
+def before_save(models, weights, directory):
+    saved.append((len(models), [sorted(one) for one in weights]))
+    (Path(directory) / "own.txt").write_text("beside the state")
+    weights.pop()
+
+
+def before_load(models, directory):
+    loaded.append((Path(directory) / "own.txt").read_text())
+    with torch.no_grad():
+        models.pop().weight.zero_()
+
+
+handle = accelerator.register_save_state_pre_hook(before_save)
+accelerator.register_load_state_pre_hook(before_load)
+weight = model.weight.detach().clone()
+accelerator.save_state("state")
+assert saved == [(1, [["bias", "weight"]])], saved
+handle.remove()
+accelerator.save_state("another")
+assert len(saved) == 1 and not Path("another/own.txt").exists()
+accelerator.load_state("state")
+assert loaded == ["beside the state"]
+assert torch.equal(model.weight, weight), "the state has the model, whatever the hooks did"
+
+assert accelerator.trackers == [] and accelerator.scaler is None
+accelerator.get_tracker("tensorboard", unwrap=True).add_images("samples", torch.zeros(1), 0)
+print("all was as due")
+"""
+
+
+@pytest.mark.thorough
+def test_hooks_of_states_are_called_beside_what_the_run_saves(tmp_path: Path) -> None:
+    run_text(tmp_path, HOOKS)

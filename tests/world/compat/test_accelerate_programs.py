@@ -34,7 +34,7 @@ def test_two_workers_have_the_losses_of_one_that_runs_both_processes(program: Pa
 def test_a_state_saved_inside_an_epoch_goes_on_on_another_number_of_workers(program: Path, tmp_path: Path) -> None:
     words = ("--dropout", "0.3")
     run_program(program, *words, workers=2, run_dir=tmp_path / "whole")
-    run_program(program, *words, "--save-at", "3", workers=2, run_dir=tmp_path / "begun")
+    run_program(program, *words, "--save-at", "3", "--first-saves", workers=2, run_dir=tmp_path / "begun")
     more = (*words, "--save-at", "3", "--load")
     with pytest.raises(AssertionError, match=f"{PROCESSES}=2 keeps it"):
         run_program(program, *more, workers=1, run_dir=tmp_path / "another")
@@ -45,10 +45,13 @@ def test_a_state_saved_inside_an_epoch_goes_on_on_another_number_of_workers(prog
 
 
 @pytest.mark.further
-def test_a_state_saved_after_an_epoch_has_the_orders_of_the_later_ones(program: Path, tmp_path: Path) -> None:
-    whole = run_program(program, workers=1, run_dir=tmp_path / "whole")
-    begun = run_program(program, "--save-after-epoch", workers=1, run_dir=tmp_path / "begun")
-    rest = run_program(program, "--save-after-epoch", "--load", workers=1, run_dir=tmp_path / "rest")
+@pytest.mark.parametrize("words", [(), ("--own-order",)], ids=["torch's order", "own order"])
+def test_a_state_saved_after_an_epoch_has_the_orders_of_the_later_ones(
+    program: Path, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    whole = run_program(program, *words, workers=1, run_dir=tmp_path / "whole")
+    begun = run_program(program, *words, "--save-after-epoch", workers=1, run_dir=tmp_path / "begun")
+    rest = run_program(program, *words, "--save-after-epoch", "--load", workers=1, run_dir=tmp_path / "rest")
     assert [*begun["losses"], *rest["losses"]] == pytest.approx(whole["losses"], rel=1e-6)
 
 
@@ -63,12 +66,13 @@ def test_layouts_have_the_losses_of_replicas(program: Path, tmp_path: Path, plan
 
 
 @pytest.mark.further
+@pytest.mark.parametrize("words", [(), ("--own-order",)], ids=["torch's order", "own order"])
 def test_a_run_that_is_stopped_goes_on_where_it_was_without_a_word_in_the_program(
-    program: Path, tmp_path: Path
+    program: Path, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
-    run_program(program, workers=1, run_dir=tmp_path / "whole")
-    run_program(program, workers=1, run_dir=tmp_path / "run", options=("--max-steps", "20"))
-    run_program(program, workers=1, run_dir=tmp_path / "run")
+    run_program(program, *words, workers=1, run_dir=tmp_path / "whole")
+    run_program(program, *words, workers=1, run_dir=tmp_path / "run", options=("--max-steps", "20"))
+    run_program(program, *words, workers=1, run_dir=tmp_path / "run")
     assert steps_of(tmp_path / "run") == pytest.approx(steps_of(tmp_path / "whole"), rel=1e-6)
     assert audit(tmp_path / "run").verdict == "clean"
 

@@ -27,7 +27,7 @@ with pytest.raises(PlanError, match="Compute.precision is 'int3'|precision='int3
     Accelerator(mixed_precision="int3")
 accelerator = Accelerator(cpu=True)
 assert accelerator.num_processes == 1 and accelerator.is_main_process and accelerator.process_index == 0
-assert not hasattr(accelerator, "register_save_state_pre_hook")
+assert not hasattr(accelerator, "join_uneven_inputs")
 with pytest.raises(AttributeError, match="clip_grad_value_ is not in Paceline: accelerator.worker.clip_gradients"):
     accelerator.clip_grad_value_
 with pytest.raises(PlanError, match="gradient_accumulation_steps is 0"):

@@ -8,10 +8,12 @@ from paceline.compat.accelerate.accelerator import Accelerator, skip_first_batch
 from paceline.compat.accelerate.local_sgd import LocalSGD
 from paceline.compat.accelerate.refused_names import refused_in_module
 from paceline.compat.accelerate.utils import (
+    AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     DistributedType,
     GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
     ProfileKwargs,
     ProjectConfiguration,
     find_executable_batch_size,
@@ -19,10 +21,12 @@ from paceline.compat.accelerate.utils import (
 
 __all__ = [
     "Accelerator",
+    "AutocastKwargs",
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
     "DistributedType",
     "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
     "LocalSGD",
     "ProfileKwargs",
     "ProjectConfiguration",

@@ -9,7 +9,7 @@ and `backward` and `optimizer.step()` take them (`flat_loop.py`). Names that are
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, cast
 
@@ -17,28 +17,30 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
-from paceline.compat.accelerate.exchange import mapped
 from paceline.compat.accelerate.flat_loop import FlatLoop
+from paceline.compat.accelerate.mixed_precision import autocasting, have_forward_autocast
+from paceline.compat.accelerate.options import Handlers, plan_of, refuse_options
 from paceline.compat.accelerate.prepared_loader import LoaderContext, PreparedLoader
 from paceline.compat.accelerate.prepared_optimizer import PreparedScheduler, gate_optimizer
 from paceline.compat.accelerate.program_member import ProgramMember
 from paceline.compat.accelerate.program_state import ProgramState
 from paceline.compat.accelerate.refused_names import way_for
 from paceline.compat.accelerate.saved_state import latest_directory, load_state, next_directory, save_state
+from paceline.compat.accelerate.state_hooks import StateHooks
 from paceline.compat.accelerate.utils import (
+    AutocastKwargs,
     DataLoaderConfiguration,
-    DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     ProfileKwargs,
     ProjectConfiguration,
 )
 from paceline.compat.accelerate.world import ProgramWorld, require_possible
 from paceline.errors import PlanError
-from paceline.parallel.precision import computing
-from paceline.plan import Compute, Plan
 from paceline.runs.open_worker import open_worker
 from paceline.worker.run_member import parts_of
+from paceline.worker.stateful_member import loop_of
 from paceline.worker.worker import Worker
 
 __all__ = ["Accelerator", "skip_first_batches"]
@@ -56,6 +58,7 @@ class _Program:
         require_possible(worker.plan)
         self.worker, self.state = worker, worker.prepare(ProgramState(), name=STATE)
         self.flat = FlatLoop(worker)
+        parts_of(worker).executor.autocasts_body = False
         self.world = ProgramWorld(worker, kept=self.state.processes)
         self.state.processes = self.world.processes
         self.loaders = LoaderContext(worker, self.flat, self.world, self.state)
@@ -100,16 +103,14 @@ class Accelerator(ProgramMember):
         kwargs_handlers: Sequence[Any] | None = None,
         **others: Any,
     ) -> None:
-        for name, value in others.items():
-            if value is not None:
-                raise PlanError(f"Accelerator({name}={value!r}) is not in Paceline: {_way_for_option(name)}")
+        refuse_options(others)
         job: dict[str, Any] = {"device": "cpu"} if cpu else {}
-        worker = open_worker(plan=_plan_of(mixed_precision), **job)
+        worker = open_worker(plan=plan_of(mixed_precision), **job)
         program = _Program.of(worker)
         super().__init__(worker, program.flat, program.world)
         self._program, self._loaders = program, program.loaders
-        self._profile = ProfileKwargs()
-        self._take_handlers(kwargs_handlers or ())
+        self._state_hooks, self._handlers = StateHooks(worker), Handlers()
+        self._handlers.take(kwargs_handlers or (), self._tell)
         plugin = gradient_accumulation_plugin or GradientAccumulationPlugin(num_steps=gradient_accumulation_steps)
         self.gradient_accumulation_steps = plugin.num_steps
         self._loaders.slots = lambda: self.gradient_accumulation_steps
@@ -142,7 +143,7 @@ class Accelerator(ProgramMember):
 
     @property
     def mixed_precision(self) -> str:
-        """In which numbers the run computes: "no", "bf16" or "fp16"."""
+        """In which numbers the forwards of models compute: "no", "bf16" or "fp16"."""
         return PRECISIONS.get(self.worker.plan.compute.precision, "no")
 
     @property
@@ -216,9 +217,9 @@ class Accelerator(ProgramMember):
         for optimizer in optimizers:  # they were made before, and a layout may have replaced the parameters
             for group in optimizer.param_groups:
                 group["params"] = [now[names[id(one)]] if id(one) in names else one for one in group["params"]]
-        model.register_forward_pre_hook(self._flat.before_forward)
+        self._flat.follow(model)
         if self.mixed_precision != "no":
-            model.register_forward_hook(_in_single_precision)
+            have_forward_autocast(model, self.worker.plan.compute.precision, self.device, self._handlers.autocast)
         if not hasattr(model, "no_sync"):
             model.no_sync = cast("Any", contextlib.nullcontext)
         self._loaders.models.append(model)
@@ -282,15 +283,18 @@ class Accelerator(ProgramMember):
         return self.worker.clip_gradients(max_norm)
 
     @contextlib.contextmanager
-    def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
-        """Compute as the plan says in a block outside of the loop over a prepared loader, where it is so anyway."""
-        with computing(self.worker.plan.compute.precision, self.device):
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
+        """Compute a block in the run's precision, as the forwards of prepared models do.
+
+        `AutocastKwargs(enabled=False)`: in single precision.
+        """
+        with autocasting(self.worker.plan.compute.precision, self.device, autocast_handler or self._handlers.autocast):
             yield
 
     @contextlib.contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
         """Record a block with torch's profiler."""
-        with (profile_handler or self._profile).build(self.worker.rank) as profiler:
+        with (profile_handler or self._handlers.profile).build(self.worker.rank) as profiler:
             yield profiler
 
     def skip_first_batches(self, dataloader: PreparedLoader, num_batches: int = 0) -> PreparedLoader:
@@ -316,7 +320,10 @@ class Accelerator(ProgramMember):
         return model
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Mapping[str, Any]:
-        """Return the whole weights on the first worker, and an empty dict on others. All workers call it."""
+        """Return the whole weights. Under layouts that split models, and with local SGD, all workers call it, and only
+        the first gets them."""
+        if loop_of(self.worker).between.has_whole_models:
+            return model.state_dict()
         return self.worker.state_dict(model)
 
     def save_model(
@@ -331,9 +338,19 @@ class Accelerator(ProgramMember):
             raise PlanError("save_model(safe_serialization=False) is not there: weights are written as safetensors.")
         self.worker.save_model(save_directory, model)
 
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Have `hook(models, weights, output_dir)` called before a state is saved, until `.remove()` of what this
+        returns. The state holds the models anyway. Raises PlanError under a layout that splits models."""
+        return self._state_hooks.add_before_save(hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Have `hook(models, input_dir)` called before a state is loaded. Raises PlanError likewise."""
+        return self._state_hooks.add_before_load(hook)
+
     def save_state(self, output_dir: str | Path | None = None, **kwargs: Any) -> str:
         """Save everything that is prepared, the random state and the loaders' places into a directory, and into the
-        run's checkpoints. All workers call it, between steps; returns the directory."""
+        run's checkpoints, between steps; returns the directory. All workers may call it, or the first alone; under
+        layouts that split models, with local SGD and with error feedback all must."""
         project = self.project_configuration
         if output_dir is None and not project.automatic_checkpoint_naming:
             raise ValueError(
@@ -341,6 +358,7 @@ class Accelerator(ProgramMember):
             )
         is_named = project.automatic_checkpoint_naming
         chosen = next_directory(self.worker, project) if is_named else Path(str(output_dir))
+        self._state_hooks.call_before_save(self._loaders.models, chosen)
         save_state(self.worker, chosen)
         project.iteration += is_named
         return str(chosen)
@@ -354,22 +372,13 @@ class Accelerator(ProgramMember):
                 f"load_state({str(chosen)!r}) after the program has begun to train: what all workers hold would change "
                 "under a run that has counted its steps. Load weights: model.load_state_dict(...), or begin a new run"
             )
+        self._state_hooks.call_before_load(self._loaders.models, chosen)
         load_state(self.worker, chosen, self._program.state)
         self._world.require_same(self._program.state.processes)
         self._program.state.processes = self._world.processes
         self._loaders.is_loaded = True
 
     # Options.
-
-    def _take_handlers(self, handlers: Sequence[Any]) -> None:
-        for one in handlers:
-            if isinstance(one, ProfileKwargs):
-                self._profile = one
-            elif not isinstance(one, DistributedDataParallelKwargs):
-                raise PlanError(
-                    f"Accelerator(kwargs_handlers=[{type(one).__name__}(...)]) is not in Paceline: "
-                    f"{way_for(type(one).__name__)}"
-                )
 
     def _tell_trackers(self, log_with: Any) -> None:
         job = parts_of(self.worker).files.assignment.job
@@ -381,42 +390,9 @@ class Accelerator(ProgramMember):
                 self._tell(f"log_with={name!r} is not used: a run has TensorBoard files, W&B and MLflow")
 
 
-def _in_single_precision(model: nn.Module, args: Any, output: Any) -> Any:
-    """What a model returns, with half-precision numbers as float32, as programs expect of mixed precision."""
-
-    def single(tensor: Tensor) -> Tensor:
-        return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
-
-    return mapped(output, single)
-
-
 def skip_first_batches(dataloader: PreparedLoader, num_batches: int = 0) -> PreparedLoader:
     """Have the next loop over a prepared loader leave out so many batches of each worker."""
     if not isinstance(dataloader, PreparedLoader):
         raise TypeError(f"skip_first_batches() takes a loader that was prepared, not a {type(dataloader).__name__}")
     dataloader.begin_at(num_batches)
     return dataloader
-
-
-def _plan_of(mixed_precision: str | None) -> Plan | None:
-    """The plan that a program's own word asks for."""
-    if mixed_precision is None or str(mixed_precision) == "no":
-        return None
-    try:
-        return Plan(compute=Compute(precision=str(mixed_precision)))  # pyright: ignore[reportArgumentType]  # it refuses others
-    except PlanError as error:
-        raise PlanError(f"Accelerator(mixed_precision={mixed_precision!r}): {error}") from None
-
-
-def _way_for_option(name: str) -> str:
-    plugins = {
-        "fsdp_plugin": "FullyShardedDataParallelPlugin",
-        "deepspeed_plugin": "DeepSpeedPlugin",
-        "deepspeed_plugins": "DeepSpeedPlugin",
-        "megatron_lm_plugin": "MegatronLMPlugin",
-        "torch_tp_plugin": "TorchTensorParallelPlugin",
-        "parallelism_config": "ParallelismConfig",
-    }
-    if name in ("dynamo_backend", "dynamo_plugin"):
-        return "the plan says it: --plan 'compute(compile=true)'"
-    return way_for(plugins.get(name, name))

@@ -262,10 +262,15 @@ class FlatLoop:
 
     # The pass.
 
-    def before_forward(self, module: nn.Module, args: Any) -> None:
-        """A prepared model's forward begins: of the next micro-batch, where the loop has read ahead."""
-        if self.in_pass and self._is_done and self._num_opened < self._num_given and torch.is_grad_enabled():
-            self._open_next()
+    def follow(self, model: nn.Module) -> None:
+        """Have a prepared model's forward open the next micro-batch, where the loop has read ahead."""
+
+        def before(module: nn.Module, args: Any) -> None:  # a function: a copy of the model is to copy no loop
+            is_due = self.in_pass and self._is_done and self._num_opened < self._num_given
+            if module is model and is_due and torch.is_grad_enabled():
+                self._open_next()
+
+        model.register_forward_pre_hook(before)
 
     def backward(self, loss: Tensor) -> None:
         """Add the micro-batch's gradient; after the last one of a step they are averaged over all workers."""

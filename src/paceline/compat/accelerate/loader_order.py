@@ -8,11 +8,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from paceline.errors import PlanError
 
-__all__ = ["OrderedDataset", "batches_of", "checksum_of", "is_iterable", "require_whole_batches"]
+__all__ = [
+    "OrderedDataset",
+    "batches_of",
+    "checksum_of",
+    "is_iterable",
+    "order_generator",
+    "require_whole_batches",
+    "seed_order",
+]
 
 
 class OrderedDataset(Dataset[Any]):
@@ -48,6 +56,25 @@ def batches_of(loader: DataLoader[Any]) -> list[list[Any]]:
         )
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # the seed of the loader's processes
     return [list(batch) for batch in loader.batch_sampler]
+
+
+def _sampler(loader: DataLoader[Any]) -> Any:
+    return getattr(loader.batch_sampler, "sampler", loader.sampler)
+
+
+def order_generator(loader: DataLoader[Any]) -> torch.Generator | None:
+    """The generator of a loader's sampler; None: it draws from torch's own, or draws nothing."""
+    found = getattr(_sampler(loader), "generator", None)
+    return found if isinstance(found, torch.Generator) else None
+
+
+def seed_order(loader: DataLoader[Any]) -> None:
+    """Give a shuffling loader a generator of its own, seeded from torch's, as Accelerate does for several processes: so
+    the samples come in the same order as there."""
+    sampler = _sampler(loader)
+    if isinstance(sampler, RandomSampler) and sampler.generator is None:
+        seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        sampler.generator = torch.Generator().manual_seed(seed)
 
 
 def require_whole_batches(batches: Sequence[Sequence[Any]], micro: int) -> None:

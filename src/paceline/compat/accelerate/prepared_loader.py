@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,12 +23,14 @@ from paceline.compat.accelerate.loader_order import (
     batches_of,
     checksum_of,
     is_iterable,
+    order_generator,
     require_whole_batches,
+    seed_order,
 )
 from paceline.compat.accelerate.program_state import LoaderProgress, ProgramState
 from paceline.compat.accelerate.world import ProgramWorld
 from paceline.errors import PlanError
-from paceline.parallel.precision import computing, input_dtype
+from paceline.parallel.precision import computing_body, input_dtype
 from paceline.worker.data import random_state
 from paceline.worker.data.batch_stream import StreamSource
 from paceline.worker.data.step_batch import to_device
@@ -55,12 +57,12 @@ class LoaderContext:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """What surrounds a batch of a loop that evaluates: it computes as the plan says.
+        """What surrounds a batch of a loop that evaluates: the default type of fp64, as where a loop trains.
 
         Loops side by side, as of zip(...), end in any order: the first one begins it, and the last one ends it.
         """
         if self._num_evaluating == 0:
-            self._computing.enter_context(computing(self.worker.plan.compute.precision, self.worker.device))
+            self._computing.enter_context(computing_body(self.worker.plan.compute.precision, self.worker.device))
         self._num_evaluating += 1
         try:
             yield
@@ -96,6 +98,9 @@ class PreparedLoader:
         self._was_evaluated = False
         self._num_loops = 0  # that train
         self._begins_at = 0  # batches that the next loop leaves out
+        # With split batches the order is that of one process, on any number of them.
+        if context.world.processes > 1 and not context.splits_batches and not is_iterable(loader):
+            seed_order(loader)
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # not there yet: while a copy is made
@@ -149,8 +154,12 @@ class PreparedLoader:
         progress = context.state.loader(self._stream)
         if not self._begin(progress):
             return
+        generator = order_generator(self.loader)
         progress.random = random_state.capture_random_state()
+        if generator is not None:
+            progress.random["order"] = generator.get_state()
         batches = self._drawn()
+        progress.order = generator.get_state() if generator is not None else None
         shape = self._shape()
         source = self._source(self._stream, batches, shape, epochs=progress.epoch + 1)
         begin = self._beginning(skipped, shape, progress)
@@ -194,10 +203,13 @@ class PreparedLoader:
             is_over = saved["is_over"] or self._is_at_end()
             number = saved["epoch"] + int(is_over)
             self._num_loops = number + 1
+            self._restore_order(saved, is_over=is_over)
             if not is_over:
                 random_state.restore_random_state(saved["random"])
         elif (saved := context.state.saved.get(str(self._stream))) is not None:
             # The run goes on, and the program does not know it: loops that are done have nothing left.
+            if number == saved["epoch"]:
+                self._restore_order(saved, is_over=saved["is_over"])
             if number == saved["epoch"] and saved["is_over"] and context.state.random is not None:
                 random_state.restore_random_state(context.state.random)
             if number < saved["epoch"] or (number == saved["epoch"] and saved["is_over"]):
@@ -207,6 +219,13 @@ class PreparedLoader:
                 random_state.restore_random_state(saved["random"])
         progress.epoch, progress.is_over = number, False
         return not context.flat.is_stopped
+
+    def _restore_order(self, saved: Mapping[str, Any], *, is_over: bool) -> None:
+        """Have the loader's own generator be where it was: before it drew the epoch's order, or after that."""
+        generator = order_generator(self.loader)
+        state = saved.get("order") if is_over else saved["random"].get("order")
+        if generator is not None and state is not None:
+            generator.set_state(state)
 
     def _is_at_end(self) -> bool:
         """Whether the stream's position is behind the last sample of its epoch."""

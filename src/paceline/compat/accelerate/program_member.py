@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from paceline.compat.accelerate.blank_tracker import BlankTracker
 from paceline.compat.accelerate.exchange import gather_values, pad_values, part_of_values, reduce_values
 from paceline.compat.accelerate.flat_loop import FlatLoop
 from paceline.compat.accelerate.utils import DistributedType, ProjectConfiguration
@@ -100,6 +101,11 @@ class ProgramMember:
     def logging_dir(self) -> str | None:
         """Of the project's configuration."""
         return self.project_configuration.logging_dir
+
+    @property
+    def scaler(self) -> None:
+        """None, as where gradients are not scaled. In fp16 the run scales them, and the scale is in its checkpoints."""
+        return
 
     @property
     def state(self) -> ProgramMember:
@@ -210,6 +216,15 @@ class ProgramMember:
             self._tell(f"accelerator.log(...) leaves out {', '.join(left_out)}: a run's metrics are numbers")
         if found:
             self.worker.report(**found)
+
+    @property
+    def trackers(self) -> list[Any]:
+        """None: a run's loggers live beside its workers."""
+        return []
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> BlankTracker:
+        """Return a tracker that keeps nothing, and has the run's record say so."""
+        return BlankTracker(name, self._tell)
 
     def end_training(self) -> None:
         """The program is at its end. The worker ends with the program; nothing is to be closed before."""

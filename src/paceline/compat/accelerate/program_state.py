@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from paceline.worker.data.random_state import capture_random_state
 
 __all__ = ["LoaderProgress", "ProgramState"]
@@ -14,20 +16,23 @@ class LoaderProgress:
     """Where the loops over one loader that trains are.
 
     `epoch`: of the loop that was begun last, from 0; -1: none was. `is_over`: it has come to its end. `random`: every
-    random state as it was when that loop began, from which its order of samples follows.
+    random state as it was when that loop began, and that of the loader's own generator, from which its order of samples
+    follows. `order`: the generator's state after the order was drawn.
     """
 
     def __init__(self) -> None:
         self.epoch, self.is_over = -1, True
         self.random: dict[str, Any] | None = None
+        self.order: torch.Tensor | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return {"epoch": self.epoch, "is_over": self.is_over, "random": self.random}
+        """Plain values and tensors."""
+        return {"epoch": self.epoch, "is_over": self.is_over, "random": self.random, "order": self.order}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned."""
         self.epoch, self.is_over, self.random = state["epoch"], state["is_over"], state["random"]
+        self.order = state.get("order")
 
 
 class ProgramState:

@@ -9,7 +9,6 @@ __all__ = ["refused_in_module", "way_for"]
 PAGE = "docs/how-to/bring-your-accelerate-program.md"
 LAYOUT = "the plan says how a model is split: --plan shard=4 (ZeRO, as FSDP and DeepSpeed), tensor=4, or context=4"
 PRECISION = "the plan says it: --plan 'compute(precision=bf16)', or mixed_precision='bf16'"
-HOOKS = "states are checkpoints of the run: save what is beside them yourself, next to accelerator.save_state()"
 LOGGERS = "trackers live beside the run, not in a worker: paceline run --log wandb, and accelerator.log(values)"
 INFERENCE = "inference of large models is not there: worker.evaluate, or the framework itself"
 
@@ -23,31 +22,24 @@ WAYS = {
     "DummyScheduler": f"the program's own scheduler takes its place; {LAYOUT}",
     "torch_device_mesh": LAYOUT,
     "maybe_context_parallel": LAYOUT,
-    "AutocastKwargs": PRECISION,
     "FP8RecipeKwargs": PRECISION,
     "AORecipeKwargs": PRECISION,
     "TERecipeKwargs": PRECISION,
     "MSAMPRecipeKwargs": PRECISION,
     "GradScalerKwargs": PRECISION,
     "fp8_recipe_handler": PRECISION,
-    "scaler": PRECISION,
     "unscale_gradients": "gradients are not scaled when accelerator.backward() has returned: leave it out",
     "clip_grad_value_": "accelerator.worker.clip_gradients(max_value=...)",
     "lomo_backward": "use another optimizer: LOMO steps inside of backward, and a step here is one transaction",
     "join_uneven_inputs": "leave it out: uneven ends need no care, since all workers make the same number of runs",
-    "register_save_state_pre_hook": HOOKS,
-    "register_load_state_pre_hook": HOOKS,
     "verify_device_map": LAYOUT,
     "trigger_sync_in_backward": "leave it out: the last micro-batch of a step is known",
-    "get_tracker": LOGGERS,
-    "trackers": LOGGERS,
     "GeneralTracker": LOGGERS,
     "PartialState": "Accelerator() has its attributes: process_index, num_processes, device, is_main_process",
     "AcceleratorState": "Accelerator() has its attributes: process_index, num_processes, device, is_main_process",
     "notebook_launcher": "paceline.run(train, workers=2) works in a notebook cell",
     "debug_launcher": "paceline run train.py --workers 2 --device cpu",
     "launch": "paceline run train.py --workers 2",
-    "InitProcessGroupKwargs": "the job says how long a worker waits for others: paceline run --timeout-s 1800",
     "prepare_pippy": "the plan says it: --plan stages=4, with worker.stepper",
     "init_empty_weights": INFERENCE,
     "load_checkpoint_and_dispatch": INFERENCE,

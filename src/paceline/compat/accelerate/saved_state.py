@@ -12,6 +12,7 @@ from paceline.compat.accelerate.utils import ProjectConfiguration
 from paceline.errors import CheckpointError
 from paceline.worker.data.random_state import restore_random_state
 from paceline.worker.run_member import parts_of
+from paceline.worker.stateful_member import loop_of
 from paceline.worker.worker import Worker
 
 __all__ = ["latest_directory", "load_state", "next_directory", "save_state"]
@@ -20,12 +21,22 @@ __all__ = ["latest_directory", "load_state", "next_directory", "save_state"]
 def save_state(worker: Worker, directory: Path) -> None:
     """Save a checkpoint of the run, and put it into a directory: by links where that is possible, else by copies.
 
-    An operation of all workers. Raises CheckpointError, on all of them, where it cannot be written.
+    Where the first worker has all of the state it needs no other: programs may call this on it alone. Else it is an
+    operation of all workers. Raises RuntimeError inside a step, and CheckpointError where it cannot be written.
     """
-    parts = parts_of(worker)
-    worker.save()
-    parts.place.consensus.run(parts.saver.wait)
-    said = worker.gather(_publish(parts.files.checkpoint_dir, directory, step=worker.step) if worker.is_first else "")
+    parts, between = parts_of(worker), loop_of(worker).between
+    if between.can_save_alone:
+        parts.collectives.require_together("accelerator.save_state()")
+        if not worker.is_first:
+            return
+        between.save_alone()
+        said = [_publish(parts.files.checkpoint_dir, directory, step=worker.step)]
+    else:
+        worker.save()
+        parts.place.consensus.run(parts.saver.wait)
+        said = worker.gather(
+            _publish(parts.files.checkpoint_dir, directory, step=worker.step) if worker.is_first else ""
+        )
     if said[0]:
         raise CheckpointError(said[0])
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import enum
 import functools
 import gc
+import importlib.util
 import inspect
 import random
 from collections.abc import Callable
@@ -21,11 +23,13 @@ from paceline.host_memory import is_out_of_memory
 from paceline.worker.program_worker import program_worker
 
 __all__ = [
+    "AutocastKwargs",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
     "DistributedType",
     "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
     "PrecisionType",
     "ProfileKwargs",
     "ProjectConfiguration",
@@ -163,6 +167,23 @@ class DistributedDataParallelKwargs:
 
 
 @dataclasses.dataclass
+class AutocastKwargs:
+    """How models autocast: `enabled=False` leaves their forwards, or a block, in single precision."""
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
+
+
+@dataclasses.dataclass
+class InitProcessGroupKwargs:
+    """Options of torch's process group, of which none is used: the job says how long a worker waits for others."""
+
+    backend: str | None = None
+    init_method: str | None = None
+    timeout: datetime.timedelta | None = None
+
+
+@dataclasses.dataclass
 class ProfileKwargs:
     """What `accelerator.profile()` has torch's profiler record."""
 
@@ -241,8 +262,8 @@ def find_executable_batch_size(function: Any = None, starting_batch_size: int = 
 
 
 def is_schedulefree_available() -> bool:
-    """Whether schedule-free optimizers are to be used: their train and eval weights are not kept apart here."""
-    return False
+    """Whether the package of schedule-free optimizers is installed."""
+    return importlib.util.find_spec("schedulefree") is not None
 
 
 def is_xpu_available(check_device: bool = False) -> bool:

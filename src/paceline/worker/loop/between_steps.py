@@ -45,6 +45,7 @@ class BetweenSteps:
         self._wire_advisor = WireAdvisor(parts.plan, place=place, models=parts.models, emit=files.emit)
         self._group, self._consensus, self._recorder = place.group, place.consensus, place.recorder
         self._device = parts.device
+        self._is_split, self._is_local = place.axes.is_split, parts.plan.is_local
         self._trial = MicroBatchTrial(parts.sizes, environment.micro_batch_trial())
         # The steps after which all had equal weights the last time, and the time before: but for rounds, the last two.
         self._equal_before = self._equal_at = 0
@@ -232,6 +233,25 @@ class BetweenSteps:
             self._saver.has_taken_over = True
         self._saver.save(step=self.log.step, gathered=gathered, is_writer=is_writer)
         self.save_timer.saved(time.monotonic() - began)
+
+    @property
+    def has_whole_models(self) -> bool:
+        """Whether each worker has the run's weights between two steps."""
+        return not (self._is_split or self._is_local)
+
+    @property
+    def can_save_alone(self) -> bool:
+        """Whether the first worker has all of the state between two steps, so that it needs no other to save it."""
+        return self.has_whole_models and not self._codec_state.is_kept
+
+    def save_alone(self) -> None:
+        """Save a checkpoint on the first worker, which alone calls this where `can_save_alone`, and wait until it is
+        complete. What all workers count of saves stays as it is. Raises CheckpointError where it cannot be written."""
+        self._shards.close()
+        self._recorder.begin("saving", self.log.step)
+        self._numerical_guard.put_back(self.log.step, self.cursors)
+        self._saver.save(step=self.log.step, gathered=GatheredCodecState())
+        self._saver.wait_alone()
 
     def state_dict(self) -> dict[str, Any]:
         """The counts, for a newcomer."""

@@ -153,6 +153,11 @@ class CheckpointSaver:
             if not total(self._group, [float(not is_written)], what="whether checkpoints are written")[0]:
                 return
 
+    def wait_alone(self) -> None:
+        """Return when this worker writes no more. Raises CheckpointError where its last save could not be committed."""
+        if self._writer is not None:
+            self._writer.wait()
+
     def await_complete(self, step: int) -> None:
         """Wait a moment until the checkpoint of this step is complete, whichever workers write it; not together with
         them. It is looked for on disk: where that is another host's, the moment passes."""

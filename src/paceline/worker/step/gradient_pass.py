@@ -34,7 +34,7 @@ from paceline.errors import SyncError
 from paceline.host_memory import is_out_of_memory
 from paceline.parallel.fully_sharded.sharded_model import ShardedModels
 from paceline.parallel.gradient_queries import backward_calls
-from paceline.parallel.precision import computing, input_dtype
+from paceline.parallel.precision import computing, computing_body, input_dtype
 from paceline.plan import ParameterServer, Plan
 from paceline.schedule.micro_batches import MicroBatch
 from paceline.sync.allreduce.gradient_reducer import GradientReducer
@@ -105,6 +105,7 @@ class StepExecutor:
         self.observer: MicroBatchObserver | None = None
         self.unit_draws: UnitDraws | None = None
         self.writes = ForwardWrites(is_alone=lambda: group.size == 1 or isinstance(plan.sync, ParameterServer))
+        self.autocasts_body = True  # around all of a micro-batch; False: the caller's models do so in their forwards
         self.outcome: StepOutcome | None = None  # of the last pass; None during one, or when it was left early
         self._has_begun = False  # its first pass
         self._sizes = sizes or MicroBatchSize(plan.batch)
@@ -164,7 +165,8 @@ class StepExecutor:
                         break
                     batch.is_void = is_void
                     self._open_micro(batch, micro, gradients, is_last=number == batch.num_runs - 1)
-                    with computing(self._precision, self._device), self._draws(batch, micro):
+                    around = computing_body if not self.autocasts_body else computing
+                    with around(self._precision, self._device), self._draws(batch, micro):
                         yield data
                     if self.shortage.text:
                         break
