@@ -145,7 +145,9 @@ def _program_line(scalars: TaskScalars, *, attempt: int) -> dict[str, Any]:
         **({} if scalars.epoch is None else {"epoch": scalars.epoch}),
         "time": round(scalars.written, 6),
         **({} if scalars.loss is None else {"loss": real(scalars.loss)}),
-        **{f"reported_{name}" if name in (*OWN_NAMES, "loss") else name: real(v) for name, v in scalars.metrics.items()},
+        **{
+            f"reported_{name}" if name in (*OWN_NAMES, "loss") else name: real(v) for name, v in scalars.metrics.items()
+        },
     }
 
 

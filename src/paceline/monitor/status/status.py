@@ -105,9 +105,7 @@ class RunStatus:
     def stands_still(self) -> bool:
         """Whether it runs, and has taken no step for far longer than one takes; of another framework's program: whether
         no task does anything."""
-        return self.state == RUNNING and (
-            self.progress.stands_still if self.tasks is None else are_still(self.workers)
-        )
+        return self.state == RUNNING and (self.progress.stands_still if self.tasks is None else are_still(self.workers))
 
     def facts(self) -> dict[str, Any]:
         """Plain data for programs, progress and trouble among the rest."""

@@ -52,7 +52,9 @@ def still_lines(tasks: Sequence[_Task], attempt: Path) -> list[str]:
     if written:
         when, name, path = max(written)
         said = next(filter(None, map(str.strip, itertools.islice(last_lines(path), NUM_EMPTY))), "")
-        lines.append(f"  the last line, {duration_text(max(0.0, clock.now() - when))} ago, of {name}: {said[:MOST_LINE]}")
+        lines.append(
+            f"  the last line, {duration_text(max(0.0, clock.now() - when))} ago, of {name}: {said[:MOST_LINE]}"
+        )
     return lines
 
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 import math
 import struct
 from pathlib import Path
+from typing import Any
 
 from tensorboard.compat.proto import event_pb2
 
 from paceline.compat.tensorflow.event_file import EventFile, Scalar
 from paceline.compat.tensorflow.program_scalars import ProgramRow, ProgramScalars
 
+messages: Any = event_pb2  # its classes are made at run time
 NAME = "events.out.tfevents.123.host.1.2.v2"
 FLOAT, STRING = 1, 7  # types of tensors
 
 
 def record(tag: str, step: int, value: float, *, time: float = 100.0, old: bool = False) -> bytes:
     """As `tf.summary.scalar` of TensorFlow 2 writes it, or of TensorFlow 1."""
-    event = event_pb2.Event(wall_time=time, step=step)
+    event = messages.Event(wall_time=time, step=step)
     said = event.summary.value.add(tag=tag)
     if old:
         said.simple_value = value
@@ -40,7 +42,7 @@ def append(path: Path, *records: bytes) -> Path:
 
 
 def test_scalars_of_both_kinds_are_read_once_and_only_whole(tmp_path: Path) -> None:
-    begin = framed(event_pb2.Event(file_version="brain.Event:2").SerializeToString())
+    begin = framed(messages.Event(file_version="brain.Event:2").SerializeToString())
     last = record("loss", 3, 0.25)
     path = append(tmp_path / NAME, begin, record("loss", 1, 0.5), record("loss", 2, 0.375, old=True), last[:20])
     file = EventFile(path)
@@ -51,14 +53,14 @@ def test_scalars_of_both_kinds_are_read_once_and_only_whole(tmp_path: Path) -> N
 
 
 def test_what_is_no_scalar_is_passed_over(tmp_path: Path) -> None:
-    text = event_pb2.Event(step=1)
+    text = messages.Event(step=1)
     text.summary.value.add(tag="text").tensor.dtype = STRING
     text.summary.value[0].tensor.string_val.append(b"words")
-    vector = event_pb2.Event(step=1)
+    vector = messages.Event(step=1)
     vector.summary.value.add(tag="vector").tensor.dtype = FLOAT
     vector.summary.value[0].tensor.tensor_shape.dim.add(size=2)
     vector.summary.value[0].tensor.float_val.extend([1.0, 2.0])
-    packed = event_pb2.Event(step=2)
+    packed = messages.Event(step=2)
     packed.summary.value.add(tag="loss").tensor.dtype = FLOAT
     packed.summary.value[0].tensor.tensor_content = struct.pack("<f", 0.5)
     messages = [framed(one.SerializeToString()) for one in (text, vector, packed)]
