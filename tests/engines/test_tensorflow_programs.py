@@ -4,6 +4,7 @@ and by one of TensorFlow itself where `make test-tensorflow` has made its enviro
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -33,6 +34,12 @@ HAS_TENSORFLOW = (TENSORFLOW.parents[1] / ".made").exists()
 
 needs_tensorflow = pytest.mark.skipif(not HAS_TENSORFLOW, reason="needs TensorFlow: make test-tensorflow installs it")
 pytestmark = pytest.mark.timeout(600)
+
+
+def require_installed(package: str) -> None:
+    """Skip the test where it is not; importing Ray would change this process's environment."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"needs {package}: make test-engines installs it")
 
 
 def copied(program: Path, folder: Path) -> Path:
@@ -107,7 +114,7 @@ def test_workers_of_tensorflow_over_ssh_have_the_losses_of_one_process(
 
 @pytest.fixture
 def kubernetes(tmp_path: Path) -> Iterator[Site]:
-    pytest.importorskip("kubernetes", reason="needs the client: make test-engines installs it")
+    require_installed("kubernetes")
     with kube_site(tmp_path, subnet="10.101.0") as cluster:
         yield cluster
 
@@ -134,7 +141,7 @@ def test_workers_of_tensorflow_on_kubernetes_have_the_losses_of_one_process(kube
 
 @pytest.fixture
 def ray_nodes() -> Iterator[RayCluster]:
-    pytest.importorskip("ray", reason="needs Ray: make test-engines installs it")
+    require_installed("ray")
     with ray_cluster(nodes=("n1", "n2")) as made:
         yield made
 

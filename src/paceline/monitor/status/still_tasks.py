@@ -11,7 +11,7 @@ from paceline import clock
 from paceline.logs.log_reader import last_lines
 from paceline.units import duration_text
 
-__all__ = ["are_still", "still_lines"]
+__all__ = ["TaskState", "are_still", "still_lines"]
 
 AT_WORK = ("running", "halted", "starting")
 LOGS = ("stdout.log", "stderr.log")
@@ -20,7 +20,9 @@ MOST_LINE = 160  # characters of a log's line
 NUM_EMPTY = 20  # last lines of a log, of which one says something
 
 
-class _Task(Protocol):
+class TaskState(Protocol):
+    """What is asked of a task: `WorkerStatus` has it."""
+
     @property
     def rank(self) -> int: ...
     @property
@@ -33,13 +35,13 @@ class _Task(Protocol):
     def place(self) -> str: ...
 
 
-def are_still(tasks: Sequence[_Task]) -> bool:
+def are_still(tasks: Sequence[TaskState]) -> bool:
     """Whether all tasks that are at work stand still."""
     at_work = [task for task in tasks if task.state in AT_WORK]
     return bool(at_work) and all(task.still_s > 0 for task in at_work)
 
 
-def still_lines(tasks: Sequence[_Task], attempt: Path) -> list[str]:
+def still_lines(tasks: Sequence[TaskState], attempt: Path) -> list[str]:
     """Return the sentence, where each task stands, and what they have written last; `attempt`: its directory."""
     still = [task for task in tasks if task.state in AT_WORK and task.still_s > 0]
     lines = [

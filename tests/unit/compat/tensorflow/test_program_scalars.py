@@ -63,8 +63,8 @@ def test_what_is_no_scalar_is_passed_over(tmp_path: Path) -> None:
     packed = messages.Event(step=2)
     packed.summary.value.add(tag="loss").tensor.dtype = FLOAT
     packed.summary.value[0].tensor.tensor_content = struct.pack("<f", 0.5)
-    messages = [framed(one.SerializeToString()) for one in (text, vector, packed)]
-    path = append(tmp_path / NAME, framed(b"\xff\xff no message"), framed(bytes(1 << 17)), *messages)
+    records = [framed(one.SerializeToString()) for one in (text, vector, packed)]
+    path = append(tmp_path / NAME, framed(b"\xff\xff no message"), framed(bytes(1 << 17)), *records)
     assert EventFile(path).read() == [Scalar("loss", 2, 0.5, 0.0)]
 
 
