@@ -275,7 +275,7 @@ class TaskScalars(Event):
 
     rank: int
     name: str  # of the task
-    step: int  # as the program counts; where it only writes numbers of epochs: how many have ended
+    program_step: int  # as the program counts; where it only writes numbers of epochs: how many have ended
     written: float  # when, in seconds since 1970
     epoch: int | None = None  # of which they are, from 0; None: of the step
     loss: float | None = None

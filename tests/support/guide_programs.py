@@ -47,8 +47,9 @@ def parameter_server_training() -> str:
 
 
 def write_fashion_mnist(home: Path, *, num: int = 1024) -> None:
-    """Put handwritten digits where Keras looks for Fashion-MNIST before it downloads it: the files have one format."""
-    folder = home / "datasets/fashion-mnist"
+    """Put handwritten digits where Keras looks for Fashion-MNIST below the user's home before it downloads it: the files
+    have one format."""
+    folder = home / ".keras/datasets/fashion-mnist"
     folder.mkdir(parents=True)
     digits: Any = load_digits()
     images = np.kron((digits.images * 15).astype(np.uint8), np.ones((1, 3, 3), np.uint8))

@@ -30,7 +30,7 @@ def _guides_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     monkeypatch.delenv("TF_CONFIG", raising=False)
     monkeypatch.setenv("TF_USE_LEGACY_KERAS", "1")
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "2")
-    monkeypatch.setenv("KERAS_HOME", str(tmp_path / "keras"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
 
 
 def by_paceline(program: Path, *options: str) -> str:
@@ -74,7 +74,7 @@ def written(folder: Path, name: str, code: str) -> Path:
 
 def test_a_loop_of_its_own_has_the_losses_that_it_has_by_hand(tmp_path: Path) -> None:
     code = custom_training()
-    write_fashion_mnist(tmp_path / "keras")
+    write_fashion_mnist(tmp_path / "home")
     program = written(tmp_path / "hand", "custom_training.py", code)
     status, output = run(sys.executable, program, cwd=program.parent, cold=True, limit_s=LIMIT_S)
     assert status == 0, output

@@ -206,7 +206,7 @@ def scalars(
     step: int, loss: float | None, *, epoch: int | None = None, metrics: Mapping[str, float] | None = None
 ) -> TaskScalars:
     return TaskScalars(
-        rank=0, name="worker 0", step=step, written=1000.0 + step, epoch=epoch, loss=loss, metrics=metrics or {}
+        rank=0, name="worker 0", program_step=step, written=1000.0 + step, epoch=epoch, loss=loss, metrics=metrics or {}
     )
 
 

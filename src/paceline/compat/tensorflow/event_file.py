@@ -41,14 +41,16 @@ class EventFile:
         self._begin = 0
         self._is_damaged = False
 
-    def read(self) -> list[Scalar]:
-        """Return the scalars that have come since the last call, of a few megabytes at most; none of a damaged file."""
+    def read(self, *, is_last: bool = False) -> list[Scalar]:
+        """Return the scalars that have come since the last call, of a few megabytes at most unless it `is_last`; none
+        of a damaged file."""
         found: list[Scalar] = []
         if self._is_damaged:
             return found
         try:
             with open_regular(self.path) as file:
-                size, until = os.fstat(file.fileno()).st_size, self._begin + MOST_READ
+                size = os.fstat(file.fileno()).st_size
+                until = size if is_last else self._begin + MOST_READ
                 while self._begin + HEADER_BYTES <= size and self._begin < until:
                     file.seek(self._begin)
                     (length,) = struct.unpack_from("<Q", file.read(HEADER_BYTES))

@@ -43,15 +43,15 @@ class ProgramScalars:
         self._last_step: int | None = None  # of those that are no epochs
         self._steps: dict[int, int] = {}  # an epoch -> the last step before its numbers
 
-    def take(self, paths: Iterable[Path]) -> list[ProgramRow]:
+    def take(self, paths: Iterable[Path], *, is_last: bool = False) -> list[ProgramRow]:
         """Return what has come since the last call, by time. `paths`: the files that are open now; those that were open
-        before are read, too."""
+        before are read, too. `is_last`: the files are read to their ends, however long they are."""
         for path in paths:
             if path not in self._files:
                 self._files[path] = EventFile(path)
         rows: dict[tuple[int, int | None], ProgramRow] = {}
         for file in sorted(self._files.values(), key=lambda one: _is_held_out(one.path.parent)):
-            for scalar in file.read():
+            for scalar in file.read(is_last=is_last):
                 self._add(scalar, file.path.parent, rows)
         return sorted(rows.values(), key=lambda row: (row.time, row.step))
 

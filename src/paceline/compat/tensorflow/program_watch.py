@@ -58,7 +58,7 @@ class ProgramWatch:
 
     def close(self) -> None:
         """Read what the program has written last."""
-        self._tell_scalars(())
+        self._tell_scalars((), is_last=True)
 
     def _look_for_stillness(self, now_s: float, files: Sequence[Path]) -> bool:
         """Note for how long it has stood still, and where; return whether that is to be told at once."""
@@ -104,12 +104,12 @@ class ProgramWatch:
             )
         )
 
-    def _tell_scalars(self, files: Sequence[Path]) -> None:
-        for row in () if self._scalars is None else self._scalars.take(files):
+    def _tell_scalars(self, files: Sequence[Path], *, is_last: bool = False) -> None:
+        for row in () if self._scalars is None else self._scalars.take(files, is_last=is_last):
             said = TaskScalars(
                 rank=self._rank,
                 name=self._name,
-                step=row.step,
+                program_step=row.step,
                 written=row.time,
                 epoch=row.epoch,
                 loss=row.loss,

@@ -71,7 +71,7 @@ class MetricsFile:
     def _take_of_program(self, scalars: TaskScalars) -> None:
         if not self._has_stepped:
             self._has_stepped = True
-            drop_others(self.path, lambda step, _: step < scalars.step)
+            drop_others(self.path, lambda step, _: step < scalars.program_step)
         self._open().write(json.dumps(_program_line(scalars, attempt=self._attempt), allow_nan=False))
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ def _text(row: Step, attempt: int) -> str:
 def _program_line(scalars: TaskScalars, *, attempt: int) -> dict[str, Any]:
     """The row of numbers that a program has written for TensorBoard."""
     return {
-        "step": scalars.step,
+        "step": scalars.program_step,
         "attempt": attempt,
         **({} if scalars.epoch is None else {"epoch": scalars.epoch}),
         "time": round(scalars.written, 6),

@@ -82,7 +82,7 @@ def test_numbers_of_steps_are_rows_of_these_steps(tmp_path: Path) -> None:
     scalars = ProgramScalars()
     assert scalars.take([path]) == [ProgramRow(step=10, time=100.0, loss=0.5, metrics={"accuracy": 0.75})]
     append(path, record("loss", 20, math.nan, time=101.0))
-    (row,) = scalars.take([])  # the program has closed it
+    (row,) = scalars.take([], is_last=True)  # the program has closed it
     assert (row.step, row.time, row.metrics) == (20, 101.0, {}) and math.isnan(row.loss or 0.0)
 
 
