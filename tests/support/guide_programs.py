@@ -47,8 +47,8 @@ def parameter_server_training() -> str:
 
 
 def write_fashion_mnist(home: Path, *, num: int = 1024) -> None:
-    """Put handwritten digits where Keras looks for Fashion-MNIST below the user's home before it downloads it: the files
-    have one format."""
+    """Put handwritten digits where Keras looks for Fashion-MNIST before it downloads it, below the user's home: the
+    files have one format."""
     folder = home / ".keras/datasets/fashion-mnist"
     folder.mkdir(parents=True)
     digits: Any = load_digits()
