@@ -1,4 +1,4 @@
-"""Programs of TensorFlow's own guides, made of their notebooks when a test runs: nothing of them is kept here.
+"""A program of TensorFlow's own guides, made of its notebook when a test runs: nothing of it is kept here.
 
 PACELINE_TENSORFLOW_DOCS names a clone of github.com/tensorflow/docs, bare or not. What is changed of a guide's code is
 what follows from running it as a program, with a fixed seed and on this machine's disk; each change is listed here.
@@ -6,29 +6,18 @@ what follows from running it as a program, with a fixed seed and on this machine
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import re
-import struct
 import subprocess
 import textwrap
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-from sklearn.datasets import load_digits
 
-__all__ = ["custom_training", "parameter_server_training", "write_fashion_mnist"]
+__all__ = ["parameter_server_training"]
 
 FOLDER = "site/en/tutorials/distribute"
 SEED = "tf.keras.utils.set_random_seed(1)"
-
-
-def custom_training() -> str:
-    """The guide to loops of one's own under MirroredStrategy."""
-    return _program(_cells("custom_training"))
 
 
 def parameter_server_training() -> str:
@@ -44,24 +33,6 @@ def parameter_server_training() -> str:
     made = [(kind, head if kind == "code" and "create_in_process_cluster" in text else text) for kind, text in cells]
     program = _program(made).replace("import portpicker\n", "")
     return program.replace('"/tmp/my_working_dir"', '"working_dir"')
-
-
-def write_fashion_mnist(home: Path, *, num: int = 1024) -> None:
-    """Put handwritten digits where Keras looks for Fashion-MNIST before it downloads it, below the user's home: the
-    files have one format."""
-    folder = home / ".keras/datasets/fashion-mnist"
-    folder.mkdir(parents=True)
-    digits: Any = load_digits()
-    images = np.kron((digits.images * 15).astype(np.uint8), np.ones((1, 3, 3), np.uint8))
-    images = np.pad(images, ((0, 0), (2, 2), (2, 2)))
-    for name, begin, end in (("train", 0, num), ("t10k", num, len(images))):
-        shape = images[begin:end].shape
-        data = {
-            "images-idx3": struct.pack(">4i", 2051, *shape) + images[begin:end].tobytes(),
-            "labels-idx1": struct.pack(">2i", 2049, shape[0]) + digits.target[begin:end].astype(np.uint8).tobytes(),
-        }
-        for kind, content in data.items():
-            (folder / f"{name}-{kind}-ubyte.gz").write_bytes(gzip.compress(content))
 
 
 def _program(cells: list[tuple[str, str]]) -> str:

@@ -1,4 +1,4 @@
-"""TensorFlow's own guides as programs: started by hand, a process for each task with its TF_CONFIG, and by Paceline."""
+"""TensorFlow's own guide to parameter servers as a program: started by hand, a process for each task with its TF_CONFIG, and by Paceline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from guide_programs import custom_training, parameter_server_training, write_fashion_mnist
+from guide_programs import parameter_server_training
 from network_hosts import free_port
 from programs import PACELINE, run
 
@@ -25,12 +25,11 @@ pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 
 
 @pytest.fixture(autouse=True)
-def _guides_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _guides_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """The guides' code is for Keras 2."""
     monkeypatch.delenv("TF_CONFIG", raising=False)
     monkeypatch.setenv("TF_USE_LEGACY_KERAS", "1")
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "2")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
 
 
 def by_paceline(program: Path, *options: str) -> str:
@@ -70,19 +69,6 @@ def written(folder: Path, name: str, code: str) -> Path:
     folder.mkdir()
     (folder / name).write_text(code)
     return folder / name
-
-
-def test_a_loop_of_its_own_has_the_losses_that_it_has_by_hand(tmp_path: Path) -> None:
-    code = custom_training()
-    write_fashion_mnist(tmp_path / "home")
-    program = written(tmp_path / "hand", "custom_training.py", code)
-    status, output = run(sys.executable, program, cwd=program.parent, cold=True, limit_s=LIMIT_S)
-    assert status == 0, output
-    found = [re.findall(r"^Epoch (\d+), Loss: (\S+),", text, re.MULTILINE) for text in (
-        output, by_paceline(written(tmp_path / "paceline", program.name, code), "--workers", "1"),
-    )]  # fmt: skip
-    assert found[0] == found[1] and len(found[0]) == 30
-    print(found[0])
 
 
 def test_parameter_servers_train_as_by_hand_and_their_numbers_are_shown(tmp_path: Path) -> None:
