@@ -1,4 +1,5 @@
-"""TensorFlow's own guide to parameter servers as a program: started by hand, a process for each task with its TF_CONFIG, and by Paceline."""
+"""TensorFlow's own guide to parameter servers as a program: started by hand, a process for each task with its
+TF_CONFIG, and by Paceline."""
 
 from __future__ import annotations
 
