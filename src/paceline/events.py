@@ -265,6 +265,21 @@ class TaskUsage(Event):
     memory_bytes: int  # resident now
     restarts: int  # as in TaskStarted
     ready: bool  # TaskReady was said of it
+    still_s: float = 0.0  # for which it has used no processor and written nothing; 0: for less than is worth a word
+    place: str = ""  # the line at which it stands still then, "train.py:88 in step"; "": not known
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskScalars(Event):
+    """Numbers that the program of the first task has written for TensorBoard, read from its event files."""
+
+    rank: int
+    name: str  # of the task
+    program_step: int  # as the program counts; where it only writes numbers of epochs: how many have ended
+    written: float  # when, in seconds since 1970
+    epoch: int | None = None  # of which they are, from 0; None: of the step
+    loss: float | None = None
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])  # the others, by tag
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

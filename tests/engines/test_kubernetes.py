@@ -2,83 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from bridged_hosts import bridged_hosts, end_host
-from engine_runs import Submitted, losses, one_machine, submitted, until, write_program
+from bridged_hosts import end_host
+from engine_runs import Submitted, losses, one_machine, until, write_program
 from examined_clusters import doctor_command, require_cluster
-from kube_cluster import KubeCluster, kube_cluster, needs_kubernetes
-from network_hosts import NamespaceHost
+from kube_cluster import needs_kubernetes
+from kube_site import Site, kube_site
 
 pytest.importorskip("kubernetes", reason="needs the client: make test-engines installs it")
 FIXED = ("--plan", "batch(size=24,micro=4)")
 ELASTIC = ("--plan", "replicas=1-3+batch(size=24,micro=4)")
 
 
-@dataclasses.dataclass
-class Site:
-    """A cluster of three nodes, each with room for one pod of three cores."""
-
-    cluster: KubeCluster
-    control: NamespaceHost
-    nodes: dict[str, NamespaceHost]
-    volume: Path
-
-    def options(self, program: Path) -> list[str]:
-        settings = f"image=none,volume=runs,mount={self.volume},folder={program.parent},python={sys.executable},cpus=3"
-        return ["--on", f"kubernetes({settings})", "--set", "engine.env=PYTHONPATH"]
-
-    @contextlib.contextmanager
-    def run(self, program: Path, *options: str, user: bool = False) -> Iterator[Submitted]:
-        config = self.cluster.user if user else self.cluster.admin
-        name = f"{program.parent.name}-run"
-        with submitted(
-            self.control,
-            program,
-            *self.options(program),
-            *options,
-            run_dir=program.parent / name,
-            files=self.volume / name,
-            env={"KUBECONFIG": str(config)},
-        ) as run:
-            try:
-                yield run
-            finally:  # the run does not end with the command that follows it
-                if (run.run_dir / "engine.json").exists():
-                    run.command("stop")
-                    until(lambda: not self.pods(), "its pods have ended", limit_s=60)
-
-    def pods(self) -> dict[str, str]:
-        """The node of each pod that runs."""
-        code = """
-for pod in core.list_namespaced_pod("default").items:
-    if pod.status.phase == "Running" and not pod.metadata.deletion_timestamp:
-        print(pod.metadata.name, pod.spec.node_name)
-"""
-        return dict(line.split() for line in self.cluster.ask(code).splitlines())
-
-
-@contextlib.contextmanager
-def made(folder: Path, *, subnet: str) -> Iterator[Site]:
-    with contextlib.ExitStack() as stack:
-        control, *nodes = stack.enter_context(bridged_hosts(folder, ["control", "n1", "n2", "n3"], subnet=subnet))
-        volume = folder / "volume"
-        volume.mkdir()
-        cluster = stack.enter_context(kube_cluster(folder, control, nodes, volume=volume))
-        yield Site(cluster, control, {node.name: node for node in nodes}, volume)
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    with made(tmp_path_factory.mktemp("kubernetes"), subnet="10.99.0") as cluster:
+    with kube_site(tmp_path_factory.mktemp("kubernetes"), subnet="10.99.0") as cluster:
         yield cluster
 
 
@@ -173,7 +117,7 @@ def test_what_cannot_be_placed_is_said_with_the_reason(site: Site, tmp_path: Pat
 def test_pods_and_nodes_are_lost_and_replaced_and_the_run_grows_and_shrinks(tmp_path: Path) -> None:
     program = write_program(tmp_path / "work", samples=48_000, sleep_s=0.03)
     with (
-        made(tmp_path, subnet="10.100.0") as site,
+        kube_site(tmp_path, subnet="10.100.0") as site,
         site.run(program, "--hosts", "2", "--workers", "2", *ELASTIC) as run,
     ):
         run.until_step(5)

@@ -67,6 +67,8 @@ def behave(behaviour: str, name: str, cluster: dict[str, list[str]]) -> None:
         case "until":  # a file is there
             while not Path(detail).exists():
                 time.sleep(0.02)
+        case "scalars":  # for TensorBoard, into this folder, and wait until "FOLDER.read" is there
+            write_scalars(Path(detail))
         case "echo":  # until worker 0 has gone, which TensorFlow tells by an error of its own
             with contextlib.suppress(OSError), connected(cluster["worker"][0]) as sock:
                 sock.recv(100)
@@ -85,6 +87,24 @@ def behave(behaviour: str, name: str, cluster: dict[str, list[str]]) -> None:
             wait_for_ever()
         case _:
             raise ValueError(f"unknown behaviour {behaviour!r}")
+
+
+def write_scalars(folder: Path) -> None:
+    """Three losses, as TensorFlow 1 writes them, in a file that stays open."""
+    from tensorboard.compat.proto import event_pb2
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    messages: Any = event_pb2  # its classes are made at run time
+    folder.mkdir()
+    writer = RecordWriter((folder / "events.out.tfevents.1.host").open("wb"))
+    for step in (10, 20, 30):
+        event = messages.Event(wall_time=time.time(), step=step)
+        event.summary.value.add(tag="loss", simple_value=1 / step)
+        writer.write(event.SerializeToString())
+    writer.flush()
+    while not folder.with_suffix(".read").exists():
+        time.sleep(0.02)
+    writer.close()
 
 
 def wait_for_ever() -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 __all__ = ["RayCluster", "ray_cluster"]
 
@@ -35,15 +36,19 @@ class RayCluster:
     """A head, which runs no work, and nodes of four CPUs."""
 
     process: subprocess.Popen[str]
+    errors: Path  # what it writes to its standard error
     address: str = ""
 
     def ask(self, what: str, name: str) -> None:
-        """Add or remove a node."""
+        """Add or remove a node; raises RuntimeError where the cluster has ended, as it does on a busy machine."""
         if self.process.stdin is None or self.process.stdout is None:
             raise RuntimeError("it has no pipes")
-        self.process.stdin.write(f"{what} {name}\n")
-        self.process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(f"{what} {name}\n")
+            self.process.stdin.flush()
         self.address = self.process.stdout.readline().strip()
+        if not self.address:
+            raise RuntimeError(f"the Ray cluster has ended:\n{self.errors.read_text()[-4000:]}")
 
 
 @contextlib.contextmanager
@@ -51,15 +56,17 @@ def ray_cluster(*, nodes: Sequence[str]) -> Iterator[RayCluster]:
     """Start a cluster with nodes of these names, each of which is a resource, too."""
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # short: sockets with long names lie below it
     environment = os.environ | {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", CLUSTER],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=environment,
-    )
-    made = RayCluster(process)
+    errors = Path(folder) / "stderr.log"
+    with errors.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", CLUSTER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=environment,
+        )
+    made = RayCluster(process, errors)
     try:
         for name in nodes:
             made.ask("add", name)

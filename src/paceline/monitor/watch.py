@@ -139,7 +139,12 @@ class Watch:
         self._problems: list[str] = []  # that threads of files have said, to be shown
         self._sinks: list[Sink] = [self._summary, self._screen]
         if record:
-            self._sinks.append(MetricsFile(self.run_dir / "metrics.jsonl", attempt=attempt, say=self._problems.append))
+            of_program = job.run_for is not None
+            self._sinks.append(
+                MetricsFile(
+                    self.run_dir / "metrics.jsonl", attempt=attempt, say=self._problems.append, of_program=of_program
+                )
+            )
         if job.tensorboard and record:
             self._sinks.append(self._tensorboard)
         if record:

@@ -66,7 +66,7 @@ class MetricsIndex:
             if series is not None:
                 series.add(step, value, least, most, weight, revision)
         loss = number(row.get("loss"))
-        if loss is None and not row.get("skipped"):
+        if "loss" in row and loss is None and not row.get("skipped"):  # a row without one has said nothing of it
             self.num_broken += 1
         if self.first_loss is None:
             self.first_loss = number((merged.get("loss") or {}).get("first")) if merged else loss

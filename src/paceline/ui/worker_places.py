@@ -30,6 +30,7 @@ def _place(worker: WorkerStatus, directory: Path) -> dict[str, Any]:
     row: dict[str, Any] = dataclasses.asdict(worker) | {
         "host": printable(worker.host),
         "device": printable(worker.device),
+        "place": printable(worker.place),
     }
     if worker.state not in AT_WORK or worker.host != this_host():
         return row

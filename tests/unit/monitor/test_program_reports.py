@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from paceline.events import (
     Restarted,
     TaskLost,
     TaskReady,
+    TaskScalars,
     TaskStarted,
     TaskUsage,
     WorkerFailed,
@@ -23,6 +26,7 @@ from paceline.events import (
 )
 from paceline.monitor.console.closing_table import closing_table
 from paceline.monitor.console.event_lines import event_line, ready_line
+from paceline.monitor.export.metrics_jsonl import MetricsFile
 from paceline.monitor.export.scalars import ScalarPoints
 from paceline.monitor.export.summary_json import Summary
 from paceline.monitor.records.event_reader import decode_event
@@ -33,6 +37,8 @@ from paceline.monitor.report.report import incident_text
 from paceline.monitor.status import status as status_module
 from paceline.monitor.status.status import main_status, status
 from paceline.plan import Job
+from paceline.ui.metrics_index import FollowedMetrics
+from paceline.ui.run_summary import summary_of
 
 
 def started(rank: int, *, startup_s: float = 1.0, pid: int = 10) -> WorkerStarted:
@@ -194,3 +200,94 @@ def test_tensorboard_gets_what_each_task_uses_by_the_seconds_of_the_attempt() ->
         found += points.take(Record(1000.0 + second, 0, usage))
     assert [point.step for point in found] == [0, 10]
     assert found[1].values == {"tasks/chief/cores": 0.5, "tasks/chief/memory_gib": 1.0}
+
+
+def scalars(
+    step: int, loss: float | None, *, epoch: int | None = None, metrics: Mapping[str, float] | None = None
+) -> TaskScalars:
+    return TaskScalars(
+        rank=0, name="worker 0", program_step=step, written=1000.0 + step, epoch=epoch, loss=loss, metrics=metrics or {}
+    )
+
+
+def write_rows(run_dir: Path, rows: Sequence[TaskScalars], *, attempt: int = 1) -> None:
+    file = MetricsFile(run_dir / "metrics.jsonl", attempt=attempt, of_program=True)
+    file.accept(Record(900.0, 0, started(0)))
+    for row in rows:
+        file.accept(Record(row.written + 5.0, 0, row))
+    file.close()
+
+
+def begun(run_dir: Path) -> None:
+    job = dataclasses.asdict(Job(program="train.py", run_for="tensorflow", workers=2))
+    RunRecord.begin_attempt(run_dir, job=job, workers=2)
+
+
+def steps_of(run_dir: Path) -> list[tuple[int, int]]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [(row["attempt"], row["step"]) for row in rows]
+
+
+def test_what_a_program_writes_for_tensorboard_is_shown_as_its_steps_and_losses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun(tmp_path / "run")
+    held_out = {"validation/loss": 0.75, "step": 3.0}
+    write_rows(tmp_path / "run", [scalars(10, 1.5), scalars(20, 0.5), scalars(20, None, epoch=2, metrics=held_out)])
+    newest = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
+    assert newest == {
+        "step": 20, "attempt": 1, "epoch": 2, "time": 1020.0, "validation/loss": 0.75, "reported_step": 3.0,
+    }  # fmt: skip
+    assert main_status(tmp_path / "run") == 0
+    said = capsys.readouterr().out
+    assert "  step 20  epoch 3  loss 0.5 (by the program's event files)\n" in said
+    now = status(tmp_path / "run")
+    assert not now.stands_still, "how long ago a number was written says nothing of a program"
+    summary = summary_of(tmp_path / "run", "run")
+    assert (summary.step, summary.loss, summary.step_s) == (20, 0.5, None)
+    followed = FollowedMetrics(tmp_path / "run/metrics.jsonl")
+    followed.poll(10.0)
+    assert followed.index.num_broken == 0 and followed.index.first_loss == 1.5
+    assert {"loss", "metric/validation/loss"} <= followed.index.series.keys()
+
+
+def test_an_attempt_of_a_program_drops_the_rows_that_it_writes_again(tmp_path: Path) -> None:
+    begun(tmp_path / "run")
+    write_rows(tmp_path / "run", [scalars(step, 0.5) for step in (10, 20, 30)])
+    write_rows(tmp_path / "run", [], attempt=2)  # it was lost before it wrote anything
+    write_rows(tmp_path / "run", [scalars(20, 0.25), scalars(30, 0.25)], attempt=3)
+    assert steps_of(tmp_path / "run") == [(1, 10), (3, 20), (3, 30)]
+
+
+def test_status_says_where_a_program_stands_still_once_no_task_does_anything(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun(tmp_path / "run")
+    places = [tmp_path / f"run/attempt_1/worker_{rank}" for rank in range(2)]
+    for place in places:
+        place.mkdir(parents=True)
+    logs = [EventLog(place / "events.jsonl", worker=rank) for rank, place in enumerate(places)]
+
+    def tell(rank: int, still_s: float, place: str = "") -> None:
+        usage = TaskUsage(
+            rank=rank, name=f"worker {rank}", pid=10 + rank, up_s=500.0, cores=0.01, memory_bytes=1 << 30, restarts=0,
+            ready=True, still_s=still_s, place=place,
+        )  # fmt: skip
+        logs[rank].emit(usage)
+
+    for rank, events in enumerate(logs):
+        for event in (started(rank), TaskStarted(rank=rank, name=f"worker {rank}", pid=10 + rank)):
+            events.emit(event)
+    (places[0] / "stdout.log").write_text("epoch 1 loss 0.5\n\n")
+    tell(0, 70.0, "train.py:12 in step")
+    tell(1, 0.0)
+    assert not status(tmp_path / "run").stands_still, "another task does something"
+    tell(1, 90.0)
+    assert status(tmp_path / "run").stands_still
+    main_status(tmp_path / "run")
+    said = capsys.readouterr().out
+    assert "STANDS STILL for 1 min 10 s: no task has used a processor or written anything" in said
+    assert "    worker 0 at train.py:12 in step\n" in said
+    assert re.search(r"the last line, .* ago, of worker 0: epoch 1 loss 0.5\n", said)
+    for events in logs:
+        events.close()

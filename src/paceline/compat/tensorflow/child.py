@@ -1,15 +1,17 @@
 """Runs a TensorFlow program as its own process, and nothing else: started by path, it imports only Python itself.
 
-    python child.py REPORT PARENT_PID SIGNALS SCRIPT [the script's arguments]
+    python child.py REPORT PARENT_PID SIGNALS STACKS STACK_SIGNAL SCRIPT [the script's arguments]
 
 The program sees what `python SCRIPT ...` would show it. If it ends with an error, what became of it is written to the
 file REPORT as a JSON object: kind, module, message and traceback of the error. SIGNALS ("10,12", or "-") are those by
 which a batch system warns all processes of a job. They would end this one, so they are ignored until the program says
-otherwise: its parent hears them, too.
+otherwise: its parent hears them, too. At the signal STACK_SIGNAL (a number) the program's first thread adds its Python
+stack to the file STACKS.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import json
@@ -26,14 +28,17 @@ PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     """Run the script of the command line as the main program."""
-    report, parent, notices, script = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
-    _end_with(parent)
+    report, parent, notices, stacks, stack_signal, script = sys.argv[1:7]
+    _end_with(int(parent))
     for number in notices.split(",") if notices != "-" else ():
         signal.signal(int(number), signal.SIG_IGN)
     faulthandler.enable()
+    with contextlib.suppress(OSError):  # a full disk: without stacks
+        file = open(stacks, "ab", buffering=0)  # noqa: SIM115  # faulthandler keeps it
+        faulthandler.register(int(stack_signal), file=file, all_threads=False, chain=False)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
-    sys.argv = sys.argv[4:]
+    sys.argv = sys.argv[6:]
     sys.path[0] = os.path.dirname(os.path.abspath(script))
     try:
         runpy.run_path(script, run_name="__main__")

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.comm.flight_recorder import STACK_SIGNAL, STACKS_NAME
 from paceline.plain_data import read_object
 from paceline.regular_files import read_regular
 
@@ -42,7 +43,8 @@ class ProgramProcess:
         self._report_path.unlink(missing_ok=True)
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
         told = ",".join(map(str, notices)) or "-"
-        words = [sys.executable, *flags, str(CHILD), str(self._report_path), str(parent), told, script, *args]
+        stacks = [str(worker_dir / STACKS_NAME), str(int(STACK_SIGNAL))]
+        words = [sys.executable, *flags, str(CHILD), str(self._report_path), str(parent), told, *stacks, script, *args]
         self._process = subprocess.Popen(words, env=dict(environment), stdin=subprocess.DEVNULL)
         self._began_s = time.monotonic()
         self._end_by: float | None = None  # then it is killed

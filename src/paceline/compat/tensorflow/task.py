@@ -15,7 +15,6 @@ for the program's end, for the chief's, for orders of the supervisor, and for SI
 from __future__ import annotations
 
 import base64
-import contextlib
 import faulthandler
 import json
 import os
@@ -32,13 +31,13 @@ from paceline.comm.messages.json_channel import Channel, ChannelClosed
 from paceline.compat.tensorflow.cluster import TaskPlace, address_text, places_of
 from paceline.compat.tensorflow.program_environment import device_text, program_environment
 from paceline.compat.tensorflow.program_process import ProgramProcess
+from paceline.compat.tensorflow.program_watch import ProgramWatch
 from paceline.compat.tensorflow.reserved_port import ReservedPort
 from paceline.compat.tensorflow.supervisor_orders import SupervisorOrders
 from paceline.compat.tensorflow.task_end import TaskIdentity, error_fields, is_aborted_by_peer, loss_fields
-from paceline.compat.tensorflow.task_look import TaskLook, curve_folders, link_curves
 from paceline.elastic.membership_messages import PREEMPTED
 from paceline.errors import LaunchError, PacelineError, PlanError, writing
-from paceline.events import EventLog, TaskLost, TaskReady, TaskStarted, TaskUsage, Warned, WorkerFinished, WorkerStarted
+from paceline.events import EventLog, TaskLost, TaskReady, TaskStarted, Warned, WorkerFinished, WorkerStarted
 from paceline.plan.job import Assignment
 from paceline.private_files import make_run_directory
 
@@ -46,7 +45,6 @@ __all__ = ["work"]
 
 POLL_S = 0.1  # between two looks at the program
 LOOK_S = 0.5  # between two looks at whether the chief has ended, and whether the program listens
-FIRST_LOOK_S, USAGE_S = 1.0, 10.0  # looks at what the program uses
 READY_S = 300.0  # without a server for so long, a program is taken for one that opens none
 LEAVE_S = 3.0  # of the grace time, for this process and the supervisor
 END_S = 5.0  # from SIGTERM to SIGKILL, for a program that has no more work
@@ -89,7 +87,7 @@ class _Task:
         self._leaves_with: int | None = None  # exit code, where all leave
         self._is_ending = False  # the supervisor ends all tasks
         self._is_over = False  # the chief has ended well
-        self._look_at = self._look_ready_at = self._usage_at = 0.0
+        self._look_at = self._look_ready_at = 0.0
         self._restarts = self._quick_losses = 0
         self._port: ReservedPort | None = None  # None: the task is alone
         self._is_ready = False  # its program listens at the port
@@ -195,22 +193,26 @@ class _Task:
     def _run_program(self, variables: Mapping[str, str]) -> int | None:
         """Run the program once; return this task's exit status, or None where it is to be started again alone."""
         program = self._start(variables)
-        was_asked, look = False, TaskLook(program.pid)
+        was_asked = False
+        watch = ProgramWatch(
+            program.pid, self._assignment, name=self._place.name, restarts=self._restarts, events=self._events
+        )
         while (code := program.poll()) is None:
             self._hear(POLL_S)
             self._note_ready(program)
-            self._look_at_program(program, look)
+            watch.look(is_ready=self._is_ready)
             if not was_asked and (self._has_to_go or self._has_chief_ended()):
                 was_asked = True
                 grace_s = self._job.grace_s
                 # Before the supervisor ends what is late: a program that TensorFlow keeps from ending at SIGTERM, as it
                 # does under a strategy of several workers, is no failure.
                 program.ask_to_end(END_S if self._is_over else max(grace_s / 2, grace_s - LEAVE_S))
+        watch.close()
         return self._ended(program, code)
 
     def _start(self, variables: Mapping[str, str]) -> ProgramProcess:
         own = self._assignment
-        self._is_ready, self._look_ready_at, self._usage_at = False, 0.0, 0.0
+        self._is_ready, self._look_ready_at = False, 0.0
         program = ProgramProcess(
             self._job.program,
             self._job.args,
@@ -246,31 +248,6 @@ class _Task:
         if self._port is None or self._port.has_listener or program.lasted_s > READY_S:
             self._is_ready = True
             self._events.emit(TaskReady(rank=self._who.rank, name=self._place.name))
-
-    def _look_at_program(self, program: ProgramProcess, look: TaskLook) -> None:
-        """Tell what the program uses, and where its own curves are, from time to time."""
-        if time.monotonic() < self._usage_at or program.lasted_s < FIRST_LOOK_S:
-            return
-        self._usage_at = time.monotonic() + USAGE_S
-        usage = look.take()
-        if usage is not None:
-            self._events.emit(
-                TaskUsage(
-                    rank=self._who.rank,
-                    name=self._place.name,
-                    pid=program.pid,
-                    up_s=round(usage.age_s, 1),
-                    cores=round(usage.cores, 3),
-                    memory_bytes=usage.memory_bytes,
-                    restarts=self._restarts,
-                    ready=self._is_ready,
-                )
-            )
-        if self._job.tensorboard:
-            with contextlib.suppress(OSError):  # a disk without links: TensorBoard is pointed there by hand
-                link_curves(
-                    curve_folders(program.pid), Path(self._assignment.run_dir) / "tensorboard", self._place.name
-                )
 
     def _has_chief_ended(self) -> bool:
         """Whether this task only serves a chief whose program has ended well."""

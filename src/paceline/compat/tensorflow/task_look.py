@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.processes import ProcessUsage, process_usage
 
-__all__ = ["TaskLook", "curve_folders", "link_curves"]
+__all__ = ["TaskLook", "catches_signal", "event_files", "link_curves"]
 
 EVENT_FILE = re.compile(r"events\.out\.tfevents\.")
 MOST_LINKS = 100  # of one task
@@ -33,8 +33,8 @@ class TaskLook:
         return ProcessUsage(age_s=now.age_s, cpu_s=rate * now.age_s, memory_bytes=now.memory_bytes)
 
 
-def curve_folders(pid: int) -> list[Path]:
-    """Return the folders in which a process has event files of TensorBoard open, as TensorFlow keeps them open."""
+def event_files(pid: int) -> list[Path]:
+    """Return the event files of TensorBoard that a process has open, as TensorFlow keeps them open."""
     found = set[Path]()
     try:
         entries = os.listdir(f"/proc/{pid}/fd")
@@ -46,8 +46,18 @@ def curve_folders(pid: int) -> list[Path]:
         except OSError:
             continue
         if EVENT_FILE.search(path.name):
-            found.add(path.parent)
+            found.add(path)
     return sorted(found)
+
+
+def catches_signal(pid: int, signum: int) -> bool:
+    """Whether a process has a handler for a signal now, so that it does not end by it."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    found = re.search(r"^SigCgt:\s*([0-9a-f]+)$", text, re.MULTILINE)
+    return found is not None and bool(int(found[1], 16) >> (signum - 1) & 1)
 
 
 def link_curves(folders: list[Path], tensorboard: Path, task: str) -> None:

@@ -6,6 +6,9 @@ events. So the file always has one history: that of the present state, from the 
 
 Past 16 MiB all but the newest 10,000 rows are thinned to a hundredth, which have the means and extremes of the others;
 again when the file has doubled. A run that goes back into such a hundred drops it.
+
+Of another framework's program the rows are what it has written for TensorBoard. Each attempt drops those from its own
+first step on: the program alone knows where it goes on.
 """
 
 from __future__ import annotations
@@ -18,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import writing
-from paceline.events import Record, StepsMerged, WorkerStarted
+from paceline.events import Record, StepsMerged, TaskScalars, WorkerStarted
 from paceline.logs.log_reader import LONGEST_LINE
 from paceline.logs.metric_rows import StepRanges, cut_rows, merge_rows, steps_of_row
 from paceline.logs.sealed_log import LineLog, Sealing
 from paceline.monitor.records.attempt_history import AttemptSteps, lineage, resume_points, steps_between
-from paceline.monitor.records.steps import Step, real
+from paceline.monitor.records.steps import OWN_NAMES, Step, real
 from paceline.plain_data import read_object, whole
 from paceline.regular_files import open_regular
 
@@ -38,12 +41,14 @@ class MetricsFile:
     """Appends the steps of an attempt to `metrics.jsonl`, a line each, readable at once; RunFileError where it cannot.
 
     `path` is in the run's directory, where earlier attempts are looked for. `say` gets a sentence where the file cannot
-    be thinned, from a thread.
+    be thinned, from a thread. `of_program`: another framework takes the steps.
     """
 
-    def __init__(self, path: Path, *, attempt: int, say: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, path: Path, *, attempt: int, say: Callable[[str], None] | None = None, of_program: bool = False
+    ) -> None:
         self.path = path
-        self._attempt, self._say = attempt, say
+        self._attempt, self._say, self._of_program = attempt, say, of_program
         self._log: LineLog | None = None
         self._line: list[AttemptSteps] = []  # that the file has
         self._has_stepped = False
@@ -58,8 +63,16 @@ class MetricsFile:
             elif isinstance(item.event, StepsMerged):
                 self._has_stepped = True
                 self._open().write(json.dumps(_summed_line(item, item.event, attempt=self._attempt), allow_nan=False))
-            elif isinstance(item.event, WorkerStarted) and self._log is None:
+            elif isinstance(item.event, TaskScalars):
+                self._take_of_program(item.event)
+            elif isinstance(item.event, WorkerStarted) and self._log is None and not self._of_program:
                 self._begin(item.event.resumed_from_step)
+
+    def _take_of_program(self, scalars: TaskScalars) -> None:
+        if not self._has_stepped:
+            self._has_stepped = True
+            drop_others(self.path, lambda step, _: step < scalars.program_step)
+        self._open().write(json.dumps(_program_line(scalars, attempt=self._attempt), allow_nan=False))
 
     def close(self) -> None:
         if self._log is not None:
@@ -122,6 +135,20 @@ def metrics_line(row: Step, *, attempt: int) -> dict[str, Any]:
 
 def _text(row: Step, attempt: int) -> str:
     return json.dumps(metrics_line(row, attempt=attempt), allow_nan=False)
+
+
+def _program_line(scalars: TaskScalars, *, attempt: int) -> dict[str, Any]:
+    """The row of numbers that a program has written for TensorBoard."""
+    return {
+        "step": scalars.program_step,
+        "attempt": attempt,
+        **({} if scalars.epoch is None else {"epoch": scalars.epoch}),
+        "time": round(scalars.written, 6),
+        **({} if scalars.loss is None else {"loss": real(scalars.loss)}),
+        **{
+            f"reported_{name}" if name in (*OWN_NAMES, "loss") else name: real(v) for name, v in scalars.metrics.items()
+        },
+    }
 
 
 def _summed_line(record: Record, steps: StepsMerged, *, attempt: int) -> dict[str, Any]:

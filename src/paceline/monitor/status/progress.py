@@ -55,15 +55,16 @@ class Progress:
         most = record.job.get("max_steps")
         ends = [most if type(most) is int else None, None if opened is None else opened.last_step]
         when = row.get("time", 0.0)
+        of_program = record.job.get("run_for") is not None  # its rows come when its framework writes its buffers
         return cls(
             step=row.get("step", 0),
             last_step=min((end for end in ends if end is not None), default=None),
             epoch=row.get("epoch"),
             epochs=None if opened is None else opened.epochs,
-            loss=row.get("loss"),
+            loss=next((each["loss"] for each in rows if "loss" in each), None) if of_program else row.get("loss"),
             samples_per_s=_median(each.get("samples_per_s") for each in rows),
             step_s=_median(each.get("seconds", {}).get("total") for each in rows),
-            since_step_s=clock.now() - when if when > record.started else None,
+            since_step_s=clock.now() - when if when > record.started and not of_program else None,
             loss_scale=scale if isinstance(scale := row.get("loss_scale"), (int, float)) else None,
             has_own_loop=bool(rows) and not any(each.get("num_samples") for each in rows),
         )
@@ -78,7 +79,8 @@ class Progress:
         parts = [f"step {self.step}" + (f" of {self.last_step}" if self.last_step else "")]
         if self.epoch is not None:
             last = max(self.epochs or 1, self.epoch + 1)
-            parts += [f"epoch {self.epoch + 1} of {last}"] if last > 1 else []
+            of = "" if self.epochs is None else f" of {last}"
+            parts += [f"epoch {self.epoch + 1}{of}"] if last > 1 else []
         if self.loss is not None:
             parts.append(f"loss {number_text(self.loss)}")
         if self.loss_scale is not None:

@@ -34,6 +34,7 @@ from paceline.monitor.records.run_record import RUNNING, RunRecord
 from paceline.monitor.status.newest_task import NewestTask
 from paceline.monitor.status.pool_wait import pool_that_will_go_on
 from paceline.monitor.status.progress import Progress, RunTrouble
+from paceline.monitor.status.still_tasks import are_still, still_lines
 from paceline.plan.program_tasks import task_name, tasks_text
 from paceline.processes import process_state, process_usage, this_host
 from paceline.units import bytes_text, duration_text, printable
@@ -63,10 +64,12 @@ class WorkerStatus:
     idle: float | None  # share of its last steps in which it waited for the others; None: not known
     age_s: float | None  # since its last event; None: it has not said anything
     name: str = ""  # what messages call it
-    restarts: int = 0  # of another framework's program, alone; the next three: of its process, now or when told last
+    restarts: int = 0  # of another framework's program, alone; the others below: of its process, now or when told last
     up_s: float | None = None  # since it was started
     cores: float | None = None  # that it has kept busy in the last seconds
     memory_bytes: int | None = None  # resident now
+    still_s: float = 0.0  # for which it has used no processor and written nothing; 0: for less than is worth a word
+    place: str = ""  # where it stands still, "train.py:88 in step"; "": not known
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,8 +103,9 @@ class RunStatus:
 
     @property
     def stands_still(self) -> bool:
-        """Whether it runs, and has taken no step for far longer than one takes."""
-        return self.state == RUNNING and self.progress.stands_still
+        """Whether it runs, and has taken no step for far longer than one takes; of another framework's program: whether
+        no task does anything."""
+        return self.state == RUNNING and (self.progress.stands_still if self.tasks is None else are_still(self.workers))
 
     def facts(self) -> dict[str, Any]:
         """Plain data for programs, progress and trouble among the rest."""
@@ -170,9 +174,10 @@ def _text(run: RunStatus) -> str:
         f"  attempt {run.attempt}, {'took' if run.ended else 'for'} {since}; supervisor {run.pid} on {run.host}",
         f"  {run.progress.text()}" if run.tasks is None else f"  {run.tasks}",
     ]
+    lines += [f"  {run.progress.text()} (by the program's event files)"] if run.tasks and run.progress.step else []
     lines += [f"  {run.trouble.error}"] if run.trouble.error else []
     if run.state == RUNNING:
-        lines += [f"  {run.progress.still_text()}"] if run.stands_still else []
+        lines += [f"  {line}" for line in _still_lines(run)] if run.stands_still else []
         lines += [f"  {run.trouble.warning_text()}"] if run.trouble.warning else []
         halted = [worker for worker in run.workers if worker.state == "halted"]
         lines += [
@@ -195,6 +200,12 @@ def _text(run: RunStatus) -> str:
         lines.append(f"    {run.last_leaving}")
     table = _table(run.workers) if run.tasks is None else _task_table(run.workers)
     return "\n".join([*lines, "", *table])
+
+
+def _still_lines(run: RunStatus) -> list[str]:
+    if run.tasks is None:
+        return [run.progress.still_text()]
+    return still_lines(run.workers, attempt_dir(Path(run.run_dir), run.attempt))
 
 
 def _table(workers: tuple[WorkerStatus, ...]) -> list[str]:
@@ -367,6 +378,8 @@ def _worker(
         up_s=usage.age_s if usage is not None else None if told is None else told.up_s,
         cores=None if told is None else told.cores,
         memory_bytes=usage.memory_bytes if usage is not None else None if told is None else told.memory_bytes,
+        still_s=0.0 if told is None else told.still_s,
+        place="" if told is None else told.place,
     )
 
 

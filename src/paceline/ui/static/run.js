@@ -90,10 +90,10 @@ export function run(page, name, about) {
     document.title = `${summary.last_step ? `${Math.floor((100 * summary.step) / summary.last_step)} % – ` : ""}${name.split("/").pop()} – Paceline`;
     const epoch = summary.epoch !== null && known?.epochs > 1 ? `epoch ${summary.epoch + 1} of ${known.epochs}` : null;
     const since = Date.now() / 1000 - summary.at, waits = ["waiting", "starting"].includes(state.place?.state);
-    const words = [known?.tasks ? known.tasks : summary.last_step ? `step ${count(summary.step)} of ${count(summary.last_step)}` : `step ${count(summary.step)}`, epoch,
+    const words = [known?.tasks, known?.tasks && !summary.step ? null : summary.last_step ? `step ${count(summary.step)} of ${count(summary.last_step)}` : `step ${count(summary.step)}`, epoch,
       summary.state === "running" && summary.left_s ? `${duration(summary.left_s)} left` : null,
       waits && summary.ended ? `ended ${date(summary.ended)}` : summary.state !== "running" && summary.ended ? `took ${duration(summary.ended - summary.began)}` : `for ${duration(Date.now() / 1000 - summary.began)}`,
-      summary.state === "running" && summary.at && since > 5 ? `last step ${duration(Math.round(since))} ago` : null].filter(Boolean);
+      summary.state === "running" && summary.at && since > 5 ? `${known?.tasks ? "last numbers" : "last step"} ${duration(Math.round(since))} ago` : null].filter(Boolean);
     const title = h("h1", null, name, " ", stateBadge({ ...summary, place: state.place }, true));
     put(head, title, h("p", { class: "program" }, summary.program || NONE, h("span", { class: "soft" }, `started ${date(summary.began)}`), known?.host ? h("span", { class: "soft" }, `on ${known.host}`) : null, state.groups.map(groupLink)),
       h("p", { class: "plan-line" }, h("code", null, summary.plan || NONE)), h("div", { class: "progress" }, known?.tasks ? null : progressBar(summary), h("span", null, words.join("  ·  "))), control?.element);
@@ -105,9 +105,9 @@ export function run(page, name, about) {
     if (!summary) return;
     const first = summary.first_loss ?? null, best = Object.entries(state.evaluations)[0];
     const incidents = report ? report.incidents.filter((one) => !isCalm(one)).length : null;
-    const hasSteps = !known?.tasks; // otherwise they are another framework's
+    const hasSteps = !known?.tasks; // otherwise they are another framework's, which may tell its losses
     put(tiles, [
-      hasSteps && [number(summary.loss), first === null ? "loss" : `loss, from ${number(first)}`],
+      (hasSteps || summary.loss !== null) && [number(summary.loss), first === null ? "loss" : `loss, from ${number(first)}`],
       best ? [number(best[1].at(-1)[1]), best[0]] : null,
       hasSteps && [rate(summary.samples_per_s), "samples per second"],
       hasSteps && [duration(summary.step_s), "a step"],
@@ -122,7 +122,7 @@ export function run(page, name, about) {
     const { summary, about: known, report } = state;
     put(alerts, [
       known?.error || summary?.problem ? ["bad", known?.error || summary.problem] : null,
-      known?.stands_still ? ["bad", "No step for far longer than one takes. Look below at what the workers do."] : null,
+      known?.stands_still ? ["bad", known.tasks ? "No task has used a processor or written anything for a while. Look below at where they stand." : "No step for far longer than one takes. Look below at what the workers do."] : null,
       known?.warning && summary?.state === "running" ? ["warn", known.warning] : null,
       summary?.num_broken ? ["warn", `${plural(summary.num_broken, "step")} without a finite loss`] : null,
       report?.problem ? ["warn", report.problem] : null,
@@ -166,7 +166,7 @@ export function run(page, name, about) {
         if (!curves.has(key)) curves.set(key, new Curve());
         curves.get(key).take(change);
       }
-      put(remark, found.curves.is_exact ? (curves.size ? "" : state.about?.tasks ? "the program's steps are its own: its curves are where it writes them" : "no step yet") : "some of the steps; reading the rest");
+      put(remark, found.curves.is_exact ? (curves.size ? "" : state.about?.tasks ? "the program's steps are its own: what it writes for TensorBoard appears here" : "no step yet") : "some of the steps; reading the rest");
     }
     if (found.summary || found.groups || found.place) drawHead();
     if (found.curves || found.evaluations) drawCurves();

@@ -118,10 +118,10 @@ export function workersTable(workers) {
       one.age_s === null ? NONE : age(Math.max(0, one.age_s)), one.host || NONE, one.device || NONE, one.pid ? String(one.pid) : NONE]), "workers");
 }
 
-/** The tasks of another framework's program, whose steps are not known. */
+/** The tasks of another framework's program, which takes its steps by itself. */
 export function tasksTable(workers) {
   return table([["task", ""], ["state", ""], ["up", "n"], ["cores", "n"], ["memory", "n"], ["restarts", "n"], ["host", ""], ["device", ""], ["pid", "n"]],
-    workers.map((one) => [one.name, h("span", { class: `state ${one.state}` }, one.state), one.up_s === null ? NONE : duration(one.up_s), one.cores === null ? NONE : number(one.cores),
+    workers.map((one) => [one.name, [h("span", { class: `state ${one.state}` }, one.state), ...(one.still_s ? [` still for ${duration(one.still_s)} `, h("code", null, one.place)] : [])], one.up_s === null ? NONE : duration(one.up_s), one.cores === null ? NONE : number(one.cores),
       one.memory_bytes === null ? NONE : bytes(one.memory_bytes), count(one.restarts), one.host || NONE, one.device || NONE, one.pid ? String(one.pid) : NONE]), "workers");
 }
 

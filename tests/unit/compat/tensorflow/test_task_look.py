@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from paceline.compat.tensorflow.task_look import TaskLook, curve_folders, link_curves
+from paceline.compat.tensorflow.task_look import TaskLook, event_files, link_curves
 
 
 def test_what_a_process_uses_is_told_since_the_look_before() -> None:
@@ -26,7 +26,7 @@ def test_nothing_is_told_of_a_process_that_has_ended() -> None:
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    assert TaskLook(pid).take() is None and curve_folders(pid) == []
+    assert TaskLook(pid).take() is None and event_files(pid) == []
 
 
 def test_folders_with_open_event_files_are_found_and_linked_once(tmp_path: Path) -> None:
@@ -37,7 +37,8 @@ def test_folders_with_open_event_files_are_found_and_linked_once(tmp_path: Path)
     with contextlib.ExitStack() as files:
         for path in [*(folder / "events.out.tfevents.123.host.1.2.v2" for folder in own), tmp_path / "events.txt"]:
             files.enter_context(path.open("wb"))
-        found = curve_folders(os.getpid())
+        files = event_files(os.getpid())
+    found = [file.parent for file in files]
     assert found == sorted(own)
     for _ in range(2):
         link_curves(found, run, "worker 0")

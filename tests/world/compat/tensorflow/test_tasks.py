@@ -267,3 +267,37 @@ def test_tasks_whose_supervisor_is_killed_end_and_the_next_start_takes_its_place
     code, output = run(*words("--workers", "2"), cwd=tmp_path)
     assert code == 0, output
     assert [attempt["attempt"] for attempt in record(tmp_path / "run")["attempts"]] == [1, 2]
+
+
+def test_what_the_first_task_writes_for_tensorboard_are_the_runs_steps_and_losses(tmp_path: Path) -> None:
+    metrics = tmp_path / "run/metrics.jsonl"
+    with command(*words("--workers", "2", "worker0:scalars=logs", "worker1:until=logs.read"), cwd=tmp_path) as program:
+        until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) == 3, program)
+        _, shown = run(*PACELINE, "status", "run", cwd=tmp_path)
+        (tmp_path / "logs.read").touch()
+        code, output = program.end()
+    assert code == 0, output
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert {row["step"]: row["loss"] for row in rows} == pytest.approx({10: 0.1, 20: 0.05, 30: 1 / 30})
+    assert "  step 30  loss 0.03333 (by the program's event files)\n" in shown
+    assert os.readlink(tmp_path / "run/tensorboard/program/worker_0/logs") == str(tmp_path / "logs")
+
+
+def test_tasks_that_do_nothing_are_said_to_stand_still_and_where(tmp_path: Path) -> None:
+    more = ["--workers", "2", "--timeout-s", "8", "worker0:serve", "worker1:serve"]
+    with command(*words(*more), cwd=tmp_path) as program:
+        until(lambda: all(stands_at(tmp_path / "run", rank) for rank in range(2)), program)
+        _, shown = run(*PACELINE, "status", "run", cwd=tmp_path)
+        os.kill(program.process.pid, signal.SIGTERM)
+        code, output = program.end()
+    assert code == 75, output
+    assert "STANDS STILL for" in shown, shown
+    places = r"worker 0 at cluster_program.py:\d+ in wait_for_ever, worker 1 at cluster_program.py:\d+ in wait_for_ever"
+    assert re.search(places, shown), shown
+    assert re.search(r"the last line, .* ago, of worker \d: worker\d met worker0 worker1\n", shown), shown
+
+
+def stands_at(run_dir: Path, rank: int) -> str:
+    """Where a task has said last that it stands still."""
+    told = [event for event in events(run_dir, rank) if event["event"] == "TaskUsage"]
+    return str(told[-1].get("place", "")) if told else ""
