@@ -182,7 +182,7 @@ class Consensus:
             if self.is_newcomer:
                 if not self._has_joined_detached:  # all loops that it has seen were over, and the others are past them
                     self.await_run_end()
-                self._change_over()
+                self.change_over()
 
     def await_enough(self) -> None:
         """Where this worker is detached: return when there are enough members, or it has something else to do."""
@@ -234,7 +234,7 @@ class Consensus:
         self._lockstep.abort(disruption)
         return self._regroup(coordinator, elastic, holds_result=holds_result)
 
-    def _change_over(self) -> None:
+    def change_over(self) -> None:
         """Form the next generation between two steps, as all members of this one do. Raises CleanExit as `drop`."""
         self._regroup(*self._needed(), holds_result=False, is_between_steps=True)
 
@@ -328,7 +328,7 @@ class Consensus:
             self._coordinator.tell("keeps")
         if self.is_newcomer and not self._coordinator.acknowledges:  # otherwise it has the servers' state
             self._coordinator.tell("ready", generation=self._coordinator.newest)
-            self._change_over()
+            self.change_over()
             self.hold()
 
     def allow_restart(self) -> None:
@@ -348,7 +348,7 @@ class Consensus:
             if self._lockstep.all_agree(finish is not None) and finish is not None:
                 self.run(lambda: self._members.gather_objects(None))  # a save needs all members
                 self._leave(finish)
-            self._change_over()
+            self.change_over()
 
     def committed(self) -> None:
         """A step is committed: report the first one of a generation to the coordinator."""
@@ -361,6 +361,16 @@ class Consensus:
     def is_over(self) -> bool:
         """Whether the present generation is over: a member was lost."""
         return self._coordinator is not None and self._coordinator.is_over(self._members.generation)
+
+    @property
+    def planned(self) -> MembershipView | None:
+        """The generation that is to replace the present one between two steps, where this worker knows of one."""
+        return None if self._coordinator is None else self._coordinator.planned(self._members.generation)
+
+    @property
+    def finish(self) -> Finish | None:
+        """How the run is to end; None: it goes on."""
+        return None if self._coordinator is None else self._coordinator.finish
 
     @property
     def is_urgent(self) -> bool:
@@ -426,7 +436,7 @@ class Consensus:
         if any(saves) and self._holder is not None:
             self._holder.save()
         if len(set(generations)) == 1 and max(generations) > members.generation:
-            self._change_over()
+            self.change_over()
 
     def _leave(self, finish: Finish) -> NoReturn:
         """Save, together with the others, and end this worker."""
