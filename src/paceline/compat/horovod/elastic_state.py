@@ -144,6 +144,7 @@ class TorchState(ObjectState):
         self.__dict__["_copies"] = {name: _copied(one) for name, one in kept.items()}
         self.__dict__.update(kept)
         self._file: CommitFile | None = None
+        self._saved_steps = progress.count()
         self._is_recalled = True  # there is no commit in a file to begin from
         super().__init__(**{name: one for name, one in given.items() if name not in kept})
 
@@ -157,6 +158,7 @@ class TorchState(ObjectState):
         for name, one in self._kept.items():
             self._copies[name] = _copied(one)
         super().save()
+        self._saved_steps = progress.count()
         if self._file is not None and sessions.current_session().rank == 0:
             commit = {"copies": dict(self._copies), "objects": dict(self._saved_state), "steps": progress.count()}
             self._file.write(commit)
@@ -165,6 +167,8 @@ class TorchState(ObjectState):
         for name, one in self._kept.items():
             one.load_state_dict(copy.deepcopy(self._copies[name]))
         super().restore()
+        membership.undo(max(0, progress.count() - self._saved_steps))
+        progress.begin_at(self._saved_steps)
 
     def sync(self) -> None:
         self._recall()
@@ -178,9 +182,16 @@ class TorchState(ObjectState):
         super().sync()
         for name, one in self._kept.items():
             self._copies[name] = _copied(one)
+        self._saved_steps = progress.count()
+
+    def reset(self) -> None:
+        """Share out the samples that are left among the workers of now: `sync` may be left out."""
+        for one in self._kept.values():
+            if isinstance(one, ElasticSampler):
+                one.reset()
 
     def keep_in(self, file: CommitFile) -> None:
-        """Write every commit to this file from now on. Where it holds one of the run, the first `sync` begins from that.
+        """Write every commit to this file from now on. Where it holds one of the run, the first `sync` begins from it.
         Rank 0 alone reads, writes and removes it."""
         self._file, self._is_recalled = file, False
 
@@ -200,13 +211,13 @@ class TorchState(ObjectState):
         found = None
         if not self._is_recalled and sessions.current_session().rank == 0:
             found = self._file.read()
-        progress.begin_at(self._bcast_object(progress.count() if found is None else found["steps"]))
-        self._is_recalled = True
-        if found is None:
-            return
-        self._copies.update({name: one for name, one in found["copies"].items() if name in self._kept})
-        self._saved_state.update({name: one for name, one in found["objects"].items() if name in self._saved_state})
-        self.restore()
+        steps = self._bcast_object(progress.count() if found is None else found["steps"])
+        self._is_recalled, self._saved_steps = True, steps
+        if found is not None:
+            self._copies.update({name: one for name, one in found["copies"].items() if name in self._kept})
+            self._saved_state.update({name: one for name, one in found["objects"].items() if name in self._saved_state})
+            self.restore()
+        progress.begin_at(steps)
 
     def forget_file(self) -> None:
         """Remove the file: the program has come to its end."""

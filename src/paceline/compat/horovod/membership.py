@@ -26,6 +26,7 @@ __all__ = [
     "has_state",
     "number_of_changes",
     "open_among_present",
+    "undo",
     "why_over",
 ]
 
@@ -105,6 +106,11 @@ def has_state() -> None:
     if consensus.elastic is not None:
         _state_since = min(_state_since, float(consensus.generation))
         consensus.committed()
+
+
+def undo(steps: int) -> None:
+    """Take note that this worker has gone back by so many steps."""
+    program_place().consensus.undo(steps)
 
 
 def number_of_changes() -> int:

@@ -52,7 +52,9 @@ def open_session(ranks: Sequence[int] | None = None) -> Session:
         elif ranks is None:
             _current.append(open_among_present(place, lambda members: Session(place, members)))
         else:
-            raise ValueError("hvd.init(comm) takes no ranks in an elastic run, whose workers come and go: leave them out")
+            raise ValueError(
+                "hvd.init(comm) takes no ranks in an elastic run, whose workers come and go: leave them out"
+            )
     return _current[0]
 
 

@@ -83,6 +83,7 @@ class Consensus:
         self._before_operation: Callable[[], None] = lambda: None
         self._is_detached = False
         self._has_joined_detached = False  # a newcomer that became a member without another member's state
+        self._num_undone = 0  # steps that a program has undone by itself since the present generation began
 
     def attach(self, holder: StateHolder) -> None:
         """Set the owner of the run's state on this worker."""
@@ -298,7 +299,9 @@ class Consensus:
         self.holds = view.holds
         self.is_behind = any(one.step > self._step for one in progress)
         self._reports_commit = True
-        coordinator.tell("formed", generation=view.generation, noticed=noticed, since_s=clock.now() - noticed)
+        formed = {"generation": view.generation, "noticed": noticed, "since_s": clock.now() - noticed}
+        coordinator.tell("formed", **formed, undone=self._num_undone)
+        self._num_undone = 0
         if self._holder is not None:
             self._holder.regrouped()
         return is_done
@@ -335,6 +338,15 @@ class Consensus:
         """Report that a program keeps its state where it outlives the workers: after a loss all may begin again."""
         if self._coordinator is not None:
             self._coordinator.tell("keeps")
+
+    def count_by(self, steps: Callable[[], int]) -> None:
+        """Have the coordinator told the steps of a program that counts them by itself."""
+        if self._coordinator is not None:
+            self._coordinator.step = steps
+
+    def undo(self, steps: int) -> None:
+        """Take note that the program has gone back by so many steps, which the next generation takes again."""
+        self._num_undone += steps
 
     def kept(self) -> None:
         """Report one more complete memory checkpoint to this host's supervisor."""
