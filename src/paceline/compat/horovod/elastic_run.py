@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.compat.horovod import membership, progress
+from paceline.compat.horovod import membership
 from paceline.compat.horovod.basics import init, shutdown
 from paceline.compat.horovod.commit_file import CommitFile
 from paceline.compat.horovod.elastic_state import State, TorchState
@@ -40,9 +40,7 @@ def run_fn(func: Callable[..., T], reset: Callable[[], None]) -> Callable[..., T
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> T:
         if isinstance(state, TorchState):
-            place = program_place()
-            place.allow_restart()
-            place.consensus.count_by(progress.count)
+            program_place().allow_restart()
             state.keep_in(_commit_file())
         skips_sync, resets, before = False, 0, _progress(state)
         while True:

@@ -144,8 +144,40 @@ def why_over() -> str:
     return ""
 
 
-def open_among_present(place: ProgramPlace, open_one: Callable[[SessionMembers], T]) -> T:
-    """Open a session of the workers that are present, and return it; all of them call this.
+class ProgramStateHolder:
+    """Stands in for the state of the run (the `StateHolder` of its consensus): a program's state travels with
+    `State.sync`, and is kept by its commits. `steps()` counts those of the program."""
+
+    wants_save = False
+
+    def __init__(self, steps: Callable[[], int]) -> None:
+        self._steps = steps
+
+    @property
+    def step(self) -> int:
+        return self._steps()
+
+    def snapshot(self) -> None:
+        """Nothing: newcomers take part in the next `State.sync`."""
+
+    def fill(self, state: object) -> None:
+        """Nothing comes."""
+
+    def regrouped(self) -> None:
+        """The next session is one of the members of now."""
+
+    def settle(self) -> None:
+        """What counts was committed."""
+
+    def save(self) -> None:
+        """Commits are the program's own."""
+
+
+def open_among_present(
+    place: ProgramPlace, open_one: Callable[[SessionMembers], T], *, count_steps: Callable[[], int]
+) -> T:
+    """Open a session of the workers that are present, and return it; all of them call this. `count_steps()`: those that
+    this worker has taken.
 
     Where one is lost meanwhile, the others begin again. Blocks a worker that has come later until the others reset
     their session, and all while there are fewer than the plan's least. Raises CleanExit where the run ends, or goes on
@@ -154,6 +186,7 @@ def open_among_present(place: ProgramPlace, open_one: Callable[[SessionMembers],
     global _num_opened
     consensus = place.consensus
     if _num_opened == 0:
+        consensus.attach(ProgramStateHolder(count_steps))
         consensus.begin_steps()  # a newcomer becomes a member here
     while True:
         _num_opened += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
@@ -38,8 +38,9 @@ _numbers = itertools.count()  # of the sessions of this process
 _current: list[Session] = []  # none or one
 
 
-def open_session(ranks: Sequence[int] | None = None) -> Session:
+def open_session(ranks: Sequence[int] | None = None, *, count_steps: Callable[[], int] = lambda: 0) -> Session:
     """Open the session of these ranks (None: of all) if none is open, and return it; all of them must call this.
+    `count_steps()`: those that the program has taken.
 
     Raises ValueError where this worker is not one of the ranks, or the run is elastic and ranks are given.
     """
@@ -50,7 +51,7 @@ def open_session(ranks: Sequence[int] | None = None) -> Session:
         if place.consensus.elastic is None:
             _current.append(Session(place, SessionMembers.fixed(place, ranks, number)))
         elif ranks is None:
-            _current.append(open_among_present(place, lambda members: Session(place, members)))
+            _current.append(open_among_present(place, lambda members: Session(place, members), count_steps=count_steps))
         else:
             raise ValueError(
                 "hvd.init(comm) takes no ranks in an elastic run, whose workers come and go: leave them out"

@@ -339,11 +339,6 @@ class Consensus:
         if self._coordinator is not None:
             self._coordinator.tell("keeps")
 
-    def count_by(self, steps: Callable[[], int]) -> None:
-        """Have the coordinator told the steps of a program that counts them by itself."""
-        if self._coordinator is not None:
-            self._coordinator.step = steps
-
     def undo(self, steps: int) -> None:
         """Take note that the program has gone back by so many steps, which the next generation takes again."""
         self._num_undone += steps
