@@ -35,6 +35,8 @@ def start(
             shared=dist.FileStore(str(workers.scratch / "store"), num_workers),
             recorder=mock.Mock(),
             emit=lambda event: None,
+            group=mock.Mock(),
+            consensus=mock.Mock(elastic=None, planned=None, finish=None, generation=0),
             allow_restart=lambda: None,
         )
         torch.set_num_threads(1)

@@ -7,7 +7,8 @@ worker -> coordinator    elastic    the plan allows replicas to join and leave: 
                          keeps      it copies its state into memory that outlives it: a restart can begin from there
                          kept       one more such copy is complete; only its own host's supervisor gets this
                          ready      it lacks the run's state, and waits to be admitted; `generation`: the newest known
-                         formed     it has joined a generation, has the run's state, and is at this step
+                         formed     it has joined a generation, has the run's state, and is at this step; `undone`:
+                                    steps that its program has undone by itself since the last one
                          committed  its first step of a generation
                          stuck      a transfer of a generation failed without a known loss; `peer`: with which worker
                          leaving    it was asked to leave, by this `signal`

@@ -129,6 +129,7 @@ class Watch:
         self._newcomers: set[int] = set()  # that have started, and are members when they have taken a step
         self._finished: dict[int, int] = {}  # workers that have left, after these steps
         self._record, self._explains, self._is_fresh = record, explains, job.fresh
+        self._saves_itself = job.run_as == "horovod"
         self._screen = screen or _screen(
             console, sys.stdout if stream is None else stream, self.run_dir, workers, self._local, job
         )
@@ -435,8 +436,11 @@ class Watch:
                 self._report_lost_steps(started.resumed_from_step)
 
     def _report_lost_steps(self, resumed_from: int) -> None:
-        """Show which steps of earlier attempts are taken again; with `fresh` that was asked for."""
-        if self._record and not self._is_fresh and self._begins_by is None:  # that says it itself
+        """Show which steps of earlier attempts are taken again; with `fresh` that was asked for, and what a program has
+        saved by itself is not known."""
+        if (
+            self._record and not (self._is_fresh or self._saves_itself) and self._begins_by is None
+        ):  # that says it itself
             unreadable = DamagedLines()
             text = repeated_steps_text(
                 self.run_dir, before_attempt=self.attempt, resumed_from=resumed_from, unreadable=unreadable

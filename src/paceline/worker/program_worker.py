@@ -14,10 +14,12 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline.comm.flight_recorder import FlightRecorder
+from paceline.comm.group import WorkerGroup
 from paceline.errors import PlanError
 from paceline.events import Event
 from paceline.plan import Plan
 from paceline.plan.job import Assignment, Job
+from paceline.worker.membership.consensus import Consensus
 from paceline.worker.membership.preemption import PreemptionNotice
 from paceline.worker.record.run_files import RunFiles
 from paceline.worker.session import JoinedWorker, being_worker, explaining_losses, has_run, merge_job
@@ -42,6 +44,8 @@ class ProgramPlace:
     shared: dist.Store  # of the whole run
     recorder: FlightRecorder  # of this worker
     emit: Callable[[Event], None]  # appends to this worker's events
+    group: WorkerGroup  # of the run's workers that are present
+    consensus: Consensus  # on who is present, where workers come and go
     allow_restart: Callable[[], None]  # its state outlives it: after the loss of a worker all may begin again
 
 
@@ -124,6 +128,8 @@ def join_as_program(
         shared=joined.place.shared,
         recorder=joined.place.recorder,
         emit=files.emit,
+        group=joined.place.group,
+        consensus=joined.place.consensus,
         allow_restart=joined.place.consensus.allow_restart,
     )
     _places.append(place)

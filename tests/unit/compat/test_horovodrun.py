@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 
-from paceline.compat.horovod import horovodrun
+from paceline.compat.horovod import discovery, horovodrun
+from paceline.compat.horovod.discovery import HostScript
 from paceline.compat.horovod.horovodrun import IGNORED, REFUSED, SWITCHES, TAKEN, VARIABLES, run_command
 from paceline.errors import PlanError
 
@@ -30,7 +32,14 @@ def test_the_usual_command_line() -> None:
         ("-np 5 -H a:4,b:4 python train.py", "--on ssh --hosts a:4,b:1 train.py"),
         ("-np 2 --hosts a,b python train.py", "--on ssh --hosts a:1,b:1 train.py"),
         ("-np 2 ./train.py", "--workers 2 ./train.py"),
-        ("--min-np 2 --max-np 4 -H localhost:4 python train.py", "--workers 2 train.py"),
+        ("--min-np 2 --max-np 4 -H localhost:4 python train.py", "--workers 4 --plan replicas=2-4 train.py"),
+        ("-np 2 --min-np 1 --max-np 4 python train.py", "--workers 2 --plan replicas=1-4 train.py"),
+        ("-np 2 --min-np 1 python train.py", "--workers 2 --plan replicas=1-64 train.py"),
+        ("-np 2 --min-np 2 --max-np 2 python train.py", "--workers 2 train.py"),
+        (
+            "-np 2 --max-np 3 --elastic-timeout 9 -H a:2,b:2 python train.py",
+            "--on ssh --hosts a:2,b:1 --plan replicas=2-3 --patience-s 9 train.py",
+        ),
     ],
 )
 def test_where_workers_run(line: str, wanted: str) -> None:
@@ -44,6 +53,51 @@ def test_hosts_come_from_a_file_or_a_script(tmp_path: Path) -> None:
     script.write_text("#!/bin/sh\necho a:1\necho b\n")
     script.chmod(0o755)
     assert "a:1,b:2" in words(f"-np 3 --slots-per-host 2 --host-discovery-script {script} python t.py")
+
+
+def test_a_script_says_while_the_run_goes_on_how_many_workers_there_are(tmp_path: Path) -> None:
+    script = tmp_path / "discover.sh"
+    script.write_text(f"#!/bin/sh\ncat {tmp_path}/hosts\n")
+    script.chmod(0o755)
+    (tmp_path / "hosts").write_text("localhost:3\n")
+    line = f"-np 2 --min-np 1 --max-np 4 --host-discovery-script {script} python t.py"
+    command = run_command(line.split())
+    assert command.words[3:] == ("--workers", "3", "--plan", "replicas=1-4", "t.py")
+    assert command.script is not None
+    wanted: list[int] = []
+    for hosts in ("localhost:2", "localhost:9", "elsewhere:3", "localhost"):
+        (tmp_path / "hosts").write_text(f"{hosts}\n")
+        wanted.append(command.script.wanted())
+    assert wanted == [2, 4, 1, 1]
+
+
+def test_a_script_is_followed_until_the_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(discovery, "EVERY_S", 0.001)
+    said, ends, asked = (
+        iter([3, 3, PlanError("it has failed"), PlanError("it has failed"), 4, 4]),
+        threading.Event(),
+        [],
+    )
+
+    def wanted(script: HostScript) -> int:
+        found = next(said, None)
+        if found is None:
+            ends.set()
+            return 4
+        if isinstance(found, PlanError):
+            raise found
+        return found
+
+    def resize(workers: int) -> str:
+        asked.append(workers)
+        return "not now" if len(asked) == 2 else ""
+
+    monkeypatch.setattr(HostScript, "wanted", wanted)
+    HostScript(path="x", slots=1, least=1, most=4).follow(resize, begins_with=2, ends=ends)
+    assert asked == [3, 4, 4]  # the second was refused, and is asked for again
+    assert capsys.readouterr().err.count("it has failed") == 1
 
 
 def test_a_module_is_run_as_a_module() -> None:
@@ -83,6 +137,7 @@ def test_what_has_no_effect_is_said(option: str) -> None:
         *((f"-np 2 {option} x python t.py", option) for option in sorted(REFUSED)),
         ("-np 2 --lr 3 python t.py", "--lr"),
         ("python t.py", "-np"),
+        ("-np 5 --min-np 1 --max-np 4 python t.py", "--max-np"),
         ("-np two python t.py", "'two'"),
         ("-np 0 python t.py", "'0'"),
         ("-np 3 -H localhost:2 python t.py", "2 slots"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from programs import run
 
@@ -79,9 +81,83 @@ if hvd.rank() == 0:
     (folder / "result").write_text(json.dumps([model.weight.item(), seen]))
 """
 
+CHANGING = """
+import json, os, pathlib, signal, subprocess, sys, time
+
+import horovod.torch as hvd
+import torch
+
+hvd.init()
+folder, victim = pathlib.Path(sys.argv[1]), sys.argv[2]
+worker = os.environ["HOROVOD_RANK"]
+torch.manual_seed(1)
+data = torch.linspace(0.0, 1.0, 60)
+model = torch.nn.Linear(1, 1)
+optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1))
+SIZES = {4: 2, 6: 3, 8: 1}  # batch -> workers, for which it waits
+
+
+def await_size(state):
+    wanted = SIZES.get(state.batch, hvd.size())
+    if wanted != hvd.size() and hvd.rank() == 0 and state.batch > 4:
+        paceline = [sys.executable, "-m", "paceline"]
+        subprocess.run([*paceline, "resize", folder / "run", str(wanted)], check=True, stdout=subprocess.DEVNULL)
+    while wanted != hvd.size():
+        state.commit()
+        time.sleep(0.01)
+
+
+@hvd.elastic.run
+def train(state):
+    print(f"begins at {state.batch} of {hvd.size()}: worker {worker}, rank {hvd.rank()}, process {os.getpid()}")
+    await_size(state)
+    for indices in torch.utils.data.DataLoader(range(60), batch_size=2, sampler=state.sampler):
+        optimizer.zero_grad()
+        loss = (model(data[indices].view(-1, 1)).view(-1) - 3 * data[indices]).square().mean()
+        loss.backward()
+        optimizer.step()
+        if state.batch == 3 and worker == victim and not (folder / "lost").exists():
+            (folder / "lost").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        mean = hvd.allreduce(loss.detach()).item()
+        state.steps.append((hvd.size(), mean, hvd.allgather(indices).tolist()))
+        state.sampler.record_batch(state.batch, 2)
+        state.batch += 1
+        state.commit()
+        await_size(state)
+    return state.steps
+
+
+state = hvd.elastic.TorchState(
+    model=model, optimizer=optimizer, sampler=hvd.elastic.ElasticSampler(range(60)), batch=0, steps=[]
+)
+state.register_reset_callbacks([lambda: print(f"reset: {hvd.size()}")])
+steps = train(state)
+(folder / "result").write_text(json.dumps([model.weight.item(), model.bias.item(), steps]))
+"""
+
+
+def one_process(steps: list[Any]) -> tuple[list[float], float, float]:
+    """The losses and weights of one process that takes the same steps."""
+    torch.manual_seed(1)
+    data = torch.linspace(0.0, 1.0, 60)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for parameter in model.parameters():  # as Horovod does to make a state that can be sent: Adam counts it
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    losses: list[float] = []
+    for _, _, indices in steps:
+        optimizer.zero_grad()
+        loss = (model(data[indices].view(-1, 1)).view(-1) - 3 * data[indices]).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.weight.item(), model.bias.item()
+
 
 def paceline(folder: Path, *words: str | Path) -> str:
-    status, output = run(sys.executable, "-m", "paceline", "run", *words, "--show", "all", "--run-dir", folder / "run")
+    status, output = run(sys.executable, "-m", "paceline", "run", "--show", "all", "--run-dir", folder / "run", *words)
     assert status == 0, output
     return output
 
@@ -114,6 +190,31 @@ def test_an_elastic_program_goes_on_from_its_last_commit(tmp_path: Path) -> None
         assert not (folder / "run" / "horovod_commit.pt").exists()
     assert found[0] == found[1]
     assert sorted(found[0][1]) == list(range(48))  # each sample once
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("victim", [0, 1])
+def test_workers_that_are_lost_come_and_go_leave_the_others_in_their_processes(tmp_path: Path, victim: int) -> None:
+    """2 -> 1 (kill -9) -> 2 (its replacement) -> 3 -> 1 (resized), within an epoch: each sample once, and the losses
+    and weights of one process."""
+    (tmp_path / "program.py").write_text(CHANGING)
+    output = paceline(
+        tmp_path,
+        *("--as", "horovod", tmp_path / "program.py", "--workers", "2", "--plan", "replicas=1-3"),
+        *("--", tmp_path, str(victim)),
+    )
+    weight, bias, steps = json.loads((tmp_path / "result").read_text())
+    assert [size for size, _, _ in steps][:9] == [2, 2, 2, 1, 2, 2, 3, 3, 1]
+    assert sorted(index for _, _, indices in steps for index in indices) == list(range(60))
+    losses, wanted_weight, wanted_bias = one_process(steps)
+    assert [loss for _, loss, _ in steps] == pytest.approx(losses, rel=1e-4)
+    assert (weight, bias) == pytest.approx((wanted_weight, wanted_bias), rel=1e-4)
+    begins = re.findall(r"begins at (\d+) of (\d): worker (\d), rank (\d), process (\d+)", output)
+    survivor = [row for row in begins if row[2] == str(1 - victim)]
+    assert len({row[4] for row in survivor}) == 1
+    assert [row[:2] for row in survivor][:4] == [("0", "2"), ("3", "1"), ("4", "2"), ("6", "3")]
+    assert [row[3] for row in survivor][1:4] == ["0", "0", "0"]  # it has the state, whatever its number
+    assert "1 worker goes on, steps lost 1" in output
 
 
 @pytest.mark.further

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from paceline.compat.horovod import progress
 from paceline.compat.horovod import session as sessions
 from paceline.compat.horovod.handles import forget_handles
 from paceline.compat.horovod.process_sets import ProcessSet, initialize_process_sets
@@ -62,7 +63,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
         return
     open_worker(ends_alone=True)
     forget_handles()
-    sessions.open_session(list(comm) if comm else None)
+    sessions.open_session(list(comm) if comm else None, count_steps=progress.count)
     try:
         initialize_process_sets(sets)
     except BaseException:

@@ -58,7 +58,10 @@ class _Connection:
 
 
 class ControlThread:
-    """One for each session. `follow(verdict)` and `fail(reason)` are called in the thread, and must not block."""
+    """One for each session. `follow(verdict)` and `fail(reason)` are called in the thread, and must not block.
+
+    `why_over()` is asked every second: a text says that the session has ended, though no connection has.
+    """
 
     def __init__(
         self,
@@ -70,9 +73,11 @@ class ControlThread:
         limits: ControlLimits,
         follow: Callable[[OpVerdict], None],
         fail: Callable[[str], None],
+        why_over: Callable[[], str],
     ) -> None:
         self._rank, self._coordinator, self._limits = rank, coordinator, limits
         self._negotiation, self._follow, self._fail = negotiation, follow, fail
+        self._why_over = why_over
         self._connections = {peer: _Connection(peer, sock) for peer, sock in sockets.items()}
         self._lock = threading.Lock()  # of the batch
         self._io = threading.RLock()  # of the connections and the negotiation
@@ -250,6 +255,8 @@ class ControlThread:
             return
         self._looked_at = now
         negotiation, limits = self._negotiation, self._limits
+        if (reason := self._why_over()) and not self._is_over:
+            self._fail(reason)
         if negotiation is None:
             if now - self._heard_at > limits.stall_s + 2 * _sign_s(limits):
                 self._lose_coordinator(f"nothing was heard of it for {now - self._heard_at:.0f} s")

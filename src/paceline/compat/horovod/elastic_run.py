@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from paceline.compat.horovod import membership
 from paceline.compat.horovod.basics import init, shutdown
 from paceline.compat.horovod.commit_file import CommitFile
 from paceline.compat.horovod.elastic_state import State, TorchState
@@ -17,15 +18,18 @@ from paceline.worker.program_worker import program_place
 __all__ = ["run", "run_fn"]
 
 T = TypeVar("T")
-MAX_RESETS = 3  # in a row, without a commit between them
+MAX_RESETS = 3  # in a row, without a commit or a lost worker between them
 
 
 def run(func: Callable[..., T]) -> Callable[..., T]:
     """Return a function that calls `func(state, ...)` until it returns.
 
     First all workers get the state of rank 0. After HorovodInternalError the state goes back to the last commit, and
-    after HostsUpdatedInterrupt it stays; then all begin again. The error is raised where a worker was lost: the run
-    starts all workers again, and they go on from the last commit.
+    after HostsUpdatedInterrupt it stays; then all begin again, in a session of the workers that are present.
+
+    Where a run of a fixed number of workers has lost one, the error is raised: the run starts all workers again, and
+    they go on from the last commit. Raises CleanExit where an elastic run goes on without this worker, and where all
+    were told to leave.
     """
     return run_fn(func, reset_session)
 
@@ -38,15 +42,16 @@ def run_fn(func: Callable[..., T], reset: Callable[[], None]) -> Callable[..., T
         if isinstance(state, TorchState):
             program_place().allow_restart()
             state.keep_in(_commit_file())
-        skips_sync, resets, commits = False, 0, state.commit_count
+        skips_sync, resets, before = False, 0, _progress(state)
         while True:
             try:
                 if not skips_sync:
                     state.sync()
+                    membership.has_state()
                 value = func(state, *args, **kwargs)
             except HorovodInternalError:
-                resets = resets + 1 if state.commit_count == commits else 1
-                commits = state.commit_count
+                resets = resets + 1 if _progress(state) == before else 1
+                before = _progress(state)
                 if resets > MAX_RESETS:
                     raise
                 state.restore()
@@ -57,10 +62,17 @@ def run_fn(func: Callable[..., T], reset: Callable[[], None]) -> Callable[..., T
                 if isinstance(state, TorchState):
                     state.forget_file()
                 return value
+            if isinstance(state, TorchState):
+                state.settle_file()  # another worker may write it from now on
             reset()
             state.on_reset()
 
     return wrapper
+
+
+def _progress(state: State) -> tuple[int, int]:
+    """What grows where it is of use to begin again."""
+    return state.commit_count, membership.number_of_changes()
 
 
 def _commit_file() -> CommitFile:

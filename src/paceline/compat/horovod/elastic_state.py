@@ -9,21 +9,21 @@ from __future__ import annotations
 import copy
 import queue
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.compat.horovod import progress
+from paceline import clock
+from paceline.compat.horovod import membership, progress
 from paceline.compat.horovod import session as sessions
 from paceline.compat.horovod.commit_file import CommitFile
 from paceline.compat.horovod.elastic_sampler import ElasticSampler
 from paceline.compat.horovod.errors import HostsUpdatedInterrupt
 from paceline.compat.horovod.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from paceline.worker.membership.clean_exit import CleanExit
 
 __all__ = ["ObjectState", "State", "TorchState"]
-
-REMOVED = 1  # of Horovod's numbers for what has become of the hosts: the others are left out here
 
 
 class State:
@@ -61,16 +61,29 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raise HostsUpdatedInterrupt, on all workers, where rank 0 has heard of hosts that have come or gone."""
+        """Raise HostsUpdatedInterrupt, on all workers, where rank 0 has heard of workers that come or go, and CleanExit
+        where the run is to stop."""
         before = newest = self._last_updated_timestamp
         what = 0
         while not self._host_messages.empty():
             timestamp, update = self._host_messages.get()
             if timestamp > newest:
                 newest, what = timestamp, what | int(update)
-        before, self._last_updated_timestamp, what = self._bcast_object((before, newest, what))
-        if self._last_updated_timestamp > before:
-            raise HostsUpdatedInterrupt(what == REMOVED)
+        exit_code = None
+        if sessions.is_open() and sessions.current_session().rank == 0:
+            if change := membership.announced_change():
+                newest, what = max(newest, clock.now()), what | change
+            exit_code = membership.exit_code_of_stop()
+        told = self._bcast_object((before, newest, what, exit_code))
+        before, self._last_updated_timestamp, what, exit_code = told
+        if exit_code is not None:
+            self.leave(exit_code)
+        if what or self._last_updated_timestamp > before:
+            raise HostsUpdatedInterrupt(what == membership.REMOVED)
+
+    def leave(self, exit_code: int) -> NoReturn:
+        """End this worker, as all do: the run was told to stop. Raises CleanExit."""
+        raise CleanExit(exit_code)
 
     def save(self) -> None:
         """Keep the state as it is now."""
@@ -131,6 +144,8 @@ class TorchState(ObjectState):
         self.__dict__["_copies"] = {name: _copied(one) for name, one in kept.items()}
         self.__dict__.update(kept)
         self._file: CommitFile | None = None
+        self._saved_steps = progress.count()
+        self._is_recalled = True  # there is no commit in a file to begin from
         super().__init__(**{name: one for name, one in given.items() if name not in kept})
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -143,6 +158,7 @@ class TorchState(ObjectState):
         for name, one in self._kept.items():
             self._copies[name] = _copied(one)
         super().save()
+        self._saved_steps = progress.count()
         if self._file is not None and sessions.current_session().rank == 0:
             commit = {"copies": dict(self._copies), "objects": dict(self._saved_state), "steps": progress.count()}
             self._file.write(commit)
@@ -151,8 +167,11 @@ class TorchState(ObjectState):
         for name, one in self._kept.items():
             one.load_state_dict(copy.deepcopy(self._copies[name]))
         super().restore()
+        membership.undo(max(0, progress.count() - self._saved_steps))
+        progress.begin_at(self._saved_steps)
 
     def sync(self) -> None:
+        self._recall()
         for one in self._kept.values():
             if isinstance(one, nn.Module):
                 broadcast_parameters(one.state_dict(), root_rank=0)
@@ -163,18 +182,42 @@ class TorchState(ObjectState):
         super().sync()
         for name, one in self._kept.items():
             self._copies[name] = _copied(one)
+        self._saved_steps = progress.count()
+
+    def reset(self) -> None:
+        """Share out the samples that are left among the workers of now: `sync` may be left out."""
+        for one in self._kept.values():
+            if isinstance(one, ElasticSampler):
+                one.reset()
 
     def keep_in(self, file: CommitFile) -> None:
-        """Write every commit to this file from now on; where it holds one of the run, go on from that first: `sync`
-        must follow. All workers call this; rank 0 alone reads, which alone writes and removes the file."""
-        self._file = file
-        found = file.read() if sessions.current_session().rank == 0 else None
-        progress.begin_at(self._bcast_object(progress.count() if found is None else found["steps"]))
-        if found is None:
+        """Write every commit to this file from now on. Where it holds one of the run, the first `sync` begins from it.
+        Rank 0 alone reads, writes and removes it."""
+        self._file, self._is_recalled = file, False
+
+    def settle_file(self) -> None:
+        """Return when this worker writes nothing more to the file, until its next commit."""
+        if self._file is not None:
+            self._file.wait()
+
+    def leave(self, exit_code: int) -> NoReturn:
+        self.settle_file()
+        super().leave(exit_code)
+
+    def _recall(self) -> None:
+        """Before the first `sync`: go back to the commit in the file, on rank 0, which gives it to the others."""
+        if self._file is None:
             return
-        self._copies.update({name: one for name, one in found["copies"].items() if name in self._kept})
-        self._saved_state.update({name: one for name, one in found["objects"].items() if name in self._saved_state})
-        self.restore()
+        found = None
+        if not self._is_recalled and sessions.current_session().rank == 0:
+            found = self._file.read()
+        steps = self._bcast_object(progress.count() if found is None else found["steps"])
+        self._is_recalled, self._saved_steps = True, steps
+        if found is not None:
+            self._copies.update({name: one for name, one in found["copies"].items() if name in self._kept})
+            self._saved_state.update({name: one for name, one in found["objects"].items() if name in self._saved_state})
+            self.restore()
+        progress.begin_at(steps)
 
     def forget_file(self) -> None:
         """Remove the file: the program has come to its end."""

@@ -7,25 +7,26 @@ Every option of horovodrun is taken over, or is named in a sentence as without e
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shlex
-import socket
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from paceline.cli import main as cli
+from paceline.compat.horovod.discovery import HostScript, count_of, hosts_of, is_here, lines_of
 from paceline.compat.horovod.program import VERSION
 from paceline.environment import set_variables
 from paceline.errors import PlanError
+from paceline.launch.coordinator.control_socket import send_command
 
 __all__ = ["RunCommand", "main", "run_command"]
 
-LOCAL = ("localhost", "127.0.0.1", "::1")
 MODULE_PROGRAM = Path(__file__).with_name("run_module.py")
-DISCOVERY_LIMIT_S = 60.0
+MOST = 64  # workers, where a command line names no most
 
 # Option -> the variable by which a worker reads it, and what its value becomes.
 VARIABLES: dict[str, tuple[str, Callable[[str], str]]] = {
@@ -55,6 +56,7 @@ TAKEN = {  # with a value, and read below
     "--min-num-proc": "least",
     "--max-np": "most",
     "--max-num-proc": "most",
+    "--elastic-timeout": "patience",
     "-p": "port",
     "--ssh-port": "port",
     "-i": "identity",
@@ -83,9 +85,8 @@ IGNORED = {  # option -> how many values follow, and the sentence
     "--autotune-steps-per-sample": (1, "there are no parameters to tune"),
     "--autotune-bayes-opt-max-samples": (1, "there are no parameters to tune"),
     "--autotune-gaussian-process-noise": (1, "there are no parameters to tune"),
-    "--elastic-timeout": (1, "the number of workers stays the same"),
-    "--reset-limit": (1, "a run begins again as long as it comes further"),
-    "--blacklist-cooldown-range": (2, "the hosts stay the same"),
+    "--reset-limit": (1, "a program begins again as long as it comes further"),
+    "--blacklist-cooldown-range": (2, "a lost worker is replaced at once"),
     "--mpi-threads-disable": (0, "there is no MPI here"),
     "--no-mpi-threads-disable": (0, "there is no MPI here"),
     "--mpi-args": (1, "there is no MPI here"),
@@ -119,11 +120,44 @@ The command that is run instead is shown first: `paceline run --as horovod ...`.
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RunCommand:
-    """What a horovodrun command line becomes: the words for `paceline`, variables, and sentences for the user."""
+    """What a horovodrun command line becomes: the words for `paceline`, variables, and sentences for the user.
+
+    `script`: what says, while the run goes on, how many of its workers there are to be; it begins with `workers`.
+    """
 
     words: tuple[str, ...]
     variables: dict[str, str]
     notes: tuple[str, ...]
+    workers: int
+    script: HostScript | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Places:
+    words: list[str]
+    notes: list[str]
+    workers: int
+    script: HostScript | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _WorkerNumbers:
+    """How many workers begin, and the fewest and the most of them later."""
+
+    workers: int
+    least: int
+    most: int
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.least < self.most
+
+    def words(self, patience: str | None) -> list[str]:
+        """Return the options of `paceline run`; `patience`: --elastic-timeout."""
+        if not self.is_elastic:
+            return []
+        limit = [] if patience is None else ["--patience-s", patience]
+        return ["--plan", f"replicas={self.least}-{self.most}", *limit]
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -141,7 +175,38 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"horovodrun: {note}", file=sys.stderr)
     print(f"horovodrun: paceline {shlex.join(command.words)}", file=sys.stderr)
     set_variables(command.variables)
-    return cli.main(command.words)
+    with _following(command):
+        return cli.main(command.words)
+
+
+@contextlib.contextmanager
+def _following(command: RunCommand) -> Iterator[None]:
+    """While entered, give the run that this process supervises as many workers as the script says."""
+    if command.script is None:
+        yield
+        return
+    ends = threading.Event()
+    follower = threading.Thread(
+        target=command.script.follow,
+        args=(_resize,),
+        kwargs={"begins_with": command.workers, "ends": ends},
+        name="paceline-host-script",
+        daemon=True,
+    )
+    follower.start()
+    try:
+        yield
+    finally:
+        ends.set()
+
+
+def _resize(workers: int) -> str:
+    """Ask the run of this process for another number of workers; returns why it is refused, or ""."""
+    try:
+        answer = send_command(os.getpid(), {"op": "resize", "replicas": workers})
+    except ConnectionError:
+        return ""  # it has not begun, or is over
+    return str(answer.get("error", ""))
 
 
 def run_command(words: Sequence[str]) -> RunCommand:
@@ -172,10 +237,13 @@ def run_command(words: Sequence[str]) -> RunCommand:
             raise PlanError(f"{option} cannot be taken over: {REFUSED[option]}.")
         else:
             raise PlanError(f"unknown option {option}: horovodrun has none of this name.")
-    places, more = _places(values)
-    notes += more
+    places = _places(values)
     return RunCommand(
-        words=("run", "--as", "horovod", *places, *_program(left)), variables=variables, notes=tuple(notes)
+        words=("run", "--as", "horovod", *places.words, *_program(left)),
+        variables=variables,
+        notes=(*notes, *places.notes),
+        workers=places.workers,
+        script=places.script,
     )
 
 
@@ -187,95 +255,75 @@ def _value(option: str, equals: str, value: str, left: list[str]) -> str:
     return left.pop(0)
 
 
-def _places(values: dict[str, str]) -> tuple[list[str], list[str]]:
-    """Return the options that say where how many workers run, and what is to be said of them."""
-    wanted, notes = _count("-np", values.get("np")), list[str]()
-    is_elastic = any(name in values for name in ("least", "most", "discovery"))
-    if is_elastic:
-        wanted = wanted or _count("--min-np", values.get("least")) or _count("--max-np", values.get("most"))
-        notes.append(
-            "the number of workers stays the same: after a loss all begin again from the last commit of hvd.elastic."
-        )
-    hosts = _hosts(values)
-    if wanted is None:
-        raise PlanError("-np is missing: how many workers the program runs on.")
-    remote = [(name, slots) for name, slots in hosts if not _is_here(name)]
-    if hosts and sum(slots for _, slots in hosts) < wanted:
-        raise PlanError(
-            f"-np is {wanted}, and the hosts have {sum(slots for _, slots in hosts)} slots: give more hosts."
-        )
-    if not remote:
+def _places(values: dict[str, str]) -> _Places:
+    """Say where how many workers run. Raises PlanError where there are too few hosts, or no number."""
+    script = None
+    if "discovery" in values and not values.keys() & {"hosts", "hostfile"}:
+        script = HostScript(path=values["discovery"], slots=_default_slots(values))
+    hosts, notes = _hosts(values, script), list[str]()
+    slots = sum(number for _, number in hosts)
+    numbers = _numbers(values, slots)
+    if slots and slots < numbers.workers:
+        raise PlanError(f"-np is {numbers.workers}, and the hosts have {slots} slots: give more hosts.")
+    words = numbers.words(values.get("patience"))
+    if all(is_here(name) for name, _ in hosts):
         for name, option in (("port", "-p"), ("identity", "-i")):
             if name in values:
                 notes.append(f"{option} has no effect: all workers run on this host.")
-        return ["--workers", str(wanted)], notes
-    words, left = list[str](), wanted
-    for name, slots in hosts:
-        taken = min(slots, left)
-        left -= taken
-        if taken:
-            words.append(f"{name}:{taken}")
-    place = ["--on", "ssh", "--hosts", ",".join(words)]
-    for name in ("port", "identity"):
+        if script is not None and numbers.is_elastic:
+            script = dataclasses.replace(script, least=numbers.least, most=numbers.most)
+        return _Places(
+            words=["--workers", str(numbers.workers), *words],
+            notes=notes,
+            workers=numbers.workers,
+            script=script if numbers.is_elastic else None,
+        )
+    for name, option in (("port", "--ssh-port"), ("identity", "--ssh-identity-file")):
         if name in values:
-            option = "--ssh-port" if name == "port" else "--ssh-identity-file"
             raise PlanError(
                 f"{option} cannot be taken over: put it into ~/.ssh/config, which `paceline run --on ssh` reads."
             )
-    return place, notes
+    if script is not None:
+        notes.append("the hosts stay those that the script has named: not all of them are this one.")
+    shares, left = list[str](), numbers.workers
+    for name, number in hosts:
+        taken = min(number, left)
+        left -= taken
+        if taken:
+            shares.append(f"{name}:{taken}")
+    place = ["--on", "ssh", "--hosts", ",".join(shares), *words]
+    return _Places(words=place, notes=notes, workers=numbers.workers)
 
 
-def _hosts(values: dict[str, str]) -> list[tuple[str, int]]:
+def _numbers(values: dict[str, str], slots: int) -> _WorkerNumbers:
+    """Return how many workers there are, at first and later, where hosts have so many slots (0: it is not known)."""
+    given, least = count_of("-np", values.get("np")), count_of("--min-np", values.get("least"))
+    most = count_of("--max-np", values.get("most"))
+    workers = given or least or most
+    if workers is None:
+        raise PlanError("-np is missing: how many workers the program runs on.")
+    if not values.keys() & {"least", "most", "discovery"}:
+        return _WorkerNumbers(workers=workers, least=workers, most=workers)
+    least, most = least or workers, most or max(MOST, workers)
+    if not least <= workers <= most:
+        raise PlanError(f"-np is {workers}; it must be from --min-np, {least}, to --max-np, {most}.")
+    if slots >= workers:
+        workers = min(slots, most)  # as in Horovod: all that are there
+    return _WorkerNumbers(workers=workers, least=least, most=most)
+
+
+def _hosts(values: dict[str, str], script: HostScript | None) -> list[tuple[str, int]]:
     """Return the hosts with their slots, from whichever option names them; nothing for this host alone."""
-    default = _count("--slots-per-host", values.get("slots")) or 1
+    default = _default_slots(values)
     if "hosts" in values:
-        lines = values["hosts"].split(",")
-    elif "hostfile" in values:
-        lines = _lines(Path(values["hostfile"]))
-    elif "discovery" in values:
-        lines = _discovered(values["discovery"])
-    else:
-        return []
-    return [_host(line, default) for line in lines if line.strip() and not line.strip().startswith("#")]
+        return hosts_of(values["hosts"].split(","), default)
+    if "hostfile" in values:
+        return hosts_of(lines_of(Path(values["hostfile"])), default)
+    return [] if script is None else script.hosts()
 
 
-def _host(line: str, default: int) -> tuple[str, int]:
-    """Read `host:slots`, or `host slots=n` as in a host file."""
-    name, _, rest = line.strip().replace(" slots=", ":").replace("\t", "").partition(":")
-    slots = default if not rest else _count(f"the slots of {name}", rest.strip())
-    if not name or slots is None:
-        raise PlanError(f"{line!r} is no host: write HOST:SLOTS, as in node1:4.")
-    return name.strip(), slots
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise PlanError(f"the host file {path} cannot be read: {error.strerror}.") from error
-
-
-def _discovered(script: str) -> list[str]:
-    """Run a discovery script once."""
-    try:
-        found = subprocess.run(
-            [os.path.abspath(script)], capture_output=True, text=True, timeout=DISCOVERY_LIMIT_S, check=True
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        raise PlanError(f"--host-discovery-script {script} has failed: {error}.") from error
-    return found.stdout.splitlines()
-
-
-def _is_here(name: str) -> bool:
-    return name in LOCAL or name in (socket.gethostname(), socket.getfqdn())
-
-
-def _count(what: str, text: str | None) -> int | None:
-    if text is None:
-        return None
-    if not text.isdecimal() or int(text) < 1:
-        raise PlanError(f"{what} is {text!r}; it must be a whole number, 1 or more.")
-    return int(text)
+def _default_slots(values: dict[str, str]) -> int:
+    return count_of("--slots-per-host", values.get("slots")) or 1
 
 
 def _program(words: Sequence[str]) -> list[str]:

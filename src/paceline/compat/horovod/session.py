@@ -9,16 +9,18 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
+from paceline.comm.group import Disrupted
 from paceline.comm.peer_sockets.meeting import connect_members
 from paceline.comm.peer_sockets.process_group import listening_address
 from paceline.compat.horovod.control import ControlLimits, ControlThread
 from paceline.compat.horovod.errors import HorovodInternalError, not_initialized
 from paceline.compat.horovod.executor import Executor
 from paceline.compat.horovod.member_group import MemberGroup
+from paceline.compat.horovod.membership import SessionMembers, open_among_present, why_over
 from paceline.compat.horovod.negotiation import Negotiation
 from paceline.compat.horovod.pending_op import PendingOp
 from paceline.compat.horovod.requests import Kind, OpVerdict
@@ -36,16 +38,24 @@ _numbers = itertools.count()  # of the sessions of this process
 _current: list[Session] = []  # none or one
 
 
-def open_session(ranks: Sequence[int] | None = None) -> Session:
+def open_session(ranks: Sequence[int] | None = None, *, count_steps: Callable[[], int] = lambda: 0) -> Session:
     """Open the session of these ranks (None: of all) if none is open, and return it; all of them must call this.
+    `count_steps()`: those that the program has taken.
 
-    Raises ValueError where this worker is not one of the ranks.
+    Raises ValueError where this worker is not one of the ranks, or the run is elastic and ranks are given.
     """
     if not _current:
         place, number = program_place(), next(_numbers)
         if number == 0:
             at_program_end(close_session, after_error=_finish_timeline)  # programs need not call hvd.shutdown()
-        _current.append(Session(place, tuple(ranks or range(place.assignment.workers)), number))
+        if place.consensus.elastic is None:
+            _current.append(Session(place, SessionMembers.fixed(place, ranks, number)))
+        elif ranks is None:
+            _current.append(open_among_present(place, lambda members: Session(place, members), count_steps=count_steps))
+        else:
+            raise ValueError(
+                "hvd.init(comm) takes no ranks in an elastic run, whose workers come and go: leave them out"
+            )
     return _current[0]
 
 
@@ -72,20 +82,22 @@ def current_session() -> Session:
 
 
 class Session:
-    """One worker's part. Ranks are those of the session, which may be a part of the run's workers."""
+    """One worker's part. Ranks are those of the session, whose members may be a part of the run's workers.
 
-    def __init__(self, place: ProgramPlace, members: tuple[int, ...], number: int) -> None:
-        assignment = place.assignment
-        if assignment.rank not in members:
-            raise ValueError(f"worker {assignment.rank} is not one of the ranks {list(members)} of hvd.init(comm)")
+    Raises Disrupted where a worker is lost before all have met.
+    """
+
+    def __init__(self, place: ProgramPlace, members: SessionMembers) -> None:
         self.variables = HorovodVariables.read()
-        self.rank, self.size = members.index(assignment.rank), len(members)
-        self._set_local_places(place, members)
+        self.rank, self.size = members.rank, len(members.ranks)
+        self.local_rank, self.local_size = members.local_rank, members.local_size
+        self.cross_rank, self.cross_size = members.cross_rank, members.cross_size
+        self.is_homogeneous = members.is_homogeneous
         self.sets: dict[int, tuple[int, ...]] = {GLOBAL: tuple(range(self.size))}
         self.failure = ""
         self.emit = place.emit
         self._timeout_s = place.job.timeout_s
-        self._store = dist.PrefixStore(f"paceline/horovod/{number}/{'-'.join(map(str, members))}", place.shared)
+        self._store = dist.PrefixStore(f"paceline/horovod/{members.name}", place.shared)
         self._lock = threading.Lock()
         self._pending: dict[tuple[int, str], PendingOp] = {}
         self._unnamed: Counter[tuple[int, str]] = Counter()
@@ -95,7 +107,11 @@ class Session:
             rank=self.rank, take=self._take, meet=self._meet, fail=self.fail, observe=self.timeline.ran
         )
         self._executor.begin(self._meet(GLOBAL, self.sets[GLOBAL]))
-        self._control = self._connect()
+        try:
+            self._control = self._connect()
+        except BaseException:
+            self._executor.abort(HorovodInternalError("the workers have not met"))
+            raise
         if self.variables.timeline not in ("", "DYNAMIC"):
             self.timeline.start(self.variables.timeline, marks_cycles=self.variables.marks_cycles)
 
@@ -161,7 +177,7 @@ class Session:
             size=self.size,
             address=listening_address(),
             timeout_s=self._timeout_s,
-            check=_nothing,
+            check=self._check,
         )
         for peer in [peer for peer in sockets if self.rank and peer]:
             sockets.pop(peer).close()
@@ -182,6 +198,7 @@ class Session:
             limits=limits,
             follow=self._follow,
             fail=self.fail,
+            why_over=why_over,
         )
 
     def _follow(self, verdict: OpVerdict) -> None:
@@ -204,18 +221,11 @@ class Session:
             num_local_workers=self.local_size,
             is_one_host=self.cross_size == 1,
             timeout_s=self._timeout_s,
-            why_ended=lambda: self.failure or None,
+            why_ended=lambda: self.failure or why_over() or None,
         )
 
-    def _set_local_places(self, place: ProgramPlace, members: tuple[int, ...]) -> None:
-        assignment = place.assignment
-        self.local_rank, self.local_size = assignment.local_rank, assignment.local_workers
-        self.cross_rank, self.cross_size = assignment.host_index, assignment.hosts
-        self.is_homogeneous = assignment.local_workers * assignment.hosts == assignment.workers
-        if assignment.hosts == 1:
-            self.local_rank, self.local_size = self.rank, self.size
-            self.is_homogeneous = len(members) == self.size
-
-
-def _nothing() -> None:
-    """The default check: only the time limit ends the wait."""
+    @staticmethod
+    def _check() -> None:
+        """Raise Disrupted where the workers that meet are not those of now."""
+        if reason := why_over():
+            raise Disrupted(reason)

@@ -75,6 +75,7 @@ class LossIncident:
     formed: float = 0.0
     at_step: int = 0  # committed before
     goes_on_at: int | None = None  # committed steps of the workers that go on
+    num_undone: int = 0  # steps that their programs have undone by themselves
 
 
 class ElasticController:
@@ -304,6 +305,7 @@ class ElasticController:
         told = clock.now() - float(notice["since_s"]) if "since_s" in notice else float(notice["noticed"])
         incident.noticed = max(incident.noticed, told)
         incident.formed = max(incident.formed, clock.now())
+        incident.num_undone = max(incident.num_undone, int(notice.get("undone", 0)))
         incident.goes_on_at = step if incident.goes_on_at is None else min(step, incident.goes_on_at)
         if not self._membership.would_form(worker, int(notice["generation"])):
             return
@@ -315,7 +317,7 @@ class ElasticController:
                 step=incident.goes_on_at,
                 detected_s=round(max(0.0, incident.noticed - incident.began), 3),
                 regrouped_s=round(max(0.0, incident.formed - incident.noticed), 3),
-                steps_lost=max(0, incident.at_step - incident.goes_on_at),
+                steps_lost=max(incident.num_undone, incident.at_step - incident.goes_on_at),
                 holds=self._membership.view.holds,
                 workers_each=self.workers_each,
             )

@@ -167,7 +167,8 @@ def _incidents_text(facts: Mapping[str, Any]) -> str:
     if servers := facts.get("servers_replaced"):
         parts.append(f"{_counted(servers, 'parameter server')} lost, replaced by mirrors, 0 steps lost")
     if lost := facts["workers_lost"]:
-        steps = facts["steps_lost"] + facts.get("steps_unsaved", 0)
+        saves_itself = facts["steps"] and not facts["samples"]  # what it has saved is not known
+        steps = facts["steps_lost"] + (0 if saves_itself else facts.get("steps_unsaved", 0))
         parts.append(f"{_counted(lost, 'worker')} lost, {facts['workers_joined']} taken in again")
         parts[-1] += f", {_counted(steps, 'step')} lost"
     return f"{'; '.join(parts)} (more: paceline report {shell_text(local_path(facts['run_dir']))})"

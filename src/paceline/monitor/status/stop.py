@@ -108,7 +108,7 @@ def _how_it_ended(record: RunRecord, began: float) -> Iterator[str]:
     if facts.get("attempt") != record.attempt:
         yield f"{name} is {state}"
         return
-    if record.job.get("run_for") is not None:
+    if record.job.get("run_for") is not None or record.job.get("run_as") == "horovod":
         yield f"{name} is {state}; the same command has the program go on from what it has saved"
         return
     step, unsaved = facts["step"], facts["steps_unsaved"]

@@ -83,6 +83,7 @@ class Consensus:
         self._before_operation: Callable[[], None] = lambda: None
         self._is_detached = False
         self._has_joined_detached = False  # a newcomer that became a member without another member's state
+        self._num_undone = 0  # steps that a program has undone by itself since the present generation began
 
     def attach(self, holder: StateHolder) -> None:
         """Set the owner of the run's state on this worker."""
@@ -182,7 +183,7 @@ class Consensus:
             if self.is_newcomer:
                 if not self._has_joined_detached:  # all loops that it has seen were over, and the others are past them
                     self.await_run_end()
-                self._change_over()
+                self.change_over()
 
     def await_enough(self) -> None:
         """Where this worker is detached: return when there are enough members, or it has something else to do."""
@@ -234,7 +235,7 @@ class Consensus:
         self._lockstep.abort(disruption)
         return self._regroup(coordinator, elastic, holds_result=holds_result)
 
-    def _change_over(self) -> None:
+    def change_over(self) -> None:
         """Form the next generation between two steps, as all members of this one do. Raises CleanExit as `drop`."""
         self._regroup(*self._needed(), holds_result=False, is_between_steps=True)
 
@@ -298,7 +299,9 @@ class Consensus:
         self.holds = view.holds
         self.is_behind = any(one.step > self._step for one in progress)
         self._reports_commit = True
-        coordinator.tell("formed", generation=view.generation, noticed=noticed, since_s=clock.now() - noticed)
+        formed = {"generation": view.generation, "noticed": noticed, "since_s": clock.now() - noticed}
+        coordinator.tell("formed", **formed, undone=self._num_undone)
+        self._num_undone = 0
         if self._holder is not None:
             self._holder.regrouped()
         return is_done
@@ -328,13 +331,17 @@ class Consensus:
             self._coordinator.tell("keeps")
         if self.is_newcomer and not self._coordinator.acknowledges:  # otherwise it has the servers' state
             self._coordinator.tell("ready", generation=self._coordinator.newest)
-            self._change_over()
+            self.change_over()
             self.hold()
 
     def allow_restart(self) -> None:
         """Report that a program keeps its state where it outlives the workers: after a loss all may begin again."""
         if self._coordinator is not None:
             self._coordinator.tell("keeps")
+
+    def undo(self, steps: int) -> None:
+        """Take note that the program has gone back by so many steps, which the next generation takes again."""
+        self._num_undone += steps
 
     def kept(self) -> None:
         """Report one more complete memory checkpoint to this host's supervisor."""
@@ -348,7 +355,7 @@ class Consensus:
             if self._lockstep.all_agree(finish is not None) and finish is not None:
                 self.run(lambda: self._members.gather_objects(None))  # a save needs all members
                 self._leave(finish)
-            self._change_over()
+            self.change_over()
 
     def committed(self) -> None:
         """A step is committed: report the first one of a generation to the coordinator."""
@@ -361,6 +368,16 @@ class Consensus:
     def is_over(self) -> bool:
         """Whether the present generation is over: a member was lost."""
         return self._coordinator is not None and self._coordinator.is_over(self._members.generation)
+
+    @property
+    def planned(self) -> MembershipView | None:
+        """The generation that is to replace the present one between two steps, where this worker knows of one."""
+        return None if self._coordinator is None else self._coordinator.planned(self._members.generation)
+
+    @property
+    def finish(self) -> Finish | None:
+        """How the run is to end; None: it goes on."""
+        return None if self._coordinator is None else self._coordinator.finish
 
     @property
     def is_urgent(self) -> bool:
@@ -426,7 +443,7 @@ class Consensus:
         if any(saves) and self._holder is not None:
             self._holder.save()
         if len(set(generations)) == 1 and max(generations) > members.generation:
-            self._change_over()
+            self.change_over()
 
     def _leave(self, finish: Finish) -> NoReturn:
         """Save, together with the others, and end this worker."""
