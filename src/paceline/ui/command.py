@@ -28,7 +28,7 @@ MOST_CONNECTIONS = 256
 KEEP_ALIVE_S = 5
 END_S = 1  # for answers under way, after Ctrl-C
 LOWEST_PRIORITY = 19
-TICK_S = 1.0
+TICK_S = 5.0
 WHOLE_SECOND = 0  # a tick of uvicorn's at which it sets the date of its answers
 
 
@@ -81,7 +81,7 @@ async def _serve(root: Path, access: Access, listener: socket.socket, *, can_con
 class _Server(uvicorn.Server):
     """Ends the streams of all pages as soon as it is to end, so that none of them is waited for.
 
-    It wakes once a second and at a signal, not ten times a second: each time is taken from a core that trains.
+    It wakes every five seconds and at a signal, not ten times a second: each time is taken from a core that trains.
     """
 
     def __init__(self, config: uvicorn.Config, ui: UiServer) -> None:

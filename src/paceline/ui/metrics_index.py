@@ -8,6 +8,7 @@ dropped rows, the file is read anew, and the old curves are shown until that is 
 
 from __future__ import annotations
 
+import collections
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,7 @@ from paceline.monitor.records.steps import parts_of
 from paceline.regular_files import open_regular
 from paceline.ui.metrics_rows import (
     METRIC,
+    SPEED_ROWS,
     last_rows,
     number,
     read_metrics_row,
@@ -41,7 +43,7 @@ class MetricsIndex:
 
     def __init__(self) -> None:
         self.series: dict[str, ThinnedSeries] = {}
-        self.last: Mapping[str, Any] | None = None
+        self.newest = collections.deque[Mapping[str, Any]](maxlen=SPEED_ROWS)
         self.first_loss: float | None = None
         self.num_rows = self.num_broken = self.num_skipped = self.num_metrics_left_out = 0
         self.num_damaged = 0
@@ -70,7 +72,7 @@ class MetricsIndex:
             self.num_broken += 1
         if self.first_loss is None:
             self.first_loss = number((merged.get("loss") or {}).get("first")) if merged else loss
-        self.last = row
+        self.newest.append(row)
 
     def read_on(self, path: Path, revision: int, deadline: float) -> bool:
         """Read what has come since the last call, until `deadline` (of time.perf_counter) at the latest; return whether
@@ -97,9 +99,9 @@ class MetricsIndex:
     def go_on_in(self, path: Path) -> bool:
         """Go on behind the last row in a file that has replaced the one that was read; returns whether that row is
         there. It is looked for by bisection, since rows are in the order of their steps."""
-        last = self.last
-        if last is None:
+        if not self.newest:
             return False
+        last = self.newest[-1]
         try:
             with open_regular(path, buffering=0) as file:
                 found = os.fstat(file.fileno())

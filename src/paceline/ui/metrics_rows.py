@@ -14,11 +14,21 @@ from paceline.plain_data import LATEST, MOST_WHOLE, read_object
 from paceline.regular_files import open_regular
 from paceline.units import name_text
 
-__all__ = ["METRIC", "last_rows", "number", "read_metrics_row", "reported_metrics", "row_after", "sampled_rows"]
+__all__ = [
+    "METRIC",
+    "SPEED_ROWS",
+    "last_rows",
+    "number",
+    "read_metrics_row",
+    "reported_metrics",
+    "row_after",
+    "sampled_rows",
+]
 
 SMALL_BYTES = 1 << 16  # a file up to this size is read as a whole
 ROW_BYTES = 1 << 13  # read at a sampled place; a longer row is passed over there
 TAIL_BYTES = 1 << 15
+SPEED_ROWS = 12  # newest ones, over which speeds are measured
 METRIC = "metric/"  # before the name of a reported metric, which may be any
 COLUMNS = OWN_NAMES | {"loss", "merged"}
 

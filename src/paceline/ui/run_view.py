@@ -29,10 +29,10 @@ __all__ = ["RunView"]
 
 CURVES_S = 0.15  # of a look, for reading metrics
 EVENTS_S = 0.1
-SUMMARY_EVERY_S = 0.5
-STATUS_EVERY_S, STATUS_STILL_S = 5.0, 2.0  # while steps come, and without one since the last look
+SUMMARY_EVERY_S = 5.0  # from its files; in between, from the rows that are read for the curves
+STATUS_EVERY_S, STATUS_STILL_S = 10.0, 2.0  # while steps come and nothing happens, and otherwise
 SHARE = 10  # a part that took so long waits so many times as long
-LOGS_EVERY_S = 0.5
+LOGS_EVERY_S = 1.0
 REPORT_EVERY_S = 30.0
 REPORT_SHARE = 1000
 REPORT_SOON_S = 2.0  # after an incident
@@ -72,6 +72,7 @@ class RunView:
         self._summed = _Cadence(SUMMARY_EVERY_S, SHARE)
         self._looked = _Cadence(STATUS_EVERY_S, SHARE)
         self._looked_at_rows = 0  # how many there were then
+        self._is_calm = True  # nothing but steps since then
         self._logs = _Cadence(LOGS_EVERY_S, SHARE)
         self._report = _Cadence(REPORT_EVERY_S, REPORT_SHARE)
         self._read_report: dict[str, Any] | None = None
@@ -83,23 +84,19 @@ class RunView:
     def look(self) -> None:
         """Read what has changed; costs a few `stat` calls where nothing has."""
         self._metrics.poll(CURVES_S)
-        stamps = (FileStamp.of(self.run_dir / "run.json"), FileStamp.of(self.run_dir / "metrics.jsonl"))
-        is_new = stamps != self._stamps and self._summed.is_due(also=stamps[:1] != self._stamps[:1])
-        if is_new:
-            self._summed.begin()
-            self._stamps = stamps
-            self.summary = summary_of(self.run_dir, self.name, with_spark=False)
-            self._put("summary", self.summary.facts() | self._of_curves())
-            self._summed.end()
+        is_new = self._look_at_summary()
         attempt = self.summary.attempt if self.summary is not None else 0
-        if attempt and self._events.poll(attempt, EVENTS_S):
+        has_happened = bool(attempt) and self._events.poll(attempt, EVENTS_S)
+        if has_happened:
             self._put("events", self._events.lines())
             self._put("evaluations", self._events.evaluations())
         is_on = self.summary is not None and self.summary.state == RUNNING
         is_new_record = self._is_new_record()
-        after_s = STATUS_STILL_S if self._looked_at_rows == self._metrics.index.num_rows else STATUS_EVERY_S
+        self._is_calm = self._is_calm and not has_happened
+        is_still = self._looked_at_rows == self._metrics.index.num_rows
+        after_s = STATUS_EVERY_S if self._is_calm and not is_still else STATUS_STILL_S
         if (is_on or is_new or is_new_record) and self._looked.is_due(also=is_new and is_new_record, after_s=after_s):
-            self._looked_at_rows = self._metrics.index.num_rows
+            self._looked_at_rows, self._is_calm = self._metrics.index.num_rows, True
             self._looked.begin()
             self._look_at_workers()
             self._looked.end()
@@ -172,6 +169,25 @@ class RunView:
     def close(self) -> None:
         """Close its files."""
         self._events.close()
+
+    def _look_at_summary(self) -> bool:
+        """Read it where its files have changed; between such readings, take what the curves' newest rows say. Returns
+        whether it was read."""
+        stamps = (FileStamp.of(self.run_dir / "run.json"), FileStamp.of(self.run_dir / "metrics.jsonl"))
+        if stamps == self._stamps:
+            return False
+        is_first = self.summary is None or self.summary.at is None  # the first row tells where the run is to end
+        is_read = self._summed.is_due(also=is_first or stamps[:1] != self._stamps[:1])
+        if is_read:
+            self._summed.begin()
+            self.summary = summary_of(self.run_dir, self.name, with_spark=False)
+            self._stamps = stamps
+            self._summed.end()
+        elif self.summary is not None and self._metrics.is_whole:
+            self.summary = self.summary.after(self._metrics.index.newest)
+        if self.summary is not None:
+            self._put("summary", self.summary.facts() | self._of_curves())
+        return is_read
 
     def _is_new_record(self) -> bool:
         known = self._parts.get("about")

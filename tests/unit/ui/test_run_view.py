@@ -16,6 +16,7 @@ from paceline.ui.comparison import compared
 from paceline.ui.log_lines import log_lines
 from paceline.ui.plan_facts import plan_parts
 from paceline.ui.run_events import RunEvents
+from paceline.ui.run_summary import summary_of
 from paceline.ui.run_view import RunView
 from synthetic_runs import SyntheticRun
 
@@ -23,7 +24,14 @@ from synthetic_runs import SyntheticRun
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """No part waits for its turn."""
-    for name in ("SUMMARY_EVERY_S", "STATUS_EVERY_S", "LOGS_EVERY_S", "REPORT_EVERY_S", "REPORT_SOON_S"):
+    for name in (
+        "SUMMARY_EVERY_S",
+        "STATUS_EVERY_S",
+        "STATUS_STILL_S",
+        "LOGS_EVERY_S",
+        "REPORT_EVERY_S",
+        "REPORT_SOON_S",
+    ):
         monkeypatch.setattr(run_view, name, 0.0)
     for name in ("SHARE", "REPORT_SHARE"):
         monkeypatch.setattr(run_view, name, 0.0)
@@ -54,6 +62,42 @@ def test_a_page_gets_everything_once_and_then_what_is_new(tmp_path: Path) -> Non
     assert "evaluations" not in after and "logs" not in after
     (run.attempt / "worker_0" / "stdout.log").open("a").write("one more line\n")
     assert "logs" in changes(view, tuple(after["revisions"]))
+    view.close()
+
+
+def test_between_readings_of_its_files_the_summary_follows_the_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_view, "SUMMARY_EVERY_S", 3600.0)
+    alive = {"host": this_host(), "pid": os.getpid(), "pid_started_s": process_started_s(os.getpid()) or 0.0}
+    run = SyntheticRun(path=tmp_path / "run", steps=40, last_step=80, state="running", **alive)
+    run.write()
+    view = RunView(run.path, "run")
+    first = changes(view)
+    monkeypatch.setattr(run_view, "summary_of", lambda *_, **__: pytest.fail("its files were read again"))
+    run.append(41, 60)
+    followed = changes(view, tuple(first["revisions"]))["summary"]
+    view.close()
+    again = summary_of(run.path, "run", with_spark=False).facts()
+    assert {name: followed[name] for name in again} == again and followed["step"] == 60
+    assert followed["left_s"] == pytest.approx(20 * followed["step_s"])
+
+
+def test_workers_are_looked_at_soon_where_something_has_happened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_view, "STATUS_EVERY_S", 3600.0)
+    monkeypatch.setattr(run_view, "STATUS_STILL_S", 0.0)
+    alive = {"host": this_host(), "pid": os.getpid(), "pid_started_s": process_started_s(os.getpid()) or 0.0}
+    run = SyntheticRun(path=tmp_path / "run", steps=10, last_step=80, state="running", **alive)
+    run.write()
+    view = RunView(run.path, "run")
+    first = changes(view)
+    run.append(11, 20)
+    after = changes(view, tuple(first["revisions"]))
+    assert "workers" not in after and after["summary"]["step"] == 20  # steps alone
+    EventLog(run.attempt / "events.jsonl", worker=None).emit(Warned(text="something"))
+    assert "workers" in changes(view, tuple(after["revisions"]))
     view.close()
 
 
