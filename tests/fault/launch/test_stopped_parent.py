@@ -136,6 +136,8 @@ def test_one_that_runs_has_longer_and_one_that_imports_has_no_limit(child: psuti
     asked = Asked(child.pid)
     asked.pass_time(2 * LIMIT_S, is_ready=False)
     assert asked.said == []
+    asked.pass_time(2 * TURN_S)  # its imports are done, and the answer is on its way
+    assert asked.said == []
     asked.watch.answered()
     asked.pass_time(LIMIT_S)
     assert asked.said == []

@@ -52,6 +52,8 @@ class ParentWatch:
             self._ask()
             return
         self._silent_s += passed_s
+        if not is_ready:  # what its imports take does not count, once they are done
+            self._silent_s = min(self._silent_s, 2 * ANSWER_S)
         if self._silent_s < ANSWER_S * (2 if self._was_continued else 1):
             return
         about = f"the process that workers are forked from (paceline-warm, pid {self._pid})"
