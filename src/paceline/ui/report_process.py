@@ -68,6 +68,8 @@ class ReportProcess:
                 return {"problem": f"the report takes longer than {LIMIT_S:.0f} s: see paceline report"}
             except (OSError, ValueError) as error:
                 return {"problem": printable(str(error))}
+            except (KeyError, TypeError) as error:  # what another version says, which may be started in its place
+                return {"problem": printable(f"the report lacks what a page shows: {error!r}")}
             finally:
                 await self.close()
 

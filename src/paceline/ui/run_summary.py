@@ -118,7 +118,7 @@ def _by_rows(rows: Sequence[Mapping[str, Any]], *, last_step: int | None, is_on:
     return {
         "step": step,
         "epoch": epoch if type(epoch) is int else None,
-        "loss": number(last.get("loss")),
+        "loss": number(next((row["loss"] for row in reversed(rows) if "loss" in row), None)),
         "at": number(last.get("time")),
         "samples_per_s": _samples_per_s(rows),
         "step_s": step_s,

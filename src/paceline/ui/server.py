@@ -178,14 +178,11 @@ class UiServer:
         view.belongs_to(groups, place, self._folder.decisions_on(view.run_dir))
 
     async def _report(self, name: str, watched: _ShownRun) -> None:
-        def end() -> None:
-            watched.view.end_report(report)
-            watched.is_reporting = False
-
         try:
             report = await self._reports.read(watched.view.run_dir)
-            await self._in_thread(end)
+            await self._in_thread(lambda: watched.view.end_report(report))
         finally:
+            watched.is_reporting = False
             del self._report_tasks[name]
 
     async def _logs(self, request: Request) -> Response:

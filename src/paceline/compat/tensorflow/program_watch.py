@@ -10,10 +10,10 @@ from collections.abc import Hashable, Sequence
 from pathlib import Path
 
 from paceline.comm.flight_recorder import STACK_SIGNAL
-from paceline.compat.tensorflow.program_scalars import ProgramScalars
+from paceline.compat.tensorflow.program_scalars import ProgramRow, ProgramScalars
 from paceline.compat.tensorflow.stillness import STILL_S, Stillness
 from paceline.compat.tensorflow.task_look import TaskLook, catches_signal, event_files, link_curves
-from paceline.events import EventLog, TaskScalars, TaskUsage
+from paceline.events import EventLog, TaskScalars, TaskUsage, Warned
 from paceline.monitor.hang.stack_dumps import StackFile, place_of
 from paceline.plan.job import Assignment
 
@@ -105,7 +105,7 @@ class ProgramWatch:
         )
 
     def _tell_scalars(self, files: Sequence[Path], *, is_last: bool = False) -> None:
-        for row in () if self._scalars is None else self._scalars.take(files, is_last=is_last):
+        for row in self._new_rows(files, is_last=is_last):
             said = TaskScalars(
                 rank=self._rank,
                 name=self._name,
@@ -116,6 +116,18 @@ class ProgramWatch:
                 metrics=row.metrics,
             )
             self._events.emit(said)
+
+    def _new_rows(self, files: Sequence[Path], *, is_last: bool) -> Sequence[ProgramRow]:
+        """Rows of the program's scalars; none from the first error on, which must not end the program: TensorBoard's
+        protobuf may not fit TensorFlow's."""
+        if self._scalars is None:
+            return ()
+        try:
+            return self._scalars.take(files, is_last=is_last)
+        except Exception as error:
+            self._scalars = None
+            self._events.emit(Warned(text=f"the program's event files cannot be read any more: {error!r}"))
+            return ()
 
     def _link(self, files: Sequence[Path]) -> None:
         """Have TensorBoard find the folders of these files below the run's."""
