@@ -197,3 +197,126 @@ def test_running_statistics_are_the_mean_of_the_workers_and_a_waiting_graph_is_w
     code, output = programs.run(*PACELINE, "run", "--as", "deepspeed", "--workers", "2", "train.py", cwd=tmp_path)
     assert code == 0, output
     assert "found equal 0" in output
+
+
+# Engines of one program, each beside a copy of its model that plain torch trains on whole batches.
+BESIDE_TORCH = """\
+import argparse
+import copy
+import json
+
+import torch
+from torch import nn
+
+import deepspeed
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--stage", type=int, default=0)
+args = parser.parse_args()
+deepspeed.init_distributed()
+rank, world = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
+torch.manual_seed(0)
+x = torch.randn(4, 8, 4)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
+        self.head, self.extra = nn.Linear(8, 2), nn.Linear(4, 2)
+
+    def forward(self, x, *, has_extra):
+        made = self.head(self.body(x))
+        return made + self.extra(x) if has_extra else made
+
+
+config = {
+    "train_batch_size": 8,
+    "gradient_clipping": 0.05,
+    "zero_optimization": {"stage": args.stage},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.1}},
+}
+nets = {name: Net() for name in ("thawed", "frozen", "outside", "hooked", "unused")}
+nets["thawed"].body.requires_grad_(False)
+nets["frozen"].requires_grad_(False)
+ours, theirs = {}, {}
+for name, net in nets.items():
+    copied = copy.deepcopy(net)
+    if name == "hooked":
+        for one in (net, copied):
+            one.head.bias.register_hook(lambda gradient: gradient + 1.0)
+    given = [list((one.head if name == "outside" else one).parameters()) for one in (net, copied)]
+    theirs[name] = copied, torch.optim.AdamW(given[1], lr=0.05, weight_decay=0.1)
+    ours[name], *_ = deepspeed.initialize(model=net, model_parameters=given[0], config=config)
+for step, batch in enumerate(x):
+    own = batch.chunk(world)[rank]
+    for name, engine in ours.items():
+        has_extra = name != "unused" or step == 1
+        copied, optimizer = theirs[name]
+        for one in (engine.module, copied) if step == {"thawed": 2, "frozen": 0}.get(name) else ():
+            one.requires_grad_(True)
+        loss = engine(own, has_extra=has_extra).square().mean()
+        engine.backward(loss)
+        engine.step()
+        copied.zero_grad()
+        copied(batch, has_extra=has_extra).square().mean().backward()
+        nn.utils.clip_grad_norm_(copied.parameters(), 0.05)
+        optimizer.step()
+found = {}
+for name, engine in ours.items():
+    held = engine.module_state_dict()
+    if rank == 0:
+        found[name] = max(float((held[key] - one).abs().max()) for key, one in theirs[name][0].state_dict().items())
+if rank == 0:
+    print("found " + json.dumps(found), flush=True)
+"""
+
+
+def require_weights_of_torch(folder: Path, stage: int) -> None:
+    """Each engine's model has the weights of torch's, whatever is thawed, hooked, unused, or outside of the optimizer."""
+    (folder / "train.py").write_text(BESIDE_TORCH)
+    start = ("run", "--as", "deepspeed", "--workers", "2", "train.py", "--stage", str(stage))
+    code, output = programs.run(*PACELINE, *start, cwd=folder)
+    assert code == 0, output
+    (line,) = (line for line in output.splitlines() if line.startswith("found "))
+    differences = json.loads(line.removeprefix("found "))
+    assert len(differences) == 5
+    assert differences == pytest.approx(dict.fromkeys(differences, 0.0), abs=1e-4)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_what_is_thawed_hooked_unused_or_outside_of_the_optimizer_trains_as_in_torch(
+    tmp_path: Path, stage: int
+) -> None:
+    require_weights_of_torch(tmp_path, stage)
+
+
+@pytest.mark.further
+@pytest.mark.parametrize("stage", [1, 3])
+def test_so_it_does_under_stages_1_and_3(tmp_path: Path, stage: int) -> None:
+    require_weights_of_torch(tmp_path, stage)
+
+
+TIED_BEFORE = """\
+import torch
+from torch import nn
+
+import deepspeed
+
+first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+second.weight = first.weight
+config = {
+    "train_batch_size": 8,
+    "zero_optimization": {"stage": 2},
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+}
+deepspeed.initialize(model=first, model_parameters=first.parameters(), config=config)
+deepspeed.initialize(model=second, model_parameters=second.parameters(), config=config)
+"""
+
+
+def test_a_weight_that_two_engines_had_before_it_was_sharded_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TIED_BEFORE)
+    code, output = programs.run(*PACELINE, "run", "--as", "deepspeed", "--workers", "2", "train.py", cwd=tmp_path)
+    assert code == 2, output
+    assert "another engine that trains, whose weight is another engine's, too" in output

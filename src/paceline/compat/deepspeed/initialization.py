@@ -14,7 +14,7 @@ from paceline.compat.deepspeed.comm import leave_early_group, world_here
 from paceline.compat.deepspeed.engine import DeepSpeedEngine
 from paceline.compat.deepspeed.optimizers import make_optimizer, make_schedule
 from paceline.compat.deepspeed.pipeline import PipelineEngine, PipelineModule
-from paceline.compat.deepspeed.sharing import has_engines, name_of_next, require_shareable
+from paceline.compat.deepspeed.sharing import has_engines, name_of_next, note_originals, require_shareable
 from paceline.compat.deepspeed_files.config import DeepSpeedConfig, read_config
 from paceline.errors import PlanError
 from paceline.events import Note
@@ -70,12 +70,15 @@ def initialize(
     settings = read_config(source, workers=workers, stages=stages, on_cpu=on_cpu)
     names = {id(one): name for name, one in model.named_parameters(remove_duplicate=False)}
     groups = _named_groups(model_parameters, optimizer, model, names)
-    trains_beside = (optimizer is not None or settings.optimizer is not None) and has_engines()
+    trains = optimizer is not None or settings.optimizer is not None
+    trains_beside = trains and has_engines()
     if trains_beside:
         require_shareable(model, settings, is_pipeline=pipeline is not None)
     with PreservedRandomState():  # what the program draws after this call is what it would have drawn
         leave_early_group()
         worker = _join(settings, has_own_batch=trains_beside)
+        if trains:
+            note_originals(model)
         if pipeline is not None:
             pipeline.prepare(worker, training_data, collate_fn)
         else:

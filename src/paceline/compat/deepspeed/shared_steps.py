@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -58,14 +59,13 @@ class SharedSteps:
         self._sizes, self._count = MicroBatchSize(whole), batch.accumulation
         self._scale, self._precision = scale, worker.plan.compute.precision
         self._executor = loop_of(worker).executor
-        self._executor.shards.close()  # so that parameters are this worker's own rows of them
-        self._parameters = [one for one in model.parameters() if one.requires_grad]
         self._batches: Iterator[StepBatch] | None = None
         self._batch: StepBatch | None = None
         self._stepper: Stepper | None = None
         self._losses: list[Tensor] = []  # of the step's micro-batches
         self._loss: Tensor | None = None  # of the present one: all that were given to `backward`
         self._held: list[tuple[Parameter, Tensor | None]] = []  # what these have made, for the pass
+        self._used: list[Parameter] = []  # the sharded ones that this worker's losses come from: the others have zeros
         self._used_scale = 1.0  # by which the losses of this step are multiplied
         self._compute_within(model)
 
@@ -83,6 +83,12 @@ class SharedSteps:
         if self._precision != "fp32":
             model.register_forward_pre_hook(before, prepend=True)
             model.register_forward_hook(after, always_call=True)
+
+    @functools.cached_property
+    def _named(self) -> list[tuple[str, Parameter]]:
+        """The parameters of all engines, at the first backward: no engine is made after it."""
+        self._executor.shards.close()  # so that parameters are this worker's own rows of them
+        return [pair for model in self._beside for pair in model.named_parameters()]
 
     @property
     def has_begun(self) -> bool:
@@ -111,8 +117,13 @@ class SharedSteps:
         """Add the gradients of a loss, the mean over this worker's micro-batch, to those of all that it comes from."""
         if not self.is_under_way:
             self._used_scale = self._scale.value
-        with torch.autocast(self._worker.device.type, enabled=False):
-            (loss if self._used_scale == 1.0 else loss * self._used_scale).backward()
+        hooks = self._executor.hooks
+        hooks.begin(self._named)  # they wait for the step's pass, which shows them the whole gradient
+        try:
+            with torch.autocast(self._worker.device.type, enabled=False):
+                (loss if self._used_scale == 1.0 else loss * self._used_scale).backward()
+        finally:
+            hooks.end()
         value = loss.detach().double()
         self._loss = value if self._loss is None else self._loss + value
 
@@ -135,7 +146,7 @@ class SharedSteps:
         if self._stepper is None or self._batch is None:
             raise SystemExit(0)  # max_steps: an end like any other
         self._average_buffers()
-        self._held = [(one, one.grad) for one in self._parameters]
+        others_used = self._hold_gradients()
         before, self._executor.loss_scale = self._executor.loss_scale, self._scale
         try:
             with self._executor.buffers.left_alone():
@@ -143,9 +154,24 @@ class SharedSteps:
         finally:
             self._executor.loss_scale = before
         outcome = self._executor.outcome
+        self._executor.shards.take_used()  # what the pass itself has noted
+        self._executor.shards.note_used(others_used)
         optimizer.zero_grad(set_to_none=True)
+        self._model.zero_grad(set_to_none=True)  # it may train more than the optimizer has
         self._losses = []
         return StepEnd(is_taken=outcome is not None and outcome.is_taken, norm=self._stepper.grad_norm)
+
+    def _hold_gradients(self) -> list[Parameter]:
+        """Hold what backwards have made, for the pass, which begins without gradients. Returns which sharded parameters
+        of other engines were used: the pass forgets that, too."""
+        shards = self._executor.shards
+        shards.close()  # so that parameters are this worker's own rows of them
+        self._held = [(one, one.grad) for one in self._model.parameters() if one.requires_grad]
+        own = {id(one) for one in self._model.parameters()}
+        made = {id(one) for one, gradient in self._held if gradient is not None}
+        used = shards.take_used()
+        self._used = [one for one in used if id(one) in made]
+        return [one for one in used if id(one) not in own]
 
     def advance(self) -> None:
         """End the step: it is reported, and saved where that is due. Raises SystemExit(0) at the run's last step."""
@@ -176,7 +202,7 @@ class SharedSteps:
         """What stands for this worker's micro-batches in the run's own pass: the mean of their losses, with the
         gradients that they have made."""
         held, self._held = self._held, []
-        self._executor.shards.note_used([one for one, gradient in held if gradient is not None])
+        self._executor.shards.note_used(self._used)
         mean = torch.stack(self._losses).mean()
         terms = _Made([gradient for _, gradient in held], 1 / (self._count * self._used_scale))
         return _WithGradients.apply(mean, terms, *(one for one, _ in held))

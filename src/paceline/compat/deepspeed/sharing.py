@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from paceline.comm.sharded_tensors import local_part
 from paceline.compat.deepspeed.shared_steps import SharedSteps
@@ -26,11 +28,20 @@ from paceline.worker.worker import Worker
 if TYPE_CHECKING:
     from paceline.compat.deepspeed.engine import DeepSpeedEngine
 
-__all__ = ["add_engine", "forget_engines", "has_engines", "name_of_next", "others_unchanged", "require_shareable"]
+__all__ = [
+    "add_engine",
+    "forget_engines",
+    "has_engines",
+    "name_of_next",
+    "note_originals",
+    "others_unchanged",
+    "require_shareable",
+]
 
 _engines: list[DeepSpeedEngine] = []  # of this process, in their order
 _models: list[nn.Module] = []  # of these
 _scales: list[LossScale] = []
+_originals: list[weakref.ref[Parameter]] = []  # the models' parameters, as they were before `initialize`
 
 
 def has_engines() -> bool:
@@ -65,12 +76,20 @@ def require_shareable(model: nn.Module, settings: DeepSpeedConfig, *, is_pipelin
             "Batch, clipping, optimizer and schedule may differ."
         )
     known = {id(one) for other in _models for one in other.parameters()}
+    known |= {id(one) for held in _originals if (one := held()) is not None}
     tied = [name for name, one in model.named_parameters() if id(one) in known]
     if tied:
         raise PlanError(
             f"initialize() made another engine that trains, whose {tied[0]} is another engine's, too: a step of one "
             "would change weights of both. Give the shared part to one engine, or train both as one module."
         )
+
+
+def note_originals(model: nn.Module) -> None:
+    """Note the parameters of a model that will train, before a layout replaces them: another model may have them, too.
+
+    They are not kept alive: what nothing else has needs no comparison, and may be as large as the model."""
+    _originals.extend(weakref.ref(one) for one in model.parameters())
 
 
 def add_engine(engine: DeepSpeedEngine, worker: Worker) -> None:
@@ -93,7 +112,7 @@ def add_engine(engine: DeepSpeedEngine, worker: Worker) -> None:
 
 def forget_engines() -> None:
     """The program is over."""
-    for held in (_engines, _models, _scales):
+    for held in (_engines, _models, _scales, _originals):
         held.clear()
 
 

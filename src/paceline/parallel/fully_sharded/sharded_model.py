@@ -148,6 +148,13 @@ class ShardedModels:
         for model in self._models:
             model.used |= found & model.parameters.keys()
 
+    def take_used(self) -> list[Parameter]:
+        """Return the sharded parameters that runs have used since the last gradient pass began, and forget that."""
+        found = [model.parameters[number] for model in self._models for number in model.used]
+        for model in self._models:
+            model.used.clear()
+        return found
+
     def gathered(self) -> Iterator[tuple[str, Parameter]]:
         """Yield the name and the whole of each parameter that forwards have seen gathered."""
         for model in self._models:
