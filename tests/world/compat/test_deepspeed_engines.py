@@ -273,7 +273,7 @@ if rank == 0:
 
 
 def require_weights_of_torch(folder: Path, stage: int) -> None:
-    """Each engine's model has the weights of torch's, whatever is thawed, hooked, unused, or outside of the optimizer."""
+    """Each engine's model gets the weights of torch's: thawed, hooked, unused, and outside of the optimizer."""
     (folder / "train.py").write_text(BESIDE_TORCH)
     start = ("run", "--as", "deepspeed", "--workers", "2", "train.py", "--stage", str(stage))
     code, output = programs.run(*PACELINE, *start, cwd=folder)

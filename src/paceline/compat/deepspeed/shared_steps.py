@@ -64,7 +64,7 @@ class SharedSteps:
         self._stepper: Stepper | None = None
         self._losses: list[Tensor] = []  # of the step's micro-batches
         self._loss: Tensor | None = None  # of the present one: all that were given to `backward`
-        self._held: list[tuple[Parameter, Tensor | None]] = []  # what these have made, for the pass
+        self._held: list[tuple[Parameter, Tensor]] = []  # what these have made, for the pass
         self._used: list[Parameter] = []  # the sharded ones that this worker's losses come from: the others have zeros
         self._used_scale = 1.0  # by which the losses of this step are multiplied
         self._compute_within(model)
@@ -166,9 +166,9 @@ class SharedSteps:
         of other engines were used: the pass forgets that, too."""
         shards = self._executor.shards
         shards.close()  # so that parameters are this worker's own rows of them
-        self._held = [(one, one.grad) for one in self._model.parameters() if one.requires_grad]
-        own = {id(one) for one in self._model.parameters()}
-        made = {id(one) for one, gradient in self._held if gradient is not None}
+        parameters = list(self._model.parameters())
+        self._held = [(one, one.grad) for one in parameters if one.requires_grad and one.grad is not None]
+        own, made = {id(one) for one in parameters}, {id(one) for one, _ in self._held}
         used = shards.take_used()
         self._used = [one for one in used if id(one) in made]
         return [one for one in used if id(one) not in own]
@@ -203,7 +203,7 @@ class SharedSteps:
         gradients that they have made."""
         held, self._held = self._held, []
         self._executor.shards.note_used(self._used)
-        mean = torch.stack(self._losses).mean()
+        mean = torch.stack(self._losses).mean().requires_grad_()  # backward runs even where nothing has a gradient
         terms = _Made([gradient for _, gradient in held], 1 / (self._count * self._used_scale))
         return _WithGradients.apply(mean, terms, *(one for one, _ in held))
 
@@ -212,7 +212,7 @@ class SharedSteps:
 class _Made:
     """Gradients that backwards have made, and by what they are to be multiplied."""
 
-    gradients: Sequence[Tensor | None]
+    gradients: Sequence[Tensor]
     factor: float
 
 
@@ -228,6 +228,5 @@ class _WithGradients(torch.autograd.Function):
     def backward(ctx: Any, *outputs: Tensor) -> Any:
         factor = float(outputs[0]) * ctx.made.factor
         for one in ctx.made.gradients:
-            if one is not None:
-                local_part(one).mul_(factor)
+            local_part(one).mul_(factor)
         return None, None, *ctx.made.gradients
