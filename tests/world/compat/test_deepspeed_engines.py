@@ -281,7 +281,7 @@ def require_weights_of_torch(folder: Path, stage: int) -> None:
     (line,) = (line for line in output.splitlines() if line.startswith("found "))
     differences = json.loads(line.removeprefix("found "))
     assert len(differences) == 5
-    assert differences == pytest.approx(dict.fromkeys(differences, 0.0), abs=1e-4)
+    assert differences == pytest.approx(dict.fromkeys(differences, 0.0), abs=1e-5)
 
 
 @pytest.mark.parametrize("stage", [0, 2])
