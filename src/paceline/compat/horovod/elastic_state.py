@@ -196,7 +196,8 @@ class TorchState(ObjectState):
         self._file, self._is_recalled = file, False
 
     def settle_file(self) -> None:
-        """Return when this worker writes nothing more to the file, until its next commit."""
+        """Return when this worker writes nothing more to the file, until its next commit. Raises RunFileError where the
+        newest one could not be written."""
         if self._file is not None:
             self._file.wait()
 
@@ -222,7 +223,6 @@ class TorchState(ObjectState):
     def forget_file(self) -> None:
         """Remove the file: the program has come to its end."""
         if self._file is not None and sessions.current_session().rank == 0:
-            self._file.wait()
             self._file.remove()
 
 
