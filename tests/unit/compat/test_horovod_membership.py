@@ -115,6 +115,6 @@ def test_who_waits_in_the_sync_is_known_once_the_session_is_open() -> None:
 def test_an_elastic_run_takes_no_process_sets_at_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(basics, "open_worker", lambda **_: None)
     monkeypatch.setattr(program_worker, "_places", [SimpleNamespace(consensus=Members([]))])
-    with pytest.raises(ValueError, match=r"hvd\.add_process_set\(\) at the beginning"):
+    with pytest.raises(ValueError, match=r"hvd\.add_process_set\(\) at the start of"):
         basics.init(process_sets=[ProcessSet([0])])
     assert not sessions.is_open()

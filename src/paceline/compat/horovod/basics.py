@@ -65,8 +65,8 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     open_worker(ends_alone=True)
     if sets and program_place().consensus.elastic is not None:
         raise ValueError(
-            "hvd.init(process_sets=[...]) takes no sets in an elastic run: a worker that comes later would wait for the "
-            'others to add them. Use hvd.init(process_sets="dynamic"), and hvd.add_process_set() at the beginning of '
+            "hvd.init(process_sets=[...]) takes no sets in an elastic run: a worker that comes later would wait for "
+            'the others to add them. Use hvd.init(process_sets="dynamic"), and hvd.add_process_set() at the start of '
             "the function that hvd.elastic.run calls."
         )
     forget_handles()
