@@ -152,7 +152,7 @@ model = torch.nn.Linear(1, 1, bias=False)
 torch.nn.init.constant_(model.weight, 0.0)
 
 
-def die(*_, **__):
+def end_itself(*_, **__):
     if hvd.size() > 1:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -166,7 +166,7 @@ def train(state):
                 (folder / "lost").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             state.settle_file()
-            elastic_state.broadcast_parameters = die
+            elastic_state.broadcast_parameters = end_itself
             while True:  # until worker 1 is lost, and until its replacement has come
                 state.check_host_updates()
                 time.sleep(0.01)
