@@ -75,13 +75,13 @@ class Generations:
     @property
     def forming_s(self) -> float:
         """How long members may take to join; it grows with their number and with the load of the machine."""
-        limits = self._limits
-        return limits.handing_s if self._table.pending() else limits.joining_s(len(self.members), self.load)
+        is_handing = bool(self._table.pending())
+        return self._limits.joining_s(len(self.members), self.load, is_handing=is_handing)
 
     def extend(self, now: float) -> bool:
         """Give late members that are heard more time; return whether they get any."""
         self.num_extensions += 1
-        if self.num_extensions > self._limits.most_extensions:
+        if self._limits.program_s is not None or self.num_extensions > self._limits.most_extensions:
             return False
         self.form_by = now + self.forming_s
         return True

@@ -2,7 +2,8 @@
 
 All of it is plain data; messages travel over the workers' channels. The wire format names them as follows.
 
-worker -> coordinator    elastic    the plan allows replicas to join and leave: the least and the most of them
+worker -> coordinator    elastic    the plan allows replicas to join and leave: the least and the most of them;
+                                    `joins_in_calls`: a program joins a generation in calls of its own
                          begun      its first loop over batches has begun
                          keeps      it copies its state into memory that outlives it: a restart can begin from there
                          kept       one more such copy is complete; only its own host's supervisor gets this
@@ -136,9 +137,15 @@ class Limits:
     most_extensions: int = 2  # of that time, in a row, for late workers that are heard and that no other one blames
     handing_s: float = 600.0  # the same while a newcomer is being sent the state
     patience_s: float = 60.0  # with fewer than `least` replicas: then save, and end
+    program_s: float | None = None  # workers whose programs join in calls of their own have so long, and no extension
 
-    def joining_s(self, members: int, load: float) -> float:
-        """How long so many members may take to join a generation, where `load` processes want each core."""
+    def joining_s(self, members: int, load: float, *, is_handing: bool = False) -> float:
+        """How long so many members may take to join a generation, where `load` processes want each core. `is_handing`:
+        a newcomer is being sent the state."""
+        if self.program_s is not None:
+            return self.program_s
+        if is_handing:
+            return self.handing_s
         return min(self.handing_s, self.forming_s * max(1.0, members / self.few_members, load))
 
 

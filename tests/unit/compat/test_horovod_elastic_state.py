@@ -9,14 +9,16 @@ from unittest import mock
 
 import pytest
 
-from paceline.compat.horovod import progress
+from paceline.compat.horovod import membership, progress
 from paceline.compat.horovod import session as sessions
-from paceline.compat.horovod.elastic_run import MAX_RESETS, run_fn
+from paceline.compat.horovod.elastic_run import MAX_RESETS, _sync, run_fn
 from paceline.compat.horovod.elastic_state import State, TorchState
 from paceline.compat.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
-from paceline.compat.horovod.membership import NEVER, PresentWorker, SessionMembers
+from paceline.compat.horovod.membership import NEVER
+from paceline.errors import CheckpointError, RunFileError
 from paceline.worker import program_worker
 from paceline.worker.membership.clean_exit import CleanExit
+from present_workers import present_worker
 
 
 class KeptFile:
@@ -24,6 +26,7 @@ class KeptFile:
 
     def __init__(self, commit: Any = None) -> None:
         self.commit, self.reads = commit, 0
+        self.error: Exception | None = None
 
     def read(self) -> Any:
         self.reads += 1
@@ -33,6 +36,8 @@ class KeptFile:
         self.commit, self.is_settled = commit, False
 
     def wait(self) -> None:
+        if self.error is not None:
+            raise self.error
         self.is_settled = True
 
 
@@ -41,18 +46,23 @@ class PlainState(State):
 
     def __init__(self) -> None:
         super().__init__(bcast_object=lambda value: value)
+        self.syncs = 0
 
     def save(self) -> None: ...
 
     def restore(self) -> None: ...
 
-    def sync(self) -> None: ...
+    def sync(self) -> None:
+        self.syncs += 1
 
 
 @pytest.fixture(autouse=True)
 def consensus(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
     """Of a run that this process has joined."""
     found = mock.Mock(elastic=None, planned=None, finish=None, generation=0)
+    monkeypatch.setattr(membership, "_needs_sync", True)
+    monkeypatch.setattr(membership, "_present", ())
+    monkeypatch.setattr(membership, "_state_since", NEVER)
     monkeypatch.setattr(program_worker, "_places", [SimpleNamespace(consensus=found)])
     return found
 
@@ -134,23 +144,95 @@ def test_where_the_run_is_to_stop_a_commit_is_the_end(monkeypatch: pytest.Monkey
     assert file.is_settled
 
 
-@pytest.mark.parametrize(
-    ("since", "ranks"),
-    [
-        ([NEVER, NEVER, NEVER], (0, 1, 2)),  # at the beginning
-        ([NEVER, 0.0, 0.0], (1, 2, 0)),  # worker 0 was lost, and has come again
-        ([3.0, 0.0, 1.0], (1, 2, 0)),  # and stays behind those that were there before
-    ],
-)
-def test_workers_that_have_the_state_come_first(since: list[float], ranks: tuple[int, ...]) -> None:
-    present = [
-        PresentWorker(rank=rank, host=rank % 2, state_since=one, num_opened=1, planned=-1)
-        for rank, one in enumerate(since)
-    ]
-    found = SessionMembers.among(present, 0, generation=5)
-    assert found.ranks == ranks
-    assert (found.rank, found.cross_size, found.is_homogeneous) == (ranks.index(0), 2, False)
-    assert (found.local_rank, found.local_size) == ([rank for rank in ranks if rank != 1].index(0), 2)
+def test_a_commit_that_could_not_be_written_is_an_error_where_all_leave(
+    monkeypatch: pytest.MonkeyPatch, consensus: mock.Mock
+) -> None:
+    file = KeptFile()
+    state = state_of_rank(0, file, monkeypatch)
+    consensus.finish, file.error = SimpleNamespace(exit_code=75), RunFileError("no space left")
+    with pytest.raises(RunFileError, match="no space left"):
+        state.commit()
+
+
+def test_after_a_sync_that_has_failed_the_next_rank_0_begins_from_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_counted", 0)
+    file = KeptFile({"copies": {}, "objects": {"history": ["begin", "kept"]}, "steps": 7})
+    state = state_of_rank(1, file, monkeypatch, told=[7])
+
+    def broadcast(value: Any) -> Any:
+        if isinstance(value, dict):
+            raise HorovodInternalError("rank 0 is lost before it has sent its state")
+        return 7
+
+    state._bcast_object = broadcast
+    with pytest.raises(HorovodInternalError):
+        state.sync()
+    state.restore()
+    assert state.history == ["begin"]
+    monkeypatch.setattr(sessions, "current_session", lambda: SimpleNamespace(rank=0))
+    state._bcast_object = lambda value: value
+    state.sync()
+    assert (state.history, progress.count(), file.reads) == (["begin", "kept"], 7, 1)
+    state.sync()
+    assert file.reads == 1
+
+
+@pytest.mark.parametrize(("is_newcomer", "fails"), [(True, True), (False, False)])
+def test_newcomers_alone_do_not_begin_without_a_commit(
+    monkeypatch: pytest.MonkeyPatch, is_newcomer: bool, fails: bool
+) -> None:
+    monkeypatch.setattr(sessions, "current_session", lambda: SimpleNamespace(rank=0))
+    monkeypatch.setattr(membership, "_present", (present_worker(is_newcomer=is_newcomer),))
+    state = PlainState()
+    wrapped = run_fn(lambda state: "done", lambda: None)
+    if fails:
+        with pytest.raises(CheckpointError, match="All workers that had the state"):
+            wrapped(state)
+        assert state.syncs == 0
+    else:
+        assert (wrapped(state), state.syncs) == ("done", 1)
+
+
+def test_newcomers_alone_begin_from_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = KeptFile({"copies": {}, "objects": {"history": ["begin", "kept"]}, "steps": 7})
+    state = state_of_rank(0, file, monkeypatch)
+    monkeypatch.setattr(membership, "_present", (present_worker(is_newcomer=True),))
+    _sync(state)
+    assert state.history == ["begin", "kept"]
+
+
+@pytest.mark.parametrize("newcomer_is_there", [True, False])
+def test_where_a_newcomer_waits_in_the_sync_no_other_worker_skips_it(
+    monkeypatch: pytest.MonkeyPatch, newcomer_is_there: bool
+) -> None:
+    """Only a removal was announced, but the session that forms may have a newcomer as well."""
+    own_needs: list[bool] = []
+    state = PlainState()
+
+    def reset() -> None:
+        own_needs.append(membership._needs_sync)
+        others = (present_worker(needs_sync=False), present_worker(rank=1, needs_sync=newcomer_is_there))
+        monkeypatch.setattr(membership, "_present", others)
+
+    def train(state: State) -> str:
+        if not own_needs:
+            raise HostsUpdatedInterrupt(skip_sync=True)
+        return "done"
+
+    assert run_fn(train, reset)(state) == "done"
+    assert (own_needs, state.syncs) == ([False], 2 if newcomer_is_there else 1)
+
+
+def test_after_a_failure_this_worker_tells_that_it_needs_the_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    own_needs: list[bool] = []
+
+    def train(state: State) -> str:
+        if not own_needs:
+            raise HorovodInternalError("rank 0 is lost in the broadcast of a commit")
+        return "done"
+
+    run_fn(train, lambda: own_needs.append(membership._needs_sync))(PlainState())
+    assert own_needs == [True]
 
 
 @pytest.mark.parametrize("commits", [True, False])

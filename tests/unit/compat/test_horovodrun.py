@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,7 +77,7 @@ def test_a_script_is_followed_until_the_run_ends(
 ) -> None:
     monkeypatch.setattr(discovery, "EVERY_S", 0.001)
     said, ends, asked = (
-        iter([3, 3, PlanError("it has failed"), PlanError("it has failed"), 4, 4]),
+        iter([3, 3, PlanError("it has failed"), PlanError("it has failed"), 4, 4, 4]),
         threading.Event(),
         [],
     )
@@ -90,14 +91,37 @@ def test_a_script_is_followed_until_the_run_ends(
             raise found
         return found
 
-    def resize(workers: int) -> str:
+    def resize(workers: int) -> str | None:
         asked.append(workers)
-        return "not now" if len(asked) == 2 else ""
+        return {2: "not now", 3: None}.get(len(asked), "")
 
     monkeypatch.setattr(HostScript, "wanted", wanted)
     HostScript(path="x", slots=1, least=1, most=4).follow(resize, begins_with=2, ends=ends)
-    assert asked == [3, 4, 4]  # the second was refused, and is asked for again
-    assert capsys.readouterr().err.count("it has failed") == 1
+    assert asked == [3, 4, 4, 4]  # refused, then not answered, and asked for again each time
+    assert capsys.readouterr().err == "horovodrun: it has failed\nhorovodrun: not now\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        (ConnectionError("does not answer"), None),
+        ({"error": "it has not begun", "has_begun": False}, None),
+        ({"error": "it has a fixed number", "has_begun": True}, "it has a fixed number"),
+        ({"error": "the run is ending"}, "the run is ending"),
+        ({"says": "it will have 3 replicas"}, ""),
+    ],
+    ids=["no run", "early", "fixed", "late", "done"],
+)
+def test_a_run_that_takes_no_requests_yet_refuses_nothing(
+    monkeypatch: pytest.MonkeyPatch, answer: Any, found: str | None
+) -> None:
+    def send(pid: int, request: object) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(horovodrun, "send_command", send)
+    assert horovodrun._resize(3) == found
 
 
 def test_a_module_is_run_as_a_module() -> None:

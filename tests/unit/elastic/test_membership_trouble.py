@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from membership_scenes import form, made, only, quiet, the, ticked
-from paceline.elastic.membership import EndWorker, StartReplica
+from paceline.elastic.membership import EndWorker, Limits, Membership, StartReplica
 from paceline.elastic.membership_messages import FROM_WORKERS, Decision, MembershipView
 from paceline.worker.membership.generation_builder import meeting_s
 
@@ -62,6 +62,16 @@ def test_one_that_does_not_join_in_time_is_fenced() -> None:
     decisions = quiet(membership, until=65.0)
     assert the(decisions, EndWorker).worker == 1
     assert the(decisions, MembershipView).members == (0, 2)
+
+
+def test_a_program_that_joins_in_calls_of_its_own_has_the_time_of_the_job() -> None:
+    """A healthy worker may be anywhere in its program, such as in a validation, when another one is lost."""
+    membership = Membership(Limits(least=1, most=4, program_s=600.0), replicas=3, now=0.0)
+    form(membership)
+    membership.lost([2], 0.0, reason="killed")
+    form(membership, besides=0)
+    assert ticked(membership, until=599.0, silent=set()) == []
+    assert the(quiet(membership, until=601.0), EndWorker).worker == 0  # without extensions
 
 
 def test_when_all_are_late_they_try_again_and_then_one_is_given_up() -> None:

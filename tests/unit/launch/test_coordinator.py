@@ -294,3 +294,27 @@ def test_a_host_that_is_lost_takes_nothing_of_the_run_but_who_is_still_at_work(b
     for worker in (0, 1):
         both.head.exited(ended(worker))
     assert both.state() == "finished"
+
+
+@pytest.mark.parametrize("joins_in_calls", [False, True])
+def test_a_program_that_joins_in_calls_of_its_own_has_the_time_of_the_job_also_after_a_takeover(
+    joins_in_calls: bool,
+) -> None:
+    with closing(HeadAndMember(timeout_s=300.0)) as both:
+        both.notice(0, "elastic", least=1, most=3, workers_each=1, joins_in_calls=joins_in_calls)
+        controller = both.head._controller
+        assert controller is not None
+        assert controller._membership.limits.program_s == (300.0 if joins_in_calls else None)
+        assert controller.to_json()["joins_in_calls"] is joins_in_calls
+        both.head._begin_elastic(controller.to_json(), is_taken_over=True)
+        assert both.head._controller is not None and both.head._controller is not controller
+        assert both.head._controller.to_json()["joins_in_calls"] is joins_in_calls
+
+
+def test_who_asks_for_another_size_is_told_that_the_run_has_not_begun(both: HeadAndMember) -> None:
+    request = {"op": "resize", "replicas": 2}
+    assert both.head.answer_command(request)["has_begun"] is False
+    both.notice(0, "begun")
+    assert both.head.answer_command(request)["has_begun"] is True
+    both.begin(least=1, most=3)
+    assert both.head.answer_command(request) == {"says": "it will have 2 replicas"}

@@ -137,6 +137,51 @@ steps = train(state)
 """
 
 
+ORPHAN = """
+import os, pathlib, signal, sys, time
+
+import horovod.torch as hvd
+import torch
+
+from paceline.compat.horovod import elastic_state
+
+hvd.init()
+folder = pathlib.Path(sys.argv[1])
+is_newcomer = (folder / "lost").exists()
+model = torch.nn.Linear(1, 1, bias=False)
+torch.nn.init.constant_(model.weight, 0.0)
+
+
+def end_itself(*_, **__):
+    if hvd.size() > 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@hvd.elastic.run
+def train(state):
+    print(f"begins at {state.batch} of {hvd.size()} with {model.weight.item()}")
+    while state.batch < 8:
+        if state.batch == 4 and not is_newcomer:
+            if os.environ["HOROVOD_RANK"] == "1":
+                (folder / "lost").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            state.settle_file()
+            elastic_state.broadcast_parameters = end_itself
+            while True:  # until worker 1 is lost, and until its replacement has come
+                state.check_host_updates()
+                time.sleep(0.01)
+        state.batch += 1
+        with torch.no_grad():
+            model.weight.add_(1.0)
+        state.commit()
+
+
+state = hvd.elastic.TorchState(model=model, batch=0)
+train(state)
+(folder / "result").write_text(f"{state.batch} {model.weight.item()}")
+"""
+
+
 def one_process(steps: list[Any]) -> tuple[list[float], float, float]:
     """The losses and weights of one process that takes the same steps."""
     torch.manual_seed(1)
@@ -215,6 +260,20 @@ def test_workers_that_are_lost_come_and_go_leave_the_others_in_their_processes(t
     assert [row[:2] for row in survivor][:4] == [("0", "2"), ("3", "1"), ("4", "2"), ("6", "3")]
     assert [row[3] for row in survivor][1:4] == ["0", "0", "0"]  # it has the state, whatever its number
     assert "1 worker goes on, steps lost 1" in output
+
+
+@pytest.mark.thorough
+def test_a_newcomer_that_is_left_alone_before_it_has_the_state_begins_from_the_last_commit(tmp_path: Path) -> None:
+    """Worker 1 is lost, and then worker 0 while it sends its state to the replacement."""
+    (tmp_path / "program.py").write_text(ORPHAN)
+    output = paceline(
+        tmp_path,
+        *("--as", "horovod", tmp_path / "program.py", "--workers", "2", "--plan", "replicas=1-2"),
+        *("--", tmp_path),
+    )
+    begins = re.findall(r"begins at (\d) of (\d) with ([\d.]+)", output)
+    assert begins[:4] == [("0", "2", "0.0"), ("0", "2", "0.0"), ("4", "1", "4.0"), ("4", "1", "4.0")], output
+    assert (tmp_path / "result").read_text() == "8 8.0"
 
 
 @pytest.mark.further

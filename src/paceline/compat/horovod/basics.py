@@ -13,6 +13,7 @@ from paceline.compat.horovod.handles import forget_handles
 from paceline.compat.horovod.process_sets import ProcessSet, initialize_process_sets
 from paceline.compat.horovod.variables import allow_dynamic_process_sets
 from paceline.runs.open_worker import open_worker
+from paceline.worker.program_worker import program_place
 
 __all__ = [
     "ccl_built",
@@ -45,7 +46,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
 
     :param comm: ranks, if only these open it.
     :param process_sets: sets to add at once; "dynamic": `add_process_set` may add some later.
-    :raises ValueError: an MPI communicator, or process sets that occur twice.
+    :raises ValueError: an MPI communicator, process sets that occur twice, or such sets in an elastic run.
     """
     if comm is not None and not isinstance(comm, Iterable):
         raise ValueError(
@@ -62,6 +63,12 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     if sessions.is_open():
         return
     open_worker(ends_alone=True)
+    if sets and program_place().consensus.elastic is not None:
+        raise ValueError(
+            "hvd.init(process_sets=[...]) takes no sets in an elastic run: a worker that comes later would wait for "
+            'the others to add them. Use hvd.init(process_sets="dynamic"), and hvd.add_process_set() at the start of '
+            "the function that hvd.elastic.run calls."
+        )
     forget_handles()
     sessions.open_session(list(comm) if comm else None, count_steps=progress.count)
     try:

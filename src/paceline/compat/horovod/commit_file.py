@@ -31,7 +31,8 @@ class CommitFile:
         self._command, self._is_fresh = command, is_fresh
         self._news = threading.Condition()
         self._next: Any = None
-        self._is_writing, self._error = False, None
+        self._is_writing = False
+        self._error: Exception | None = None
         self._thread: threading.Thread | None = None
 
     def read(self) -> Any:
@@ -54,20 +55,31 @@ class CommitFile:
             self._news.notify_all()
 
     def wait(self) -> None:
-        """Return when the newest commit is written."""
-        with self._news:
-            self._news.wait_for(lambda: self._error is not None or (self._next is None and not self._is_writing))
+        """Return when the newest commit is written. Raises RunFileError where it could not be."""
+        self._settle()
+        if self._error is not None:
+            raise self._error
 
     def remove(self) -> None:
-        """Remove the file: the program has come to its end."""
+        """Remove the file, once nothing more is written to it: the program has come to its end."""
+        self._settle()
+        with self._news:
+            self._thread = None  # which ends
+            self._news.notify_all()
         self._path.unlink(missing_ok=True)
+
+    def _settle(self) -> None:
+        with self._news:
+            self._news.wait_for(lambda: self._error is not None or (self._next is None and not self._is_writing))
 
     def _serve(self) -> None:
         while True:
             with self._news:
                 self._is_writing = False
                 self._news.notify_all()
-                self._news.wait_for(lambda: self._next is not None)
+                self._news.wait_for(lambda: self._next is not None or self._thread is None)
+                if self._next is None:
+                    return
                 commit, self._next, self._is_writing = self._next, None, True
             try:
                 self._write(commit)

@@ -48,17 +48,19 @@ class HostScript:
         here = sum(slots for name, slots in self.hosts() if is_here(name))
         return max(self.least, min(self.most, here))
 
-    def follow(self, resize: Callable[[int], str], *, begins_with: int, ends: threading.Event) -> None:
+    def follow(self, resize: Callable[[int], str | None], *, begins_with: int, ends: threading.Event) -> None:
         """Ask the script every second until `ends`, and call `resize(workers)` when the number has changed.
 
-        `resize` returns why it could not be done, or "". A script that fails is reported once, and asked again.
+        `resize` returns why it could not be done, or "" where it is; None: the run takes no requests now, and is asked
+        again. A script that fails is reported once, and asked again.
         """
         number, said = begins_with, ""
         while not ends.wait(EVERY_S):
             try:
                 wanted = self.wanted()
-                problem = resize(wanted) if wanted != number else ""
-                number = number if problem else wanted
+                answer = resize(wanted) if wanted != number else ""
+                number = wanted if answer == "" else number
+                problem = answer or ""
             except PlanError as error:
                 problem = str(error)
             if problem and problem != said:

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.compat.horovod import membership
+from paceline.compat.horovod import session as sessions
 from paceline.compat.horovod.basics import init, shutdown
 from paceline.compat.horovod.commit_file import CommitFile
 from paceline.compat.horovod.elastic_state import State, TorchState
 from paceline.compat.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
+from paceline.errors import CheckpointError
 from paceline.worker.program_worker import program_place
 
 __all__ = ["run", "run_fn"]
@@ -29,7 +31,8 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
 
     Where a run of a fixed number of workers has lost one, the error is raised: the run starts all workers again, and
     they go on from the last commit. Raises CleanExit where an elastic run goes on without this worker, and where all
-    were told to leave.
+    were told to leave; CheckpointError where the state was lost with all workers that had it; and RunFileError where
+    a commit could not be written.
     """
     return run_fn(func, reset_session)
 
@@ -45,9 +48,8 @@ def run_fn(func: Callable[..., T], reset: Callable[[], None]) -> Callable[..., T
         skips_sync, resets, before = False, 0, _progress(state)
         while True:
             try:
-                if not skips_sync:
-                    state.sync()
-                    membership.has_state()
+                if not (skips_sync and membership.may_skip_sync()):
+                    _sync(state)
                 value = func(state, *args, **kwargs)
             except HorovodInternalError:
                 resets = resets + 1 if _progress(state) == before else 1
@@ -64,10 +66,23 @@ def run_fn(func: Callable[..., T], reset: Callable[[], None]) -> Callable[..., T
                 return value
             if isinstance(state, TorchState):
                 state.settle_file()  # another worker may write it from now on
+            membership.plan_sync(not skips_sync)
             reset()
             state.on_reset()
 
     return wrapper
+
+
+def _sync(state: State) -> None:
+    """Give all workers the state of rank 0. Raises CheckpointError where that is lost."""
+    if membership.has_newcomers_only() and sessions.current_session().rank == 0 and not state.finds_commit():
+        raise CheckpointError(
+            "All workers that had the state of this program were lost before a newcomer had got it, and the run's "
+            "directory holds no commit to begin from. Start the run again; with hvd.elastic.TorchState, and a first "
+            "state.commit() early on, it goes on from the last commit."
+        )
+    state.sync()
+    membership.has_state()
 
 
 def _progress(state: State) -> tuple[int, int]:

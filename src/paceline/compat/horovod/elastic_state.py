@@ -85,6 +85,10 @@ class State:
         """End this worker, as all do: the run was told to stop. Raises CleanExit."""
         raise CleanExit(exit_code)
 
+    def finds_commit(self) -> bool:
+        """Return whether there is a commit to begin from that no worker has in memory."""
+        return False
+
     def save(self) -> None:
         """Keep the state as it is now."""
         raise NotImplementedError
@@ -183,6 +187,7 @@ class TorchState(ObjectState):
         for name, one in self._kept.items():
             self._copies[name] = _copied(one)
         self._saved_steps = progress.count()
+        self._is_recalled = True  # not before: where rank 0 is lost meanwhile, another one begins from the file
 
     def reset(self) -> None:
         """Share out the samples that are left among the workers of now: `sync` may be left out."""
@@ -195,8 +200,12 @@ class TorchState(ObjectState):
         Rank 0 alone reads, writes and removes it."""
         self._file, self._is_recalled = file, False
 
+    def finds_commit(self) -> bool:
+        return self._file is not None and self._file.read() is not None
+
     def settle_file(self) -> None:
-        """Return when this worker writes nothing more to the file, until its next commit."""
+        """Return when this worker writes nothing more to the file, until its next commit. Raises RunFileError where the
+        newest one could not be written."""
         if self._file is not None:
             self._file.wait()
 
@@ -205,14 +214,14 @@ class TorchState(ObjectState):
         super().leave(exit_code)
 
     def _recall(self) -> None:
-        """Before the first `sync`: go back to the commit in the file, on rank 0, which gives it to the others."""
+        """In the first `sync`: go back to the commit in the file, on rank 0, which gives it to the others."""
         if self._file is None:
             return
         found = None
         if not self._is_recalled and sessions.current_session().rank == 0:
             found = self._file.read()
         steps = self._bcast_object(progress.count() if found is None else found["steps"])
-        self._is_recalled, self._saved_steps = True, steps
+        self._saved_steps = steps
         if found is not None:
             self._copies.update({name: one for name, one in found["copies"].items() if name in self._kept})
             self._saved_state.update({name: one for name, one in found["objects"].items() if name in self._saved_state})
@@ -222,7 +231,6 @@ class TorchState(ObjectState):
     def forget_file(self) -> None:
         """Remove the file: the program has come to its end."""
         if self._file is not None and sessions.current_session().rank == 0:
-            self._file.wait()
             self._file.remove()
 
 

@@ -200,13 +200,14 @@ def _following(command: RunCommand) -> Iterator[None]:
         ends.set()
 
 
-def _resize(workers: int) -> str:
-    """Ask the run of this process for another number of workers; returns why it is refused, or ""."""
+def _resize(workers: int) -> str | None:
+    """Ask the run of this process for another number of workers; returns why it is refused, "" where it is not, and
+    None where the run has not begun, or no attempt of it goes on."""
     try:
         answer = send_command(os.getpid(), {"op": "resize", "replicas": workers})
     except ConnectionError:
-        return ""  # it has not begun, or is over
-    return str(answer.get("error", ""))
+        return None
+    return None if answer.get("has_begun") is False else str(answer.get("error", ""))
 
 
 def run_command(words: Sequence[str]) -> RunCommand:

@@ -23,6 +23,7 @@ from paceline.comm.shared_memory.shared_group import SharedGroup
 from paceline.comm.shared_memory.summation import ordered_sum
 from paceline.comm.torch_backend.process_group import SharedMemoryProcessGroup
 from paceline.compat.horovod.requests import Reduction
+from paceline.errors import SyncError
 from paceline.sync.allreduce.adasum import coefficients
 
 __all__ = ["MemberGroup"]
@@ -93,9 +94,13 @@ class MemberGroup:
         if not is_one_host:
             return cls(peers, ranks, rank, peers=peers)
         straight = GenerationGroup(peers, device=CPU, check=check, timeout_s=timeout_s)
-        group, reason = with_shared_memory(
-            straight, timeout_s=timeout_s, check_peers=why_ended, num_local_workers=num_local_workers, ranks=ranks
-        )
+        try:
+            group, reason = with_shared_memory(
+                straight, timeout_s=timeout_s, check_peers=why_ended, num_local_workers=num_local_workers, ranks=ranks
+            )
+        except SyncError:
+            peers.shutdown()
+            raise
         if isinstance(group, SharedGroup):
             return cls(SharedMemoryProcessGroup(peers, group, name=NAME), ranks, rank, peers=peers)
         if index == 0:

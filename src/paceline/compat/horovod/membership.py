@@ -23,9 +23,12 @@ __all__ = [
     "SessionMembers",
     "announced_change",
     "exit_code_of_stop",
+    "has_newcomers_only",
     "has_state",
+    "may_skip_sync",
     "number_of_changes",
     "open_among_present",
+    "plan_sync",
     "undo",
     "why_over",
 ]
@@ -36,6 +39,8 @@ NEVER = math.inf
 
 _num_opened = 0  # sessions that this process has tried to open in an elastic run
 _state_since = NEVER  # the generation in which this worker first had the state of all
+_needs_sync = True  # this worker waits for the others in `State.sync` when the next session is open
+_present: tuple[PresentWorker, ...] = ()  # those of the newest session of an elastic run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,16 +101,38 @@ class PresentWorker:
     host: int
     state_since: float  # the generation in which it first had the state of all; NEVER: it has not got it
     num_opened: int
+    generation: int  # of which it is a member while it tells this
     planned: int  # the generation that it knows to be next; -1: none
+    needs_sync: bool  # it waits for the others in `State.sync` when the session is open
+    is_newcomer: bool  # it was started when others were at work
 
 
 def has_state() -> None:
     """Take note that this worker has the state of all: it keeps its rank before those that come later."""
-    global _state_since
+    global _state_since, _needs_sync
+    _needs_sync = False
     consensus = program_place().consensus
     if consensus.elastic is not None:
         _state_since = min(_state_since, float(consensus.generation))
         consensus.committed()
+
+
+def plan_sync(is_needed: bool) -> None:
+    """Set whether this worker waits for the others in `State.sync` when the next session is open. Where one of them
+    does, all have to."""
+    global _needs_sync
+    _needs_sync = is_needed
+
+
+def may_skip_sync() -> bool:
+    """Return whether no worker of the newest session waits for the others in `State.sync`."""
+    return not any(one.needs_sync for one in _present)
+
+
+def has_newcomers_only() -> bool:
+    """Return whether all workers of the newest session were started when others were at work, and none of them has had
+    the state of all: it was lost with those others."""
+    return bool(_present) and all(one.is_newcomer and one.state_since == NEVER for one in _present)
 
 
 def undo(steps: int) -> None:
@@ -190,14 +217,16 @@ def open_among_present(
         consensus.begin_steps()  # a newcomer becomes a member here
     while True:
         _num_opened += 1
-        members = _present_members(place)
         try:
-            return open_one(members)
+            return open_one(_present_members(place))
         except SyncError as error:
-            consensus.drop(Disrupted(str(error)))
+            reason = str(error)
+        # Outside of `except`: the error holds what was opened, and this may wait for long.
+        consensus.drop(Disrupted(reason))
 
 
 def _present_members(place: ProgramPlace) -> SessionMembers:
+    global _present
     consensus, assignment = place.consensus, place.assignment
 
     def tell() -> list[PresentWorker]:
@@ -208,16 +237,21 @@ def _present_members(place: ProgramPlace) -> SessionMembers:
                 host=assignment.host_index,
                 state_since=_state_since,
                 num_opened=_num_opened,
+                generation=consensus.generation,
                 planned=-1 if planned is None else planned.generation,
+                needs_sync=_needs_sync,
+                is_newcomer=assignment.joins,
             )
         )
 
     while True:
         consensus.hold()
         present = consensus.run(tell)
-        if consensus.holds or {one.rank for one in present} != set(consensus.ranks):
-            continue  # a worker was lost after all had told
+        is_over = any(one.generation != consensus.generation for one in present)
+        if consensus.holds or is_over or {one.rank for one in present} != set(consensus.ranks):
+            continue  # the members have formed again after all had told
         if max(one.planned for one in present) > consensus.generation:
             consensus.change_over()  # where one knows of it, the others hear of it at any moment
             continue
+        _present = tuple(present)
         return SessionMembers.among(present, assignment.rank, generation=consensus.generation)

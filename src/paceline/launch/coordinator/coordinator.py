@@ -229,7 +229,7 @@ class Coordinator:
         reports = {worker: one for report in self._reports.values() for worker, one in report.workers.items()}
         elastic = takeover.before.state["elastic"]
         if elastic is not None:
-            self._begin_elastic(int(elastic["least"]), int(elastic["most"]), int(elastic["workers_each"]), elastic)
+            self._begin_elastic(elastic, is_taken_over=True)
         if self._controller is not None:
             self._controller.resume(
                 reports, host=host, reason=reason, room=self.remote_hosts.room(self._controller.workers_each)
@@ -410,7 +410,8 @@ class Coordinator:
         if self._controller is None:
             return {
                 "error": "the run has a fixed number of replicas (or has not begun): only "
-                "Layout(replicas=(least, most)) can be resized while it goes on"
+                "Layout(replicas=(least, most)) can be resized while it goes on",
+                "has_begun": self._has_begun,
             }
         if self._end.is_under_way:
             return {"error": "the run is ending"}
@@ -530,7 +531,7 @@ class Coordinator:
         match notice["op"]:
             case "elastic":
                 if self._controller is None and not self._end.is_ending:
-                    self._begin_elastic(int(notice["least"]), int(notice["most"]), int(notice["workers_each"]))
+                    self._begin_elastic(notice)
             case "begun":
                 self._has_begun = True
                 if self._controller is None:
@@ -572,14 +573,14 @@ class Coordinator:
         is_over = self._end.has_failed or self._end.leave_by is not None or self._restart.is_under_way
         return not (is_over or self._cannot_fork or self._job.launcher == "inline")
 
-    def _begin_elastic(
-        self, least: int, most: int, workers_each: int, elastic: Mapping[str, Any] | None = None
-    ) -> None:
-        """The plan is elastic; `elastic`: of a lost coordinator, which had told this of it."""
+    def _begin_elastic(self, elastic: Mapping[str, Any], *, is_taken_over: bool = False) -> None:
+        """The plan is elastic: a worker has told so, or a lost coordinator, with the state of its controller."""
+        least, workers_each = int(elastic["least"]), int(elastic["workers_each"])
         limits = Limits(
             least=least,
-            most=most,
+            most=int(elastic["most"]),
             workers_each=workers_each,
+            program_s=self._job.timeout_s if elastic.get("joins_in_calls") else None,
             silence_s=self._job.silence_s,
             patience_s=self._job.patience_s,
         )
@@ -587,7 +588,7 @@ class Coordinator:
         self._controller = ElasticController(
             limits, workers=self._job.workers or 1, worker_actions=self._worker_actions, emit=self._emit
         )
-        if elastic is not None:
+        if is_taken_over:
             self._controller.take_over(elastic)
         else:
             self.leadership.publish()

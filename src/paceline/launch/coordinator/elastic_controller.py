@@ -102,7 +102,8 @@ class ElasticController:
     def to_json(self) -> dict[str, Any]:
         """Return plain data from which another coordinator can take over."""
         limits = self._membership.limits
-        plan = {"least": limits.least, "most": limits.most, "workers_each": limits.workers_each}
+        plan: dict[str, Any] = {"least": limits.least, "most": limits.most, "workers_each": limits.workers_each}
+        plan["joins_in_calls"] = limits.program_s is not None
         return {**plan, "num_started": self._num_started, "membership": self._membership.to_json()}
 
     def take_over(self, data: Mapping[str, Any]) -> None:

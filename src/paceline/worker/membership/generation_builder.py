@@ -78,7 +78,9 @@ class GenerationBuilder:
     def build(self, view: MembershipView, is_hurry: bool) -> WorkerGroup:
         """The group of a generation. Raises Disrupted where it is over already; nothing is left of it then."""
         self._context.recorder.join(generation_name(view.generation), view.members, is_main=True)
-        meet_s = meeting_s(len(view.members), machine_load()) if is_hurry else self._context.job.timeout_s
+        # A program with a loop of its own joins in a call of its own, such as hvd.init(): others may take long to it.
+        is_limited = is_hurry and not self._context.ends_alone
+        meet_s = meeting_s(len(view.members), machine_load()) if is_limited else self._context.job.timeout_s
         whole = self._group(view, view.members, "", meet_s)
         if self._cross_replica is not None:
             index = self._context.assignment.rank % self._each

@@ -247,7 +247,9 @@ def _join_elastic(context: JoinContext, channel: Channel, coordinator: Coordinat
     shared = SupervisorStore(channel, timeout_s=timeout_s)
     _sign_over_gloo(context, shared)
     coordinator.acknowledges = context.plan.is_asynchronous
-    coordinator.tell("elastic", least=least, most=most, workers_each=layout.workers_each)
+    coordinator.tell(
+        "elastic", least=least, most=most, workers_each=layout.workers_each, joins_in_calls=context.ends_alone
+    )
     with contextlib.ExitStack() as stack:
         cross_replica, lockstep = None, Lockstep()
         if layout.workers_each == 1:
