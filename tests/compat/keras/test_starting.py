@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,13 +14,13 @@ import pytest
 from keras_runs import LIMIT_S, compare, environment
 
 PROGRAM = """\
+import os
 import sys
 
 import keras
 import numpy as np
 
-if "unseeded" not in sys.argv:
-    keras.utils.set_random_seed(7)
+keras.utils.set_random_seed(os.getpid() if "unseeded" in sys.argv else 7)
 x = np.random.normal(size=(72, 6)).astype("float32")
 
 
@@ -71,7 +72,14 @@ def test_a_model_that_fit_builds_has_the_weights_that_the_program_s_seed_draws(
         compare(one, own)
 
 
-def test_samples_that_workers_draw_differently_are_refused(tmp_path: Path) -> None:
-    done = run(tmp_path, *TORCHRUN, "program.py", "unseeded")
-    assert done.returncode != 0
-    assert "fit() got other samples on worker 1 than on worker 0" in done.stdout + done.stderr
+ELASTIC = ("-m", "paceline", "run", "--workers", "2", "--plan", "replicas=1-2")
+
+
+@pytest.mark.parametrize(
+    ("start", "said"),
+    [(TORCHRUN, "on worker 1 than on worker 0"), (ELASTIC, "on worker [01] than on the first worker")],
+    ids=("fixed", "elastic"),
+)
+def test_samples_that_workers_draw_differently_are_refused(start: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    done = run(tmp_path, *start, "program.py", "unseeded")
+    assert re.search(f"fit\\(\\) got other samples {said}", done.stdout + done.stderr), done.stdout + done.stderr

@@ -17,6 +17,7 @@ from paceline.compat.accelerate.loader_order import (
     checksum_of,
     order_generator,
     require_whole_batches,
+    restore_order,
     seed_order,
 )
 from paceline.compat.accelerate.program_member import ProgramMember
@@ -199,7 +200,7 @@ def test_a_shuffling_loader_of_several_processes_has_a_generator_seeded_from_tor
     data = TensorDataset(torch.arange(20))
     torch.manual_seed(5)
     loader = DataLoader(data, batch_size=4, shuffle=True)
-    seed_order(loader)
+    assert seed_order(loader)
     torch.manual_seed(5)
     seed = int(torch.empty((), dtype=torch.int64).random_().item())
     expected = torch.randperm(20, generator=torch.Generator().manual_seed(seed))
@@ -208,5 +209,31 @@ def test_a_shuffling_loader_of_several_processes_has_a_generator_seeded_from_tor
     own = torch.Generator()
     chosen, plain = DataLoader(data, shuffle=True, generator=own), DataLoader(data)
     for one in (chosen, plain):
-        seed_order(one)
+        assert not seed_order(one)
     assert order_generator(chosen) is own and order_generator(plain) is None
+
+
+def test_a_state_without_an_order_is_of_a_loader_that_drew_from_torchs_generator() -> None:
+    data = TensorDataset(torch.arange(20))
+
+    def drawn(loader: DataLoader[Any]) -> list[list[Any]]:
+        torch.manual_seed(6)
+        return batches_of(loader)
+
+    former = drawn(DataLoader(data, batch_size=4, shuffle=True))
+    loader = DataLoader(data, batch_size=4, shuffle=True)
+    assert seed_order(loader)
+    generator = order_generator(loader)
+    assert generator is not None
+    state = generator.get_state()
+    first = drawn(loader)
+    assert first != former
+    restore_order(loader, state, is_seeded=True)
+    assert drawn(loader) == first
+    restore_order(loader, None, is_seeded=True)
+    assert drawn(loader) == former
+
+    own = torch.Generator()
+    chosen = DataLoader(data, shuffle=True, generator=own)
+    restore_order(chosen, None, is_seeded=False)
+    assert order_generator(chosen) is own  # the program's

@@ -20,6 +20,7 @@ from paceline.launch.coordinator.join_request import mismatch
 from paceline.launch.coordinator.rendezvous import join_hosts
 from paceline.launch.io.event_loop import EventLoop
 from paceline.launch.io.signals import Interrupted, StopSignals
+from paceline.plan import CommandPlan, Plan
 from paceline.plan.job import Job
 
 
@@ -40,11 +41,13 @@ def port() -> Iterator[int]:
         yield sock.getsockname()[1]
 
 
-def attend(said: list[str], signals: StopSignals | None = None, **fields: Any) -> Coordinator | HostAgent:
+def attend(
+    said: list[str], signals: StopSignals | None = None, *, plan: CommandPlan | None = None, **fields: Any
+) -> Coordinator | HostAgent:
     """Hold the meeting for one host; the side comes back closed."""
     job = Job(**{"workers": 3, "hosts": 2, "timeout_s": 10.0, **fields})
     with closing(EventLoop()) as loop:
-        about: dict[str, Any] = {"plan": None, "attempt": 4, "run_dir": "runs/r", "loop": loop, "say": said.append}
+        about: dict[str, Any] = {"plan": plan, "attempt": 4, "run_dir": "runs/r", "loop": loop, "say": said.append}
         with closing(join_hosts(job, signals=signals or StopSignals(), **about)) as side:
             return side
 
@@ -144,6 +147,29 @@ def test_a_job_on_several_hosts_needs_a_token(port: int, monkeypatch: pytest.Mon
     monkeypatch.delenv("PACELINE_TOKEN", raising=False)
     with pytest.raises(LaunchError, match="The job has no token"):
         attend([], head=f"127.0.0.1:{port}")
+
+
+def test_hosts_whose_commands_write_other_defaults_are_of_other_jobs(port: int, token_file: str) -> None:
+    fields: dict[str, Any] = {"head": f"127.0.0.1:{port}", "token_file": token_file, "timeout_s": 2.0}
+    texts = ("replicas=3+batch(size=32)", "replicas=3")
+
+    def host(text: str) -> str:
+        with pytest.raises(LaunchError) as refused:
+            attend([], plan=CommandPlan.of(Plan.parse(text), given=Plan.names_in(text)), **fields)
+        return str(refused.value)
+
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(host, texts))
+    assert any("plan: 'replicas=3" in one and "replicas=3, with plan.batch.size=32" in one for one in found), found
+
+
+def test_hosts_write_one_plan_in_any_order(port: int, token_file: str) -> None:
+    fields: dict[str, Any] = {"head": f"127.0.0.1:{port}", "token_file": token_file}
+    texts = ("replicas=3+batch(size=32,seed=0)", "batch(seed=0,size=32)+replicas=3")
+    plans = [CommandPlan.of(Plan.parse(text), given=Plan.names_in(text)) for text in texts]
+    with ThreadPoolExecutor(2) as threads:
+        sides = list(threads.map(lambda plan: attend([], plan=plan, **fields), plans))
+    assert sorted(type(side).__name__ for side in sides) == ["Coordinator", "HostAgent"]
 
 
 def test_what_differs_is_named_with_both_values() -> None:

@@ -7,10 +7,47 @@ from pathlib import Path
 import pytest
 
 from accelerate_programs import run_program, steps_of, write_accelerate_program
+from paceline.checkpoint.checkpoint_dir import read_commit_marker, verify
 from paceline.environment import PROCESSES
+from paceline.events import CheckpointSaved, decode
 from paceline.monitor.audit.audit import audit
+from programs import PACELINE, run
 
 FAST = ("--epochs", "2")
+SLOW = """
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline.checkpoint import async_writer
+from paceline.compat.accelerate import Accelerator
+
+write = async_writer._fill
+
+
+def write_slowly(*given):  # the first time: longer than the workers wait for each other
+    async_writer._fill = write
+    time.sleep(5)
+    return write(*given)
+
+
+async_writer._fill = write_slowly
+accelerator = Accelerator(cpu=True)
+model = nn.Linear(4, 1)
+data = TensorDataset(torch.randn(32, 4), torch.randn(32, 1))
+model, optimizer, loader = accelerator.prepare(
+    model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size=4)
+)
+for number, (x, y) in enumerate(loader):
+    accelerator.backward(F.mse_loss(model(x), y))
+    optimizer.step()
+    optimizer.zero_grad()
+    if number in (0, 3) and accelerator.is_main_process:
+        accelerator.save_state(f"state_{number + 1}")
+"""
 
 
 @pytest.fixture
@@ -82,3 +119,24 @@ def test_replicas_that_take_steps_by_themselves_train_too(program: Path, tmp_pat
     told = run_program(program, workers=2, run_dir=tmp_path / "run", options=("--plan", "localsgd(every=4)"))
     assert told["measures"][-1] > 0.7
     assert audit(tmp_path / "run").verdict == "clean"
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    """The steps of the checkpoints that were written, in order."""
+    events = map(decode, (run_dir / "attempt_1" / "worker_0" / "events.jsonl").read_text().splitlines())
+    return [one.event.step for one in events if isinstance(one.event, CheckpointSaved)]
+
+
+@pytest.mark.thorough
+def test_first_process_saves_alone_for_longer_than_the_others_wait(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    options = ("--timeout-s", "4", "--save-every", "2", "--run-dir", "run", "--no-tensorboard")
+    code, output = run(*PACELINE, "run", "slow.py", "--workers", "2", *options, cwd=tmp_path)
+    assert code == 0, output
+    assert "state_1 is not complete yet: the state of step 1 is written while steps go on" in output
+    for step in (1, 4):
+        directory = tmp_path / f"state_{step}"
+        assert read_commit_marker(directory).step == step
+        verify(directory)
+    # One due after step 2. That after step 4 was there already; the program's end saves once more what it then has.
+    assert saved_steps(tmp_path / "run") == [1, 2, 4, 4]

@@ -349,8 +349,12 @@ class Accelerator(ProgramMember):
 
     def save_state(self, output_dir: str | Path | None = None, **kwargs: Any) -> str:
         """Save everything that is prepared, the random state and the loaders' places into a directory, and into the
-        run's checkpoints, between steps; returns the directory. All workers may call it, or the first alone; under
-        layouts that split models, with local SGD and with error feedback all must."""
+        run's checkpoints, between steps; returns the directory. All workers may call it, or the first alone, with a
+        directory; under automatic names, with layouts that split models, local SGD and error feedback all must.
+
+        Where the first alone could, the others return at once, and it waits for the writing no longer than a quarter of
+        the job's `timeout_s`: what takes longer is complete some steps later, and the run's record says so.
+        """
         project = self.project_configuration
         if output_dir is None and not project.automatic_checkpoint_naming:
             raise ValueError(

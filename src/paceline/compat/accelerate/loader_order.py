@@ -19,6 +19,7 @@ __all__ = [
     "is_iterable",
     "order_generator",
     "require_whole_batches",
+    "restore_order",
     "seed_order",
 ]
 
@@ -68,13 +69,29 @@ def order_generator(loader: DataLoader[Any]) -> torch.Generator | None:
     return found if isinstance(found, torch.Generator) else None
 
 
-def seed_order(loader: DataLoader[Any]) -> None:
+def seed_order(loader: DataLoader[Any]) -> bool:
     """Give a shuffling loader a generator of its own, seeded from torch's, as Accelerate does for several processes: so
-    the samples come in the same order as there."""
+    the samples come in the same order as there. Returns whether it was given one."""
     sampler = _sampler(loader)
-    if isinstance(sampler, RandomSampler) and sampler.generator is None:
-        seed = int(torch.empty((), dtype=torch.int64).random_().item())
-        sampler.generator = torch.Generator().manual_seed(seed)
+    if not isinstance(sampler, RandomSampler) or sampler.generator is not None:
+        return False
+    seed = int(torch.empty((), dtype=torch.int64).random_().item())
+    sampler.generator = torch.Generator().manual_seed(seed)
+    return True
+
+
+def restore_order(loader: DataLoader[Any], state: torch.Tensor | None, *, is_seeded: bool) -> None:
+    """Have the loader's own generator be where a saved loop had it. `is_seeded`: `seed_order` gave it this generator.
+
+    A saved loop without one drew from torch's own, and so does a loader from then on that the program gave none.
+    """
+    generator = order_generator(loader)
+    if generator is None:
+        return
+    if state is not None:
+        generator.set_state(state)
+    elif is_seeded:
+        _sampler(loader).generator = None
 
 
 def require_whole_batches(batches: Sequence[Sequence[Any]], micro: int) -> None:

@@ -25,6 +25,7 @@ from paceline.compat.accelerate.loader_order import (
     is_iterable,
     order_generator,
     require_whole_batches,
+    restore_order,
     seed_order,
 )
 from paceline.compat.accelerate.program_state import LoaderProgress, ProgramState
@@ -99,8 +100,8 @@ class PreparedLoader:
         self._num_loops = 0  # that train
         self._begins_at = 0  # batches that the next loop leaves out
         # With split batches the order is that of one process, on any number of them.
-        if context.world.processes > 1 and not context.splits_batches and not is_iterable(loader):
-            seed_order(loader)
+        is_of_many = context.world.processes > 1 and not context.splits_batches and not is_iterable(loader)
+        self._is_seeded = is_of_many and seed_order(loader)
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # not there yet: while a copy is made
@@ -222,10 +223,8 @@ class PreparedLoader:
 
     def _restore_order(self, saved: Mapping[str, Any], *, is_over: bool) -> None:
         """Have the loader's own generator be where it was: before it drew the epoch's order, or after that."""
-        generator = order_generator(self.loader)
         state = saved.get("order") if is_over else saved["random"].get("order")
-        if generator is not None and state is not None:
-            generator.set_state(state)
+        restore_order(self.loader, state, is_seeded=self._is_seeded)
 
     def _is_at_end(self) -> bool:
         """Whether the stream's position is behind the last sample of its epoch."""

@@ -10,6 +10,7 @@ from paceline.checkpoint.checkpoint_dir import COMMIT_MARKER, find, read_commit_
 from paceline.compat.accelerate.program_state import ProgramState
 from paceline.compat.accelerate.utils import ProjectConfiguration
 from paceline.errors import CheckpointError
+from paceline.events import Note, Warned
 from paceline.worker.data.random_state import restore_random_state
 from paceline.worker.run_member import parts_of
 from paceline.worker.stateful_member import loop_of
@@ -21,23 +22,35 @@ __all__ = ["latest_directory", "load_state", "next_directory", "save_state"]
 def save_state(worker: Worker, directory: Path) -> None:
     """Save a checkpoint of the run, and put it into a directory: by links where that is possible, else by copies.
 
-    Where the first worker has all of the state it needs no other: programs may call this on it alone. Else it is an
-    operation of all workers. Raises RuntimeError inside a step, and CheckpointError where it cannot be written.
+    Where the first worker has all of the state it needs no other: programs may call this on it alone. What it cannot
+    write in a quarter of the workers' limit it writes while steps go on. Else it is an operation of all workers, which
+    waits for the end. Raises RuntimeError inside a step, and CheckpointError where it cannot be written.
     """
-    parts, between = parts_of(worker), loop_of(worker).between
-    if between.can_save_alone:
+    parts = parts_of(worker)
+    if loop_of(worker).between.can_save_alone:
         parts.collectives.require_together("accelerator.save_state()")
-        if not worker.is_first:
-            return
-        between.save_alone()
-        said = [_publish(parts.files.checkpoint_dir, directory, step=worker.step)]
-    else:
-        worker.save()
-        parts.place.consensus.run(parts.saver.wait)
-        said = worker.gather(
-            _publish(parts.files.checkpoint_dir, directory, step=worker.step) if worker.is_first else ""
-        )
+        if worker.is_first:
+            _save_alone(worker, directory)
+        return
+    worker.save()
+    parts.place.consensus.run(parts.saver.wait)
+    said = worker.gather(_publish(parts.files.checkpoint_dir, directory, step=worker.step) if worker.is_first else "")
     if said[0]:
+        raise CheckpointError(said[0])
+
+
+def _save_alone(worker: Worker, directory: Path) -> None:
+    """Save on the first worker. What takes longer than the others can wait is written while training goes on."""
+    files, step, said = parts_of(worker).files, worker.step, list[str]()
+
+    def publish() -> None:
+        said.append(_publish(files.checkpoint_dir, directory, step=step))
+        if said[0]:
+            files.emit(Warned(text=said[0]))  # nobody may wait for it any more
+
+    if not loop_of(worker).between.save_alone(publish):
+        files.emit(Note(text=f"{directory} is not complete yet: the state of step {step} is written while steps go on"))
+    elif said[0]:
         raise CheckpointError(said[0])
 
 
@@ -52,7 +65,7 @@ def next_directory(worker: Worker, project: ProjectConfiguration) -> Path:
     """Where a state goes under automatic names; older ones than `total_limit` allows are removed.
 
     Its number is above those of all states that are there, also those of earlier attempts of the program: so the
-    highest number is the newest state, and none is written over. An operation of all workers.
+    highest number is the newest state, and none is written over. An operation of all workers, as under Accelerate.
     """
     if worker.is_first:
         states = _states(project)

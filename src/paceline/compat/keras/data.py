@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,19 @@ from paceline.compat.keras.the_keras import keras
 from paceline.errors import PlanError
 from paceline.schedule.sample_order import sample_indices
 
-__all__ = ["BatchItems", "InputRows", "SampleSource", "ordered", "read_arrays", "sample_source", "split_arrays"]
+__all__ = [
+    "BatchItems",
+    "InputRows",
+    "SampleSource",
+    "have_same_samples",
+    "ordered",
+    "read_arrays",
+    "sample_source",
+    "split_arrays",
+]
 
 ROWS_COMPARED = 64  # of each array, between the workers
+ROUNDING = 1e-9  # by which their sums may differ, relative to these
 ARRAYS_ONLY = "only arrays and tensors can be split, or weighted by class: give the dataset itself"
 
 
@@ -50,9 +61,10 @@ class SampleSource:
         may read its samples from anywhere, only the length."""
         if not isinstance(self.samples, InputRows):
             return (float(len(self)),)
-        rows = torch.linspace(0, len(self) - 1, min(len(self), ROWS_COMPARED)).long()
+        last, gaps = len(self) - 1, max(1, min(len(self), ROWS_COMPARED) - 1)
+        rows = torch.tensor([number * last // gaps for number in range(min(len(self), ROWS_COMPARED))])
         arrays = [one for one in keras.tree.flatten(self.samples.arrays) if one is not None]
-        return (float(len(self)), *(float(one[rows].abs().double().sum().nan_to_num()) for one in arrays))
+        return (float(len(self)), *(_size_of(one[rows]) for one in arrays))
 
     def first(self, count: int) -> Any:
         """The first samples as a batch."""
@@ -60,6 +72,21 @@ class SampleSource:
         if hasattr(self.samples, "__getitems__"):
             return self.collate(list(self.samples.__getitems__(numbers)))
         return self.collate([self.samples[number] for number in numbers])
+
+
+def have_same_samples(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether two fingerprints are of the same samples. Sums may differ by how a host rounds."""
+    return (
+        len(one) == len(other)
+        and one[0] == other[0]
+        and all(math.isclose(a, b, rel_tol=ROUNDING) for a, b in zip(one, other, strict=True))
+    )
+
+
+def _size_of(values: Tensor) -> float:
+    """The sum of absolute values, as a finite number."""
+    sizes = values.abs() if values.is_complex() else values.double().abs()
+    return float(sizes.double().sum().nan_to_num())
 
 
 def sample_source(x: Any, y: Any = None, sample_weight: Any = None, class_weight: Any = None) -> SampleSource:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 from paceline import environment
 from paceline.compat.keras.callbacks import WorkerCallbacks
-from paceline.compat.keras.data import SampleSource, ordered, sample_source, split_arrays
+from paceline.compat.keras.data import SampleSource, have_same_samples, ordered, sample_source, split_arrays
 from paceline.compat.keras.evaluation import evaluate_source, predict_source
 from paceline.compat.keras.prepared import PreparedKeras, prepare_compiled
 from paceline.compat.keras.the_keras import keras, refuse_distribution
@@ -31,6 +32,7 @@ __all__ = ["evaluate", "fit", "merged_batch", "predict"]
 BATCH = 32  # Keras' default
 
 _calls = itertools.count(1)  # of fit in this process
+_compared = itertools.count(1)  # of fit in this process, whose samples were compared in the store
 
 
 def fit(
@@ -178,18 +180,28 @@ def _worker(worker: Worker | None, batch_size: int | None, source: SampleSource,
 
 
 def _require_same_samples(worker: Worker, source: SampleSource) -> None:
-    """Raise ValueError where workers have made other samples; of an elastic run, whose workers come and go, all are
-    forks of one process."""
-    if worker.workers == 1 or worker.plan.layout.is_elastic:
-        return
-    found = worker.gather(source.fingerprint())
-    other = next((rank for rank, one in enumerate(found) if one != found[0]), None)
+    """Raise ValueError where workers have made other samples: all find it together. The workers of an elastic run come
+    and go, so each compares its own with what the first one to come here has left in the run's store."""
+    own, first = source.fingerprint(), "worker 0"
+    if worker.plan.layout.is_elastic:
+        first = "the first worker"
+        other = None if have_same_samples(own, _first_fingerprint(worker, own)) else worker.rank
+    else:
+        found = worker.gather(own)
+        other = next((rank for rank, one in enumerate(found) if not have_same_samples(one, found[0])), None)
     if other is not None:
         raise ValueError(
-            f"fit() got other samples on worker {other} than on worker 0 (their number or some sums differ), and "
+            f"fit() got other samples on worker {other} than on {first} (their number or some sums differ), and "
             "the workers share the samples by their numbers. Seed before the data is made or shuffled, for example by "
             "keras.utils.set_random_seed(0), or read the same files on all workers."
         )
+
+
+def _first_fingerprint(worker: Worker, own: Sequence[float]) -> list[float]:
+    """Return the fingerprint of the worker that was the first to come to this call of `fit`, perhaps this one."""
+    parts = parts_of(worker)
+    key = f"paceline/fit/{parts.files.attempt}/{next(_compared)}"
+    return json.loads(parts.place.shared.compare_set(key, "", json.dumps(own)))
 
 
 def _plan(batch: Batch) -> Plan:

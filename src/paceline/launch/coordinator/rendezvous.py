@@ -113,7 +113,7 @@ def join_hosts(
     terms = JobTerms(
         job=job,
         asked=asked or job,
-        plan=str(plan or CommandPlan()),
+        plan=_written(plan or CommandPlan()),
         attempt=attempt,
         run_dir=run_dir,
         host=host,
@@ -141,6 +141,13 @@ def join_hosts(
     if listener is None:
         return rendezvous.join(retained.host_index)
     return rendezvous.gather(listener)
+
+
+def _written(plan: CommandPlan) -> str:
+    """What command and job file say of a plan, as text. Defaults that were written count, too: what a program leaves to
+    its command it takes over from these alone."""
+    defaults = sorted(set(plan.given_defaults))
+    return f"{plan}, with {', '.join(defaults)}" if defaults else str(plan)
 
 
 class _RendezvousTimeout:

@@ -181,10 +181,11 @@ class BetweenSteps:
 
     def end_of_data(self) -> None:
         """A loop has had all its batches. What comes after it may fail, an evaluation for example: save before, where
-        that takes little of the time. The first worker's clock decides. An operation of all workers."""
-        if not self._files.saves_at_end or self.saved_at_step >= self.log.step:
+        that takes little of the time. The first worker's clock decides, and whether it has saved this step, perhaps
+        alone. An operation of all workers."""
+        if not self._files.saves_at_end:
             return
-        is_worth = self._group.index == 0 and self.save_timer.is_worth
+        is_worth = self._group.index == 0 and self.saved_at_step < self.log.step and self.save_timer.is_worth
 
         def agree() -> bool:
             is_wanted = total(self._group, [float(is_worth)], what="whether the end of a loop is saved")[0] > 0
@@ -244,14 +245,20 @@ class BetweenSteps:
         """Whether the first worker has all of the state between two steps, so that it needs no other to save it."""
         return self.has_whole_models and not self._codec_state.is_kept
 
-    def save_alone(self) -> None:
-        """Save a checkpoint on the first worker, which alone calls this where `can_save_alone`, and wait until it is
-        complete. What all workers count of saves stays as it is. Raises CheckpointError where it cannot be written."""
+    def save_alone(self, then: Callable[[], None]) -> bool:
+        """Save a checkpoint on the first worker, which alone calls this where `can_save_alone`, and call `then()` in
+        another thread once it is complete. Returns whether that is done: where it takes long, it goes on meanwhile.
+        Raises CheckpointError where it cannot be written."""
+        step, began = self.log.step, time.monotonic()
         self._shards.close()
-        self._recorder.begin("saving", self.log.step)
-        self._numerical_guard.put_back(self.log.step, self.cursors)
-        self._saver.save(step=self.log.step, gathered=GatheredCodecState())
-        self._saver.wait_alone()
+        self._recorder.begin("saving", step)
+        self._numerical_guard.put_back(step, self.cursors)
+        self.saved_at_step = (
+            step  # where one is due after this step the others save, too: nothing, as they do not write
+        )
+        is_done = self._saver.save_alone(step=step, then=then)
+        self.save_timer.saved(time.monotonic() - began)
+        return is_done
 
     def state_dict(self) -> dict[str, Any]:
         """The counts, for a newcomer."""

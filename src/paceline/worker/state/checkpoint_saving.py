@@ -62,6 +62,7 @@ class CheckpointSaver:
         self._writer: CheckpointShardWriter | None = None
         self._saved_steps: set[int] = set()  # by this worker, until there is nothing else beyond where it began
         self._has_discarded = False
+        self._then: tuple[int, Callable[[], None]] | None = None  # what follows the save of a step
 
     @property
     def writes(self) -> bool:
@@ -79,6 +80,26 @@ class CheckpointSaver:
         with self._states_here():
             self._write(RunState.capture(self._contents, Carrier.DISK, step=step, gathered=gathered))
         self.release()
+
+    def save_alone(self, *, step: int, then: Callable[[], None]) -> bool:
+        """Save on this worker alone, which holds all of the state, and call `then()` in the writing thread once the
+        checkpoint is complete. Returns whether that is done.
+
+        The others may be in their next collective, so this waits less than they do; what is not done goes on. Raises
+        CheckpointError for a checkpoint that could not be written, and where an earlier one takes too long.
+        """
+        writer, is_awaited = self._opened(), self._group.size > 1
+        if is_awaited and not writer.is_written(self._timeout_s / 2):
+            raise CheckpointError(
+                f"step {step} was not saved: the checkpoint before it is not written after {self._timeout_s / 2:.0f} s "
+                "more, and the other workers wait. Save less often, or give a longer timeout_s (--timeout-s)"
+            )
+        self._then = step, then
+        self.save(step=step, gathered=GatheredCodecState())
+        if is_awaited and not writer.is_written(self._timeout_s / 4):
+            return False
+        writer.wait()
+        return True
 
     def _write(self, state: RunState) -> None:
         about = {
@@ -124,6 +145,9 @@ class CheckpointSaver:
     def _saved(self, event: Event) -> None:
         """Report it. Once this attempt has a checkpoint of its own, delete those of steps that it does not have."""
         self._files.emit(event)
+        if isinstance(event, CheckpointSaved) and self._then is not None and self._then[0] == event.step:
+            (_, then), self._then = self._then, None
+            then()
         if not isinstance(event, CheckpointSaved) or self._has_discarded:
             return
         self._saved_steps.add(event.step)
@@ -152,11 +176,6 @@ class CheckpointSaver:
                 self._writer.wait()
             if not total(self._group, [float(not is_written)], what="whether checkpoints are written")[0]:
                 return
-
-    def wait_alone(self) -> None:
-        """Return when this worker writes no more. Raises CheckpointError where its last save could not be committed."""
-        if self._writer is not None:
-            self._writer.wait()
 
     def await_complete(self, step: int) -> None:
         """Wait a moment until the checkpoint of this step is complete, whichever workers write it; not together with
