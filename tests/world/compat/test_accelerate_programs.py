@@ -37,7 +37,7 @@ def write_slowly(*given):  # the first time: longer than the workers wait for ea
 async_writer._fill = write_slowly
 accelerator = Accelerator(cpu=True)
 model = nn.Linear(4, 1)
-data = TensorDataset(torch.randn(32, 4), torch.randn(32, 1))
+data = TensorDataset(torch.randn(40, 4), torch.randn(40, 1))
 model, optimizer, loader = accelerator.prepare(
     model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size=4)
 )
@@ -45,7 +45,7 @@ for number, (x, y) in enumerate(loader):
     accelerator.backward(F.mse_loss(model(x), y))
     optimizer.step()
     optimizer.zero_grad()
-    if number in (0, 3) and accelerator.is_main_process:
+    if number in (0, 3, 4) and accelerator.is_main_process:
         accelerator.save_state(f"state_{number + 1}")
 """
 
@@ -134,9 +134,9 @@ def test_first_process_saves_alone_for_longer_than_the_others_wait(tmp_path: Pat
     code, output = run(*PACELINE, "run", "slow.py", "--workers", "2", *options, cwd=tmp_path)
     assert code == 0, output
     assert "state_1 is not complete yet: the state of step 1 is written while steps go on" in output
-    for step in (1, 4):
+    for step in (1, 4, 5):
         directory = tmp_path / f"state_{step}"
         assert read_commit_marker(directory).step == step
         verify(directory)
-    # One due after step 2. That after step 4 was there already; the program's end saves once more what it then has.
-    assert saved_steps(tmp_path / "run") == [1, 2, 4, 4]
+    # The one due after step 4 was there already, and the loop's end knows of step 5's; the program's end saves its own.
+    assert saved_steps(tmp_path / "run") == [1, 2, 4, 5, 5]
