@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -33,8 +34,9 @@ def said(run_dir: Path, rank: int, *, attempt: int = 1) -> str:
 @needs_slurm
 def test_a_chief_meets_workers_and_servers_of_two_nodes(site: tuple[Cluster, NamespaceHost], tmp_path: Path) -> None:
     cluster, login = site
+    program = Path(shutil.copy(PROGRAM, tmp_path))  # a console is written beside it
     options = [*FOR, "--workers", "2", "--servers", "1"]
-    with submitted(login, PROGRAM, *options, run_dir=tmp_path / "r", env=cluster.environment) as run:
+    with submitted(login, program, *options, run_dir=tmp_path / "r", env=cluster.environment) as run:
         assert run.wait() == 0, run.output
     assert "chief0 met chief0 ps0 worker0 worker1" in said(tmp_path / "r", 0)
     assert '"chief": ["10.93.0.' in said(tmp_path / "r", 0)
@@ -45,9 +47,9 @@ def test_a_notice_of_slurm_has_the_job_requeued_and_the_program_starts_again(
     site: tuple[Cluster, NamespaceHost], tmp_path: Path
 ) -> None:
     cluster, login = site
-    gate = tmp_path / "gate"
+    program, gate = Path(shutil.copy(PROGRAM, tmp_path)), tmp_path / "gate"
     options = [*FOR, "--workers", "2", f"*:until={gate}"]
-    with submitted(login, PROGRAM, *options, run_dir=tmp_path / "r", env=cluster.environment) as run:
+    with submitted(login, program, *options, run_dir=tmp_path / "r", env=cluster.environment) as run:
         until(lambda: all(" met " in said(tmp_path / "r", rank) for rank in range(2)), "all have met")
         job = run.output.partition("as job ")[2].partition(";")[0]
         cluster.ask("scancel", "--signal=USR1", job)

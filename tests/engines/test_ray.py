@@ -242,7 +242,7 @@ if __name__ == "__main__":
 """
 
 
-def tune(site: RayCluster, folder: Path, what: str) -> list[dict[str, Any]]:
+def tune(site: RayCluster, folder: Path, what: str, *, limit_s: float = LIMIT_S) -> list[dict[str, Any]]:
     """Run the program above; what it says of each trial."""
     (folder / "tune.py").write_text(TUNE)
     done = subprocess.run(
@@ -251,7 +251,7 @@ def tune(site: RayCluster, folder: Path, what: str) -> list[dict[str, Any]]:
         env=os.environ | {"RAY_AUTH_MODE": "disabled"},
         capture_output=True,
         text=True,
-        timeout=LIMIT_S,
+        timeout=limit_s,
     )
     found = [
         json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines() if line.startswith("RESULT ")
@@ -288,9 +288,9 @@ def test_a_trial_that_fails_goes_on_from_its_checkpoint(site: RayCluster, tmp_pa
     assert [event["resumed_from_step"] for event in started] in ([5], [10]), "behind a checkpoint, not at the beginning"
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_a_trial_takes_over_the_state_of_a_better_one(site: RayCluster, tmp_path: Path) -> None:
-    found = tune(site, tmp_path, "population")
+    found = tune(site, tmp_path, "population", limit_s=2 * LIMIT_S)  # its trials begin again several times
     left = [path for one in found for path in Path(one["path"]).glob("run-*")]
     assert left, "population based training has exploited no trial"
     for one in found:
