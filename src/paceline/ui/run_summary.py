@@ -52,12 +52,16 @@ class RunSummary:
     left_s: float | None  # until the last step, at the present speed
     spark: tuple[float | None, ...]  # the loss, from the first step to the last
 
+    run_for: str | None  # the framework that takes its steps; None: Paceline
+
     def facts(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def after(self, rows: Sequence[Mapping[str, Any]]) -> RunSummary:
         """The same run after these newest rows of its metrics, which takes a tenth of reading its files again."""
-        return dataclasses.replace(self, **_by_rows(rows, last_step=self.last_step, is_on=self.is_running))
+        return dataclasses.replace(
+            self, **_by_rows(rows, self.run_for, last_step=self.last_step, is_on=self.is_running)
+        )
 
     @property
     def is_running(self) -> bool:
@@ -90,7 +94,7 @@ def summary_of(run_dir: Path, name: str, *, with_spark: bool = True) -> RunSumma
         return _unreadable(run_dir, name, str(error))
     metrics = run_dir / "metrics.jsonl"
     rows = last_rows(metrics, SPEED_ROWS)
-    state, last_step = record.state_now(), _last_step(record)
+    state, last_step, run_for = record.state_now(), _last_step(record), record.job.get("run_for")
     return RunSummary(
         name=name,
         state=state,
@@ -106,19 +110,24 @@ def summary_of(run_dir: Path, name: str, *, with_spark: bool = True) -> RunSumma
         ended=record.ended,
         last_step=last_step,
         spark=_spark(metrics, rows[-1] if rows else {}) if with_spark else (),
-        **_by_rows(rows, last_step=last_step, is_on=state == RUNNING),
+        run_for=run_for if isinstance(run_for, str) else None,
+        **_by_rows(rows, run_for, last_step=last_step, is_on=state == RUNNING),
     )
 
 
-def _by_rows(rows: Sequence[Mapping[str, Any]], *, last_step: int | None, is_on: bool) -> dict[str, Any]:
-    """The fields of a summary that the newest rows of the metrics say."""
+def _by_rows(
+    rows: Sequence[Mapping[str, Any]], run_for: object, *, last_step: int | None, is_on: bool
+) -> dict[str, Any]:
+    """The fields of a summary that the newest rows of the metrics say. Rows of another framework's program come when
+    that writes its buffers, so they tell no speed, and not each of them has a loss."""
     last = rows[-1] if rows else {}
-    step, step_s, epoch = last.get("step", 0), _step_s(rows), last.get("epoch")
+    step, step_s, epoch = last.get("step", 0), None if run_for is not None else _step_s(rows), last.get("epoch")
+    losses = [row["loss"] for row in rows if "loss" in row] if run_for is not None else [last.get("loss")]
     is_timed = is_on and last_step is not None and step_s is not None and last_step > step
     return {
         "step": step,
         "epoch": epoch if type(epoch) is int else None,
-        "loss": number(next((row["loss"] for row in reversed(rows) if "loss" in row), None)),
+        "loss": number(losses[-1]) if losses else None,
         "at": number(last.get("time")),
         "samples_per_s": _samples_per_s(rows),
         "step_s": step_s,
@@ -139,7 +148,7 @@ def _unreadable(run_dir: Path, name: str, problem: str) -> RunSummary:
     return RunSummary(
         name=name, state="unreadable", is_checked=False, problem=printable(problem)[:MOST_REASON], program="", plan="",
         workers=0, hosts=1, attempt=0, began=when, started=when, ended=None, step=0, last_step=None, epoch=None,
-        loss=None, at=None, samples_per_s=None, step_s=None, left_s=None, spark=(),
+        loss=None, at=None, samples_per_s=None, step_s=None, left_s=None, spark=(), run_for=None,
     )  # fmt: skip
 
 
