@@ -26,7 +26,8 @@ _exit_codes: list[Any] = []  # what the program last asked to end with
 
 def note_exits() -> None:
     """From now on note the status with which the main thread of this process is to end: that of `sys.exit()`, `exit()`
-    and `quit()`, and that of `raise SystemExit(...)` in the program's own files."""
+    and `quit()`, and that of `raise SystemExit(...)` in the program's own files. Not known is that of
+    `raise SystemExit(main())` where main() opens the worker: Python has looked the name up by then."""
     owner = os.getpid()
     for place in (sys, builtins):
         for name in ("exit", "quit"):

@@ -64,7 +64,8 @@ def main():
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    code = main()
+    raise SystemExit(code)
 """
 
 
