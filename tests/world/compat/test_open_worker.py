@@ -79,3 +79,14 @@ def test_a_lone_program_that_raises_its_exit_status_has_failed_unless_it_is_0(
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == code, done.stderr
     assert json.loads((tmp_path / "run" / "run.json").read_text())["state"] == state, done.stderr
+
+
+@pytest.mark.thorough
+@pytest.mark.xfail(strict=True, reason="Python looks the name SystemExit up before main() opens the worker")
+def test_a_status_that_main_returns_into_the_raised_exit_counts(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        RAISES.replace("code = main()", "").replace("SystemExit(code)", "SystemExit(main())")
+    )
+    words = [sys.executable, "program.py", "3"]
+    subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["state"] == "failed"
