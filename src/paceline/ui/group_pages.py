@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from paceline import clock
 from paceline.ui.event_stream import EventStream, Seen, Streams, Told, told
+from paceline.ui.reader import Reader
 from paceline.ui.runs_folder import RunsFolder
 
 __all__ = ["GroupPages"]
@@ -21,14 +22,12 @@ __all__ = ["GroupPages"]
 EVERY_S = 0.5
 MOST_KEPT = 64  # pools whose last answer is kept
 
-Read = Callable[..., Awaitable[Any]]
-
 
 class GroupPages:
-    """`in_thread(call)` calls in the one thread that reads, where `look()` has the folder looked at."""
+    """`look()`, as a reading, has the folder looked at."""
 
-    def __init__(self, folder: RunsFolder, streams: Streams, *, look: Callable[[], None], in_thread: Read) -> None:
-        self._folder, self._streams, self._look, self._in_thread = folder, streams, look, in_thread
+    def __init__(self, folder: RunsFolder, streams: Streams, *, look: Callable[[], None], reader: Reader) -> None:
+        self._folder, self._streams, self._look, self._reader = folder, streams, look, reader
         self._pools: dict[str, _ToldPool] = {}
 
     def routes(self) -> list[Route]:
@@ -51,15 +50,15 @@ class GroupPages:
         return EventStream(self._streams, changes, seen=seen, every_s=EVERY_S)
 
     async def _is_pool(self, name: str) -> bool:
-        await self._in_thread(self._look)
+        await self._reader.read(self._look)
         return self._folder.pool_dir(name) is not None
 
     async def _is_sweep(self, name: str) -> bool:
-        await self._in_thread(self._look)
+        await self._reader.read(self._look)
         return self._folder.has_sweep(name)
 
     async def _changed_pool(self, name: str, seen: Seen) -> Told | None:
-        return await self._in_thread(lambda: told(self._pool_since(name, seen[0])))
+        return await self._reader.read_often(("pool", name, any(seen)), lambda: told(self._pool_since(name, seen[0])))
 
     def _pool_since(self, name: str, seen: int) -> dict[str, Any] | None:
         self._look()
@@ -76,7 +75,7 @@ class GroupPages:
         return known.changes(seen)
 
     async def _changed_sweep(self, name: str, seen: Seen) -> Told | None:
-        return await self._in_thread(lambda: told(self._sweep_since(name, seen[0])))
+        return await self._reader.read_often(("sweep", name, any(seen)), lambda: told(self._sweep_since(name, seen[0])))
 
     def _sweep_since(self, name: str, seen: int) -> dict[str, Any] | None:
         self._look()

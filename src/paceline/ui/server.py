@@ -1,7 +1,7 @@
 """The pages and what they ask for: the overview, a run, a comparison, logs; read-only unless control is allowed.
 
-All reading is done in one thread, so that no two looks at the same run come into each other's way, and the loop that
-serves is never held up. A run is read while a page shows it, and forgotten some time later.
+No two readings are done at the same time, and what takes long is read in a thread (`ui/reader.py`). A run is read while
+a page shows it, and forgotten some time later.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import functools
 import re
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -31,6 +30,7 @@ from paceline.ui.control import RunControl
 from paceline.ui.event_stream import EventStream, Seen, Streams, Told, json_text, told
 from paceline.ui.group_pages import GroupPages
 from paceline.ui.log_lines import STREAMS, log_lines, names_in_logs, workers_with_logs
+from paceline.ui.reader import Reader
 from paceline.ui.report_process import ReportProcess
 from paceline.ui.run_view import RunView
 from paceline.ui.runs_folder import RunsFolder
@@ -61,12 +61,12 @@ class UiServer:
         self._folder = RunsFolder(root)
         self._folder_looked_s = 0.0
         self._views: dict[str, _ShownRun] = {}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="paceline-ui")
+        self._reader = Reader()
         self._reports, self._control = ReportProcess(), RunControl()
         self._report_tasks: dict[str, asyncio.Task[None]] = {}
         self._files = _static_files()
         self.streams = Streams()
-        self._groups = GroupPages(self._folder, self.streams, look=self._look, in_thread=self._in_thread)
+        self._groups = GroupPages(self._folder, self.streams, look=self._look, reader=self._reader)
         self.app = GuardedApp(Starlette(routes=self._routes(), lifespan=self._lifespan), access)
 
     def _routes(self) -> list[Route]:
@@ -95,7 +95,7 @@ class UiServer:
                 task.cancel()
             await asyncio.gather(*self._report_tasks.values(), return_exceptions=True)
             await self._control.close()
-            self._thread.shutdown(wait=True, cancel_futures=True)  # a look takes a fraction of a second
+            self._reader.close()
             for watched in self._views.values():
                 watched.view.close()
 
@@ -117,14 +117,14 @@ class UiServer:
     # -------------------------------------------------------------------------------------------------------- runs
 
     async def _runs(self, _: Request) -> Response:
-        return _json(await self._in_thread(lambda: self._runs_since(0)) or {})
+        return _json(await self._reader.read(lambda: self._runs_since(0)) or {})
 
     async def _runs_stream(self, request: Request) -> Response:
         seen = self.streams.seen(request.headers.get("last-event-id"), 1)
         return EventStream(self.streams, self._changed_runs, seen=seen, every_s=OVERVIEW_EVERY_S)
 
     async def _changed_runs(self, seen: Seen) -> Told | None:
-        return await self._in_thread(lambda: told(self._runs_since(seen[0])))
+        return await self._reader.read_often(("runs", seen[0] > 0), lambda: told(self._runs_since(seen[0])))
 
     def _runs_since(self, seen: int) -> dict[str, Any] | None:
         self._look()
@@ -150,15 +150,15 @@ class UiServer:
             watched = self._views.get(name)
             if not seen[0] or watched is None or not watched.view.is_catching_up or self.streams.closing.is_set():
                 break
-            await self._in_thread(watched.look)
-        message, to_report = await self._in_thread(lambda: self._run_since(name, seen))
+            await self._reader.read(watched.look)
+        message, to_report = await self._reader.read_often(("run", name, any(seen)), lambda: self._run_since(name, seen))
         if to_report is not None:
             self._report_tasks[name] = asyncio.create_task(self._report(name, to_report))
         return message
 
     def _run_since(self, name: str, seen: Seen) -> tuple[Told | None, _ShownRun | None]:
-        """What a page lacks, and the run where its report is to be read. One call in the thread that reads: each
-        further one takes time of cores that train."""
+        """What a page lacks, and the run where its report is to be read. One reading: each further one takes time of
+        cores that train."""
         watched = self._find(name)
         if watched is None:  # it was removed
             return None if seen[0] < 0 else told({"is_gone": True, "revisions": [-1, -1]}), None
@@ -180,7 +180,7 @@ class UiServer:
     async def _report(self, name: str, watched: _ShownRun) -> None:
         try:
             report = await self._reports.read(watched.view.run_dir)
-            await self._in_thread(lambda: watched.view.end_report(report))
+            await self._reader.read(lambda: watched.view.end_report(report))
         finally:
             watched.is_reporting = False
             del self._report_tasks[name]
@@ -202,7 +202,7 @@ class UiServer:
             names = names_in_logs(view.run_dir, workers)
             return {"workers": workers, "names": names, "attempt": attempt, "lines": lines}
 
-        return _json(await self._in_thread(read))
+        return _json(await self._reader.read(read))
 
     async def _compare(self, request: Request) -> Response:
         names = list(dict.fromkeys(request.query_params.getlist("run")))
@@ -212,7 +212,7 @@ class UiServer:
         for name in names:
             watched = await self._watched(name)
             view = watched.view
-            parts = await self._in_thread(
+            parts = await self._reader.read(
                 watched.look, lambda view=view: self._group(view), lambda view=view: view.changes((0, 0)) or {}
             )
             found.append(parts | {"name": name})
@@ -242,7 +242,7 @@ class UiServer:
 
     async def _cancel(self, request: Request) -> Response:
         body = await self._asked_body(request)
-        pool = await self._in_thread(self._look, lambda: self._folder.pool_dir(str(body.get("pool", ""))))
+        pool = await self._reader.read(self._look, lambda: self._folder.pool_dir(str(body.get("pool", ""))))
         name = str(body.get("name", ""))
         if pool is None or not POOL_RUN.fullmatch(name):
             raise HTTPException(404, "there is no such run in this pool")
@@ -271,26 +271,15 @@ class UiServer:
 
     # ------------------------------------------------------------------------------------------------------ reading
 
-    async def _in_thread(self, *calls: Callable[[], Any]) -> Any:
-        """Call these in the thread that reads, one after the other; returns what the last one returns."""
-
-        def do() -> Any:
-            found = None
-            for call in calls:
-                found = call()
-            return found
-
-        return await asyncio.get_running_loop().run_in_executor(self._thread, do)
-
     async def _watched(self, name: str) -> _ShownRun:
         """The view of a run of the folder; HTTPException 404 where there is none of that name."""
-        watched = await self._in_thread(lambda: self._find(name))
+        watched = await self._reader.read(lambda: self._find(name))
         if watched is None:
             raise HTTPException(404, "there is no such run")
         return watched
 
     def _find(self, name: str) -> _ShownRun | None:
-        """The same in the thread that reads; None where there is none."""
+        """The same, as a reading; None where there is none."""
         path = self._folder.find(name)
         if path is None:
             return None

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from paceline.compat.horovod.compression import Compressor
 from paceline.compat.horovod.handles import synchronize
-from paceline.compat.horovod.operations import allreduce_async_, grouped_allreduce_async_, sparse_allreduce_async
+from paceline.compat.horovod.operations import RepeatedReduction, grouped_allreduce_async_, sparse_allreduce_async
 from paceline.compat.horovod.process_sets import ProcessSet
 from paceline.compat.horovod.requests import Reduction
 
@@ -71,6 +71,7 @@ class GradientExchange:
         self.reduction, self.process_set = reduction, process_set
         self._predivide, self._sparse_as_dense = predivide, sparse_as_dense
         self._left: dict[Tensor, int] = {}  # backward passes until the gradient travels
+        self._repeated: dict[Tensor, RepeatedReduction] = {}
         self._group_of: dict[Tensor, list[Tensor]] = {}
         self._ready: dict[int, set[Tensor]] = {}  # of each group: whose gradients are there
         self._finishers: dict[int, Callable[[], None]] = {}  # of what travels, by the id of parameter or group
@@ -156,16 +157,17 @@ class GradientExchange:
 
             return finish_sparse
         small, context = self.compression.compress(gradient.to_dense() if is_sparse else gradient)
-        is_mean = self.reduction == Reduction.AVERAGE
-        handle = allreduce_async_(
-            small,
-            None,
-            name,
-            self.reduction,
-            1.0 / self._predivide if is_mean else 1.0,
-            self._predivide if is_mean else 1.0,
-            self.process_set,
-        )
+        repeated = self._repeated.get(parameter)
+        if repeated is None:
+            is_mean = self.reduction == Reduction.AVERAGE
+            repeated = self._repeated[parameter] = RepeatedReduction(
+                name,
+                reduction=self.reduction,
+                prescale=1.0 / self._predivide if is_mean else 1.0,
+                postscale=self._predivide if is_mean else 1.0,
+                process_set=self.process_set,
+            )
+        handle = repeated.begin(small)
 
         def finish() -> None:
             result = self.compression.decompress(synchronize(handle), context)

@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.compat.horovod.pending_op import PendingOp
 
-__all__ = ["forget_handles", "handle_of", "poll", "synchronize"]
+__all__ = ["forget_handles", "handle_of", "op_of", "poll", "synchronize"]
 
 _numbers = itertools.count()
 _ops: dict[int, PendingOp] = {}
@@ -20,6 +20,11 @@ def handle_of(op: PendingOp, flush: Any) -> int:
     number = next(_numbers)
     _ops[number] = op
     return number
+
+
+def op_of(handle: int) -> PendingOp:
+    """Return the operation of a handle that was not waited for."""
+    return _ops[handle]
 
 
 def poll(handle: int) -> bool:

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from paceline.compat.horovod import session as sessions
 from paceline.compat.horovod.errors import HorovodInternalError, not_initialized
-from paceline.compat.horovod.handles import handle_of, synchronize
+from paceline.compat.horovod.handles import handle_of, op_of, synchronize
 from paceline.compat.horovod.pending_op import PendingOp, written_event
 from paceline.compat.horovod.process_sets import ProcessSet, global_process_set, members_of
-from paceline.compat.horovod.requests import Kind, OpRequest, Reduction
+from paceline.compat.horovod.requests import Kind, OpRequest, Reduction, request_of
 
 __all__ = [
+    "RepeatedReduction",
     "allgather_async",
     "allreduce_async",
     "allreduce_async_",
@@ -323,6 +324,40 @@ def _splits_of(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int)
     return rows
 
 
+class RepeatedReduction:
+    """An all-reduce in place that comes in every step, of one name: what is said of a tensor is looked at once, as long
+    as tensors are of the same kind."""
+
+    def __init__(
+        self, name: str, *, reduction: int, prescale: float, postscale: float, process_set: ProcessSet
+    ) -> None:
+        self._begin = (name, reduction, prescale, postscale, process_set)
+        self._process_set = process_set
+        self._request: OpRequest | None = None
+        self._dtype, self._shape, self._device = torch.float32, torch.Size(), torch.device("meta")
+
+    def begin(self, tensor: Tensor) -> int:
+        """Submit the tensor, and return the handle. Raises what `allreduce_async_` raises."""
+        request = self._request
+        if (
+            request is None
+            or tensor.dtype is not self._dtype
+            or tensor.shape != self._shape
+            or tensor.device != self._device
+            or tensor.is_sparse
+            or self._process_set.process_set_id != request.set_id
+            or not sessions.is_open()
+        ):
+            handle = _all_reduce([tensor], [tensor], *self._begin)
+            self._request = op_of(handle).request
+            self._dtype, self._shape, self._device = tensor.dtype, tensor.shape, tensor.device
+            return handle
+        session, tensors = sessions.current_session(), (tensor,)
+        op = PendingOp(request=request, inputs=tensors, outputs=tensors, written_by=written_event(tensors))
+        session.submit(op)
+        return handle_of(op, session.flush)
+
+
 def _submit(
     kind: str,
     tensors: Sequence[Tensor],
@@ -336,7 +371,7 @@ def _submit(
     session = _session()
     members_of(process_set)
     set_id = process_set.process_set_id or 0
-    request = OpRequest(
+    request = request_of(
         name=session.name_for(kind, name, set_id),
         kind=kind,
         set_id=set_id,

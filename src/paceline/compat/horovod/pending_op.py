@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,31 +23,27 @@ class PendingOp:
     outputs: Sequence[Tensor] = ()
     is_grouped: bool = False
     written_by: Any = None  # on a GPU: the event after which the inputs hold their numbers
-    help_until_done: Callable[[PendingOp], None] | None = None  # of the session that has it
+    help_until_done: Callable[[PendingOp], None] | None = None  # of the session that it was submitted to
     result: Any = None
     error: BaseException | None = None
-    _done: threading.Event = dataclasses.field(default_factory=threading.Event)
-
-    @property
-    def is_done(self) -> bool:
-        return self._done.is_set()
+    is_done: bool = False
 
     def complete(self, result: Any) -> None:
-        """Give the result to the thread that waits for it. Only the first call counts, of this and `fail`."""
+        """Note the result. Only the first call counts, of this and `fail`. The caller wakes whoever waits."""
         if not self.is_done:
             self.result, self.inputs = result, ()
-            self._done.set()
+            self.is_done = True
 
     def fail(self, error: BaseException) -> None:
         if not self.is_done:
             self.error, self.inputs = error, ()
-            self._done.set()
+            self.is_done = True
 
     def wait(self) -> Any:
         """Return the result; raises the error. The session sets a limit to the wait: it fails what is overdue."""
-        if self.help_until_done is not None:
-            self.help_until_done(self)
-        self._done.wait()
+        if self.help_until_done is None:
+            raise RuntimeError(f"{self.request.name} was not submitted")
+        self.help_until_done(self)
         if self.error is not None:
             raise self.error
         return self.result

@@ -2,18 +2,26 @@
 
 A *request* is one operation that a worker has submitted. A *verdict* is what the coordinator makes of it once all
 members of the process set have submitted theirs: run it now, or fail with an error.
+
+A training loop submits the same requests in every step. So a request is made, written and read once: `request_of`
+returns the one that was made before, which knows its text, and a text that came before is the request that it became.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["Kind", "OpRequest", "OpVerdict", "Reduction", "decoded", "dtype_of", "encoded"]
+__all__ = ["Kind", "OpRequest", "OpVerdict", "Reduction", "decoded", "dtype_of", "encoded", "request_of"]
+
+T = TypeVar("T")
+
+KEPT = 1 << 14  # requests that are known again
 
 
 class Kind:
@@ -32,7 +40,7 @@ class Reduction:
     NAMES = ("average", "sum", "adasum", "min", "max", "product")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OpRequest:
     """One operation of one worker. A grouped operation has several tensors, and runs as a whole."""
 
@@ -49,11 +57,19 @@ class OpRequest:
     splits: tuple[int, ...] = ()  # of an all-to-all: rows for each member
     ranks: tuple[int, ...] = ()  # of a process set that is added or removed
 
-    @property
+    @functools.cached_property
     def num_bytes(self) -> int:
         return sum(
             math.prod(shape) * dtype_of(dtype).itemsize for dtype, shape in zip(self.dtypes, self.shapes, strict=True)
         )
+
+    @functools.cached_property
+    def text(self) -> str:
+        """As it travels."""
+        return json.dumps(_row(self), separators=(",", ":"))
+
+
+request_of = functools.lru_cache(KEPT)(OpRequest)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +94,7 @@ class OpVerdict:
 
 def encoded(kind: str, items: list[OpRequest] | list[OpVerdict]) -> bytes:
     """Return one line that holds these requests or verdicts. Fields with their default value are left out."""
-    rows = [[_short(item, name, default) for name, default in _fields(type(item))] for item in items]
+    rows = [item.text if isinstance(item, OpRequest) else _row(item) for item in items]
     return json.dumps([kind, *rows], separators=(",", ":")).encode() + b"\n"
 
 
@@ -86,14 +102,11 @@ def decoded(line: bytes) -> tuple[str, list[Any]]:
     """Return the kind and the items of a line; ValueError for one that is none."""
     try:
         kind, *rows = json.loads(line)
-        form = FORMS.get(kind)
-        if form is None:
-            return kind, rows
-        names = [name for name, _ in _fields(form)]
-        return kind, [
-            form(**{name: _frozen(value) for name, value in zip(names, row, strict=True) if value is not None})
-            for row in rows
-        ]
+        if kind == "requests":
+            return kind, list(map(_read_request, rows))
+        if kind == "verdicts":
+            return kind, [_read(OpVerdict, row) for row in rows]
+        return kind, rows
     except (TypeError, KeyError, UnicodeDecodeError) as error:
         raise ValueError(f"not a message of this protocol: {line[:80]!r}") from error
 
@@ -106,16 +119,24 @@ def dtype_of(name: str) -> torch.dtype:
     return found
 
 
-FORMS: dict[str, Any] = {"requests": OpRequest, "verdicts": OpVerdict}
+@functools.lru_cache(KEPT)
+def _read_request(text: str) -> OpRequest:
+    return _read(OpRequest, json.loads(text))
 
 
+def _read(form: type[T], row: list[Any]) -> T:
+    names = [name for name, _ in _fields(form)]
+    return form(**{name: _frozen(value) for name, value in zip(names, row, strict=True) if value is not None})
+
+
+def _row(item: OpRequest | OpVerdict) -> list[Any]:
+    values = ((getattr(item, name), default) for name, default in _fields(type(item)))
+    return [None if value == default else value for value, default in values]
+
+
+@functools.cache
 def _fields(form: type[Any]) -> list[tuple[str, Any]]:
     return [(field.name, field.default) for field in dataclasses.fields(form)]
-
-
-def _short(item: Any, name: str, default: Any) -> Any:
-    value = getattr(item, name)
-    return None if value == default else value
 
 
 def _frozen(value: Any) -> Any:

@@ -56,10 +56,14 @@ class Timeline:
 
     def began(self, request: OpRequest) -> None:
         """This worker has submitted an operation."""
+        if self._file is None:  # seen again where it is written
+            return
         self._mark("B", request.name, f"NEGOTIATE_{request.kind.upper()}")
 
     def decided(self, verdict: OpVerdict) -> None:
         """The verdict on operations has come."""
+        if self._file is None:
+            return
         if self._marks_cycles:
             self._mark("i", "cycles", "CYCLE_START")
         for name in verdict.names:
@@ -67,6 +71,8 @@ class Timeline:
 
     def ran(self, verdict: OpVerdict, began_s: float, ended_s: float) -> None:
         """Operations have run between these moments of `time.perf_counter()`."""
+        if self._file is None:
+            return
         for name in verdict.names:
             with self._lock:
                 if self._file is not None:
