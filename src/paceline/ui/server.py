@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from importlib import resources
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -151,7 +151,9 @@ class UiServer:
             if not seen[0] or watched is None or not watched.view.is_catching_up or self.streams.closing.is_set():
                 break
             await self._reader.read(watched.look)
-        message, to_report = await self._reader.read_often(("run", name, any(seen)), lambda: self._run_since(name, seen))
+        message, to_report = await self._reader.read_often(
+            ("run", name, any(seen)), lambda: self._run_since(name, seen)
+        )
         if to_report is not None:
             self._report_tasks[name] = asyncio.create_task(self._report(name, to_report))
         return message

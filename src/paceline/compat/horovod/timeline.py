@@ -54,15 +54,20 @@ class Timeline:
                 self._file.close()
                 self._file = None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a file is being written, as seen without the lock."""
+        return self._file is not None
+
     def began(self, request: OpRequest) -> None:
         """This worker has submitted an operation."""
-        if self._file is None:  # seen again where it is written
+        if not self.is_open:
             return
         self._mark("B", request.name, f"NEGOTIATE_{request.kind.upper()}")
 
     def decided(self, verdict: OpVerdict) -> None:
         """The verdict on operations has come."""
-        if self._file is None:
+        if not self.is_open:
             return
         if self._marks_cycles:
             self._mark("i", "cycles", "CYCLE_START")
@@ -71,7 +76,7 @@ class Timeline:
 
     def ran(self, verdict: OpVerdict, began_s: float, ended_s: float) -> None:
         """Operations have run between these moments of `time.perf_counter()`."""
-        if self._file is None:
+        if not self.is_open:
             return
         for name in verdict.names:
             with self._lock:
