@@ -272,7 +272,8 @@ def test_a_newcomer_that_is_left_alone_before_it_has_the_state_begins_from_the_l
         *("--", tmp_path),
     )
     begins = re.findall(r"begins at (\d) of (\d) with ([\d.]+)", output)
-    assert begins[:4] == [("0", "2", "0.0"), ("0", "2", "0.0"), ("4", "1", "4.0"), ("4", "1", "4.0")], output
+    both, alone = ("0", "2", "0.0"), ("4", "1", "4.0")  # lines of a worker that was lost may come behind the next ones
+    assert begins.count(both) == 2 and begins.count(alone) >= 2 and set(begins) == {both, alone}, output
     assert (tmp_path / "result").read_text() == "8 8.0"
 
 
