@@ -122,6 +122,16 @@ function ticksOf({ low, high }, isLog, most) {
   return ticks;
 }
 
+const TIMES = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10_800, 21_600, 43_200, 86_400].concat([2, 5, 10, 20, 50, 100, 200, 500, 1000].map((days) => days * 86_400));
+
+/** Round times of day between two, in seconds. */
+function timesOf(from, to, most) {
+  const stride = TIMES.find((one) => (to - from) / one <= most) ?? to - from;
+  const midnight = 60 * new Date(1000 * from).getTimezoneOffset(), times = [];
+  for (let place = Math.ceil((from - midnight) / stride); place * stride + midnight <= to; place += 1) times.push(place * stride + midnight);
+  return times;
+}
+
 /** How many devices each run had over time, one over the other; runs that had few are one. history: {run: [[time, devices], ...]} */
 export class Shares extends Figure {
   set({ history, slots, now, tones, about = "" }) {
@@ -143,14 +153,14 @@ export class Shares extends Figure {
       svg("rect", { x: x(since).toFixed(2), width: Math.max(0.4, x(until) - x(since)).toFixed(2), y: y(below + devices).toFixed(2), height: (y(below) - y(below + devices)).toFixed(2), style: { fill: run in history ? tones(run) : "var(--strong)" } },
         svg("title", null, `${run}: ${number(devices)} from ${clock(since)} to ${clock(until)}`))));
     const up = ticksOf({ low: 0, high: most }, false, Math.min(TICKS, most)).filter(Number.isInteger), isDays = to - from > 86_400;
-    const num = Math.max(2, Math.floor((width - LEFT) / (isDays ? 120 : 80))), across = Array.from({ length: num }, (_, place) => from + ((to - from) * place) / (num - 1));
+    const across = timesOf(from, to, Math.max(2, Math.floor((width - LEFT) / (isDays ? 120 : 80))));
     return svg("svg", { class: "plot", width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "devices of each run over time" },
       up.map((tick) => [svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(tick), y2: y(tick) }), svg("text", { class: "tick up", x: LEFT - 7, y: y(tick) + 4 }, brief(tick))]), boxes,
-      across.map((time, place) => svg("text", { class: `tick ${place === 0 ? "first" : place === num - 1 ? "last" : ""}`, x: x(time), y: height - 7 }, isDays ? date(time) : clock(time).slice(0, to - from > 600 ? 5 : 8))));
+      across.map((time) => svg("text", { class: `tick ${x(time) < LEFT + HALF ? "first" : x(time) > width - RIGHT - HALF ? "last" : ""}`, x: x(time), y: height - 7 }, isDays ? date(time) : clock(time).slice(0, to - from > 600 ? 5 : 8))));
   }
 }
 
-const MOST_RUNS = 16, NARROWEST = 1; // pixels of a column
+const MOST_RUNS = 16, NARROWEST = 1, HALF = 24; // pixels of a column; of half a time
 
 /** Runs by their first change: those that have devices now or had most device-seconds, and the sum of the others as "n more". */
 export function mostOf(history, now) {
