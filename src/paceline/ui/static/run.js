@@ -96,7 +96,7 @@ export function run(page, name, about) {
       summary.state === "running" && summary.at && since > 5 ? `${known?.tasks ? "last numbers" : "last step"} ${duration(Math.round(since))} ago` : null].filter(Boolean);
     const title = h("h1", null, name, " ", stateBadge({ ...summary, place: state.place }, true));
     put(head, title, h("p", { class: "program" }, summary.program || NONE, h("span", { class: "soft" }, `started ${date(summary.began)}`), known?.host ? h("span", { class: "soft" }, `on ${known.host}`) : null, state.groups.map(groupLink)),
-      h("p", { class: "plan-line" }, h("code", null, summary.plan || NONE)), h("div", { class: "progress" }, known?.tasks ? null : progressBar(summary), h("span", null, words.join("  ·  "))), control?.element);
+      known?.tasks ? null : h("p", { class: "plan-line" }, h("code", null, summary.plan || NONE)), h("div", { class: "progress" }, known?.tasks ? null : progressBar(summary), h("span", null, words.join("  ·  "))), control?.element);
     if (control) control.show(summary.state === "running", !known?.tasks);
   }
 
@@ -151,7 +151,7 @@ export function run(page, name, about) {
     const known = state.about;
     if (!known?.job) return;
     const isOther = known.asked && known.asked !== known.plan;
-    put(plan, facts([["plan", h("code", null, known.plan || NONE)], ["asked for", isOther ? h("code", null, known.asked) : null], ["directory", h("code", null, known.run_dir)],
+    put(plan, facts([["plan", known.tasks ? null : h("code", null, known.plan || NONE)], ["asked for", isOther ? h("code", null, known.asked) : null], ["directory", h("code", null, known.run_dir)],
       ...Object.entries(known.job).map(([one, value]) => [one.replaceAll("_", " "), value]), ["attempts", known.num_attempts > 1 ? count(known.num_attempts) : null],
       ["exit code", known.exit_code ? String(known.exit_code) : null], ["supervisor", `${known.pid} on ${known.host}`], ["metrics", known.metrics_url]]),
       Object.keys(known.parts).length ? h("details", null, h("summary", null, "every value of the plan"), facts(Object.entries(known.parts))) : null);
