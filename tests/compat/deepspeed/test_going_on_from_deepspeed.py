@@ -245,7 +245,12 @@ def test_so_it_does_from_a_universal_one(tmp_path: Path, name: str) -> None:
     make = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
     folders = ["--input_folder", f"saved/{tag}", "--output_folder", f"universal/{tag}"]
     done = subprocess.run(
-        [*make, *folders], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, env=programs.child_environment()
+        [*make, *folders],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env=programs.child_environment(),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (tmp_path / "universal" / "latest").write_text(tag)

@@ -105,9 +105,7 @@ def _names_of_tied(masters: Mapping[str, Tensor], raw: Mapping[str, Tensor]) -> 
         match = TIED.fullmatch(name)
         ends = [one for one in raw if match is not None and one.partition(".")[2] == match["name"]]
         same = (
-            one
-            for one in ends
-            if raw[one].shape == master.shape and torch.equal(master.to(raw[one].dtype), raw[one])
+            one for one in ends if raw[one].shape == master.shape and torch.equal(master.to(raw[one].dtype), raw[one])
         )
         first = next(same, None)
         if first is not None:
