@@ -179,7 +179,8 @@ def _mapped_shapes(parts: Sequence[Mapping[str, Any]], raw: Mapping[str, Tensor]
     in their order."""
     found: list[dict[str, Sequence[int]]] = []
     for part in parts:
-        for number, group in enumerate(part.get("param_slice_mappings") or ()):
+        by_group = cast("Sequence[Mapping[str, Any]]", part.get("param_slice_mappings") or ())
+        for number, group in enumerate(by_group):
             found.extend({} for _ in range(number + 1 - len(found)))
             for name, address in group.items():
                 found[number].setdefault(name, _mapped_shape(name, address, raw, folder))
