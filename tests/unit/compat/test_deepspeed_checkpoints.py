@@ -106,7 +106,7 @@ def write_stage_3(folder: Path) -> None:
 def write_universal(folder: Path) -> None:
     for name, value in tensors(1).items():
         (folder / "zero" / name).mkdir(parents=True)
-        torch.save({"param": value}, folder / "zero" / name / "fp32.pt")
+        torch.save({"param": value.flatten()}, folder / "zero" / name / "fp32.pt")  # as those that were ZeRO 3
         torch.save({"param": tensors(2)[name]}, folder / "zero" / name / "exp_avg.pt")
         torch.save(torch.tensor(7.0), folder / "zero" / name / "step.pt")
     torch.save(model_state(), folder / "mp_rank_00_model_states.pt")

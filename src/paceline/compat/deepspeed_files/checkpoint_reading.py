@@ -253,19 +253,29 @@ def _joined(parts: Sequence[Tensor], shapes: Mapping[str, Sequence[int]], folder
 
 def _read_universal(folder: Path, paths: Sequence[Path]) -> DeepSpeedCheckpoint:
     """`paths`: the files of the model, which lie beside the folder of the parameters."""
+    models = [mapping(load_safely(one), one) for one in paths]
+    model = models[0] if models else {}
+    shapes: list[dict[str, Sequence[int]]] = []
+    for one in models:  # stages of a pipeline have parameters of their own, in as many groups
+        own = shapes_of(one)
+        shapes.extend({} for _ in range(len(own) - len(shapes)))
+        shapes = [former | new for former, new in itertools.zip_longest(shapes, own, fillvalue={})]
+    known = {name: shape for group in shapes for name, shape in group.items()}
     weights: dict[str, Tensor] = {}
     optimizer: dict[str, dict[str, Any]] = {}
     for place in sorted(one.parent for one in (folder / "zero").glob("*/fp32.pt")):
+        name, shape = place.name, known.get(place.name)
         for path in sorted(place.glob("*.pt")):
             value = load_safely(path)
             value = value.get("param", value) if isinstance(value, dict) else value
+            if isinstance(value, Tensor):
+                if shape is not None and value.dim() == 1 and value.numel() == math.prod(shape):
+                    value = value.reshape(tuple(shape))  # those of ZeRO 3 are flat
+                value = value.clone()
             if path.stem == "fp32":
-                weights[place.name] = tensor_of(value, path).clone()
+                weights[name] = tensor_of(value, path)
             elif isinstance(value, Tensor) or is_plain(value):
-                kept = value.clone() if isinstance(value, Tensor) else value
-                optimizer.setdefault(place.name, {})[path.stem] = kept
-    models = [mapping(load_safely(one), one) for one in paths]
-    model = models[0] if models else {}
+                optimizer.setdefault(name, {})[path.stem] = value
     for one in models:  # buffers have a folder, too, in which they are floating-point numbers
         weights |= tensors_of({name: value for name, value in module_of(one).items() if name in buffers_of(one)})
     weights |= frozen_of(models, folder) if models else {}
@@ -273,9 +283,4 @@ def _read_universal(folder: Path, paths: Sequence[Path]) -> DeepSpeedCheckpoint:
         raise CheckpointError(f"{folder / 'zero'} has no parameter: no folder in it has a file fp32.pt")
     beside = folder / "zero" / "optimizer_state.pt"
     found = mapping(load_safely(beside), beside).get("param_groups") if beside.is_file() else None
-    shapes: list[dict[str, Sequence[int]]] = []
-    for one in models:  # stages of a pipeline have parameters of their own, in as many groups
-        own = shapes_of(one)
-        shapes.extend({} for _ in range(len(own) - len(shapes)))
-        shapes = [former | new for former, new in itertools.zip_longest(shapes, own, fillvalue={})]
     return made_checkpoint(model, weights, optimizer, named_groups(found, shapes), stage=0)
