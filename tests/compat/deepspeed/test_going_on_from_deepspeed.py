@@ -283,7 +283,7 @@ def train(worker):
     optim = worker.prepare(torch.optim.AdamW(trained, lr=0.02))
     step = worker.stepper(model, optim, nn.functional.cross_entropy, clip_norm=0.5)
     data = torch.utils.data.TensorDataset(x, x[:, :3].argmax(dim=1))
-    for batch in worker.batches(data, epochs=1, shuffle=False):
+    for batch in worker.batches(data, epochs=1):
         worker.report(loss=step(batch))
 
 
