@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import programs
+from deepspeed_runs import under_deepspeed, under_paceline
 from paceline.compat.deepspeed_files.checkpoint_reading import read_deepspeed_checkpoint
-from programs import PACELINE
 
 pytest.importorskip("deepspeed")
-
-LIMIT_S = 400.0
-WORKERS = 2
 
 PROGRAM = """\
 import argparse
@@ -79,7 +72,10 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
-def config(folder: Path, stage: int, schedule: str) -> str:
+CONFIGURED = ("--deepspeed_config", "ds.json")
+
+
+def write(folder: Path, stage: int, schedule: str) -> None:
     table = {
         "train_batch_size": 24,
         "gradient_accumulation_steps": 2,
@@ -91,50 +87,22 @@ def config(folder: Path, stage: int, schedule: str) -> str:
     }
     (folder / "ds.json").write_text(json.dumps(table))
     (folder / "train.py").write_text(PROGRAM)
-    return "ds.json"
-
-
-def under_deepspeed(folder: Path, *words: str) -> dict[str, Any]:
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS)]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*start, "train.py", "--deepspeed_config", "ds.json", *words],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return found_by(done.stdout)
-
-
-def under_paceline(folder: Path) -> dict[str, Any]:
-    words = ("run", "--as", "deepspeed", "--workers", str(WORKERS), "train.py", "--deepspeed_config", "ds.json")
-    code, output = programs.run(*PACELINE, *words, cwd=folder, limit_s=LIMIT_S)
-    assert code == 0, output
-    return found_by(output)
-
-
-def found_by(output: str) -> dict[str, Any]:
-    (line,) = (line for line in output.splitlines() if line.startswith("found "))
-    return json.loads(line.removeprefix("found "))
 
 
 @pytest.mark.parametrize(("stage", "schedule"), list(zip((0, 1, 2, 3, 0), SCHEDULES, strict=True)))
 def test_an_unmodified_program_has_the_losses_that_it_has_under_deepspeed(
     tmp_path: Path, stage: int, schedule: str
 ) -> None:
-    config(tmp_path, stage, schedule)
-    theirs, ours = under_deepspeed(tmp_path), under_paceline(tmp_path)
+    write(tmp_path, stage, schedule)
+    theirs, ours = under_deepspeed(tmp_path, *CONFIGURED), under_paceline(tmp_path, *CONFIGURED)
     assert ours["rates"] == pytest.approx(theirs["rates"], rel=1e-9)
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_checkpoint_of_deepspeed_is_read_to_the_last_bit(tmp_path: Path, stage: int) -> None:
-    config(tmp_path, stage, "WarmupLR")
-    under_deepspeed(tmp_path, "--save", "saved")
+    write(tmp_path, stage, "WarmupLR")
+    under_deepspeed(tmp_path, *CONFIGURED, "--save", "saved")
     found = read_deepspeed_checkpoint(tmp_path / "saved")
     kept = torch.load(tmp_path / "saved.pt")
     assert set(kept) == set(found.weights) == set(found.optimizer)

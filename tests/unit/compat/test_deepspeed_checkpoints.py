@@ -106,7 +106,7 @@ def write_stage_3(folder: Path) -> None:
 def write_universal(folder: Path) -> None:
     for name, value in tensors(1).items():
         (folder / "zero" / name).mkdir(parents=True)
-        torch.save({"param": value}, folder / "zero" / name / "fp32.pt")
+        torch.save({"param": value.flatten()}, folder / "zero" / name / "fp32.pt")  # as those that were ZeRO 3
         torch.save({"param": tensors(2)[name]}, folder / "zero" / name / "exp_avg.pt")
         torch.save(torch.tensor(7.0), folder / "zero" / name / "step.pt")
     torch.save(model_state(), folder / "mp_rank_00_model_states.pt")
@@ -178,6 +178,68 @@ def test_frozen_parameters_are_found_by_what_the_optimizer_keeps(tmp_path: Path)
     found = read(frozen, list(tensors(2).values()))
     require_equal({name: one["exp_avg"] for name, one in found.items()}, tensors(2))
     assert read({"a": torch.ones(2), "b": torch.ones(2)}, [torch.ones(2)]) == {}  # either of the two may be frozen
+
+
+def test_groups_of_an_optimizer_are_told_apart_by_the_shapes_of_what_it_keeps(tmp_path: Path) -> None:
+    groups = [["a.weight", "b.weight"], ["a.bias"]]
+    kept = [tensors(2)[name] for names in groups for name in names]
+    optimizer = {
+        "state": {number: {"exp_avg": one} for number, one in enumerate(kept)},
+        "param_groups": [{"lr": 0.1, "params": [0, 1]}, {"lr": 0.2, "params": [2]}],
+    }
+    torch.save(model_state(module=tensors(1), optimizer=optimizer), tmp_path / "mp_rank_00_model_states.pt")
+    found = read_deepspeed_checkpoint(tmp_path)
+    require_equal({name: one["exp_avg"] for name, one in found.optimizer.items()}, tensors(2))
+    assert found.groups == [{"lr": rate, "params": names} for rate, names in zip((0.1, 0.2), groups, strict=True)]
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_fp32_copies_of_half_weights_are_told_apart_by_their_values(tmp_path: Path, is_flat: bool) -> None:
+    exact, means, names = tensors(1), tensors(2), ["b.weight", "a.weight", "a.bias"]
+    module = {"frozen": torch.ones(3).bfloat16(), **{name: one.bfloat16() for name, one in exact.items()}}
+    names = list(SHAPES) if is_flat else names
+    state: dict[str, Any] = {"fp32_groups": [[exact[name] for name in names]]}
+    kept = {number: {"exp_avg": means[name], "step": 7} for number, name in enumerate(names)}
+    if is_flat:
+        state = {"fp32_groups_flat": flat(exact, 1, padded_to=1)}
+        kept = {0: {"exp_avg": flat(means, 1, padded_to=1)[0], "step": 7}}
+    inner = {"state": kept, "param_groups": [{"lr": 0.1, "params": list(kept)}]}
+    optimizer = {"optimizer_state_dict": inner, **state}
+    torch.save(model_state(module=module, optimizer=optimizer), tmp_path / "mp_rank_00_model_states.pt")
+    found = read_deepspeed_checkpoint(tmp_path)
+    require_equal(found.weights, {**exact, "frozen": torch.ones(3)})
+    require_equal({name: one["exp_avg"] for name, one in found.optimizer.items()}, means)
+    assert found.groups == [{"lr": 0.1, "params": names}]
+
+
+def write_pipeline(folder: Path, *, frozen: bool) -> None:
+    """Two stages, each with an optimizer of whole parameters."""
+    parts = [["a.weight", "a.bias"], ["b.weight"]]
+    for number, names in enumerate(parts):
+        layer = {name.partition(".")[2]: tensors(1)[name] for name in names}
+        torch.save(layer, folder / f"layer_{2 * number:02d}-model_states.pt")
+        kept = {place: {"exp_avg": tensors(2)[name], "step": 7} for place, name in enumerate(names)}
+        optimizer = {"state": kept, "param_groups": [{"lr": 0.1, "params": list(kept)}]}
+        state = model_state(module=None, optimizer=optimizer, param_shapes=None, buffer_names=[], shared_params={})
+        torch.save(state, folder / f"mp_rank_{number:02d}_model_states.pt")
+    if frozen:
+        torch.save({"weight": torch.ones(3, 5)}, folder / "layer_05-model_states.pt")
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_pipeline_has_its_layers_and_the_optimizers_of_its_stages(tmp_path: Path, frozen: bool) -> None:
+    write_pipeline(tmp_path, frozen=frozen)
+    found = read_deepspeed_checkpoint(tmp_path)
+    names = {"a.weight": "0.weight", "a.bias": "0.bias", "b.weight": "2.weight"}
+    require_equal(found.weights, {names[name]: one for name, one in tensors(1).items()})
+    if frozen:  # which one is, cannot be told
+        assert (found.optimizer, found.groups) == ({}, [])
+        return
+    require_equal(
+        {name: one["exp_avg"] for name, one in found.optimizer.items()},
+        {names[name]: one for name, one in tensors(2).items()},
+    )
+    assert found.groups == [{"lr": 0.1, "params": list(names.values())}]
 
 
 def test_files_that_do_not_fit_each_other_are_refused(tmp_path: Path) -> None:

@@ -86,6 +86,15 @@ def test_the_number_of_workers_is_what_all_three_batch_sizes_tell() -> None:
     assert convert_config({**table, "zero_optimization": {"stage": 2}}).plan.startswith("shard=8+zero=2")
 
 
+@pytest.mark.parametrize(
+    ("said", "norm"), [({}, 1.0), ({"gradient_clipping": 0}, None), ({"gradient_clipping": 3}, 3.0)]
+)
+def test_gradients_are_clipped_where_a_configuration_does_not_say_it(said: dict[str, Any], norm: float | None) -> None:
+    table = {"train_batch_size": 4, "optimizer": ADAM, **said}
+    assert read_config(table, workers=2, on_cpu=True).clipping == norm
+    assert ("clip_norm=1.0" in answers(table, 2)["taken"]["gradient_clipping"]) == (norm == 1.0)
+
+
 def test_each_key_has_one_answer() -> None:
     table: dict[str, Any] = {
         "train_batch_size": 16,

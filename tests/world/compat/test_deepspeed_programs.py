@@ -155,8 +155,8 @@ def run(folder: Path, *words: str, workers: int = 2, stage: int = 0, **more: Any
     return found_by(output)
 
 
-def reference(steps: int) -> dict[str, Any]:
-    """The same in plain torch, with whole batches."""
+def reference(steps: int, *, saves: Path | None = None) -> dict[str, Any]:
+    """The same in plain torch, with whole batches; `saves`: where to put what DeepSpeed would have saved in the end."""
     torch.manual_seed(0)
     x = torch.randn(96, 6)
     y = x[:, :3].argmax(dim=1)
@@ -173,6 +173,13 @@ def reference(steps: int) -> dict[str, Any]:
         norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 0.2)
         optimizer.step()
         optimizer.zero_grad()
+    if saves is not None:
+        counts = {"global_steps": steps, "global_samples": 24 * steps, "skipped_steps": 0, "step": steps}
+        schedule = {"last_batch_iteration": steps - 1}
+        state = {"module": net.state_dict(), "optimizer": optimizer.state_dict(), "lr_scheduler": schedule, **counts}
+        (saves / "last").mkdir(parents=True)
+        torch.save(state, saves / "last" / "mp_rank_00_model_states.pt")
+        (saves / "latest").write_text("last")
     return {"losses": losses, "norm": norm.item(), "rate": [0.1 * min(1.0, (steps - 1) / 3)]}
 
 
@@ -200,6 +207,13 @@ def test_a_checkpoint_goes_on_with_other_workers_and_another_stage(tmp_path: Pat
     found = run(tmp_path, "--load", "saved", workers=1, stage=0)
     expected = reference(6)
     require_equal(found, {**expected, "losses": expected["losses"][3:]})
+
+
+def test_a_checkpoint_of_deepspeed_itself_goes_on(tmp_path: Path) -> None:
+    reference(3, saves=tmp_path / "theirs")
+    found, expected = run(tmp_path, "--load", "theirs", stage=3), reference(6)
+    require_equal(found, {**expected, "losses": expected["losses"][3:]})
+    assert not list((tmp_path / "runs").glob("*/.deepspeed_*"))
 
 
 @pytest.mark.further

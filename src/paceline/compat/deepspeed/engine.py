@@ -7,6 +7,7 @@ them, and step the optimizer and its schedule, or leave the step out together.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from paceline.compat.deepspeed.data import MicroBatchLoader
 from paceline.compat.deepspeed.engine_checkpoints import EngineCounts, SavedEngine, load_engine, save_engine
 from paceline.compat.deepspeed.loss_routing import LossRouting
+from paceline.compat.deepspeed.original_checkpoints import convert_original
 from paceline.compat.deepspeed.refusals import OF_ENGINE
 from paceline.compat.deepspeed.run_monitor import Monitor
 from paceline.compat.deepspeed.shared_steps import SharedSteps
@@ -356,10 +358,11 @@ class DeepSpeedEngine(nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Go on from what `save_checkpoint` wrote; returns its folder and its `client_state`, or (None, {}).
+        """Go on from what `save_checkpoint` wrote, here or in DeepSpeed itself; returns its folder and its
+        `client_state`, or (None, {}).
 
         Raises RuntimeError after the first forward that trains, PlanError for `custom_load_fn` and for
-        `load_module_strict=False`, and CheckpointError where the checkpoint does not fit, or is DeepSpeed's own.
+        `load_module_strict=False`, and CheckpointError where the checkpoint does not fit.
         """
         if self._steps.has_begun:
             raise RuntimeError("engine.load_checkpoint() must come before the first forward that trains")
@@ -375,6 +378,7 @@ class DeepSpeedEngine(nn.Module):
                 self._worker,
                 Path(load_dir),
                 tag,
+                functools.partial(convert_original, worker=self._worker, engine=self, with_optimizer=is_whole),
                 fresh_optimizer=None if is_whole else self.optimizer,
                 fresh_schedule=schedule,
                 fresh_counts=self.counts if load_module_only else None,

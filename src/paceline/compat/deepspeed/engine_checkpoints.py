@@ -7,6 +7,9 @@ save_dir/TAG/step_00000100/          the run's checkpoint, for any number of wor
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.checkpoint_dir import find, whole_file
 from paceline.checkpoint.state_tree import decode_state, encode_state, freeze
+from paceline.compat.deepspeed.original_checkpoints import is_original
 from paceline.compat.publishing import publish_checkpoint
 from paceline.errors import CheckpointError
 from paceline.regular_files import read_regular
@@ -85,31 +89,40 @@ def load_engine(
     worker: Worker,
     folder: Path,
     tag: str | None,
+    convert: Callable[[Path, Path], tuple[Path, dict[str, Any]]],
     *,
     fresh_optimizer: Optimizer | None,
     fresh_schedule: Any,
     fresh_counts: EngineCounts | None,
 ) -> tuple[str | None, dict[str, Any]]:
-    """Have the run go on from what `save_engine` wrote; an operation of all workers. `fresh_...`: what begins anew.
+    """Have the run go on from what `save_engine` wrote, or DeepSpeed itself; an operation of all workers.
+    `convert(source, directory)` makes what DeepSpeed wrote a checkpoint of the run. `fresh_...`: what begins anew.
 
     Returns the folder and its client state; (None, {}) where `folder` says no latest tag.
     """
-    found: tuple[str, str, dict[str, Any]] | str | None = None
-    if worker.is_first:
-        try:
-            found = _find(folder, tag)
-        except (CheckpointError, OSError) as error:
-            found = str(error)
-    found = worker.gather(found)[0]
-    if isinstance(found, str):
-        raise CheckpointError(f"load_checkpoint({str(folder)!r}, tag={tag!r}): {found}")
-    if found is None:
-        return None, {}
-    target, checkpoint, client_state = found
     options = None if fresh_optimizer is None else [dict(group) for group in fresh_optimizer.param_groups]
     schedule = dict(fresh_schedule.state_dict()) if fresh_schedule is not None else None
     counts = None if fresh_counts is None else fresh_counts.state_dict()
-    worker.restore(checkpoint)
+    with contextlib.ExitStack() as stack:
+        found: tuple[str, str, dict[str, Any]] | str | None = None
+        if worker.is_first:
+            try:
+                target = _target(folder, tag)
+                if target is not None and is_original(target):
+                    run_dir = parts_of(worker).files.checkpoint_dir.parent
+                    place = stack.enter_context(tempfile.TemporaryDirectory(prefix=".deepspeed_", dir=run_dir))
+                    checkpoint, client_state = convert(target, Path(place))
+                    found = str(target), str(checkpoint), client_state
+                elif target is not None:
+                    found = _find(target)
+            except (CheckpointError, OSError) as error:
+                found = str(error)
+        found = worker.gather(found)[0]
+        if isinstance(found, str):
+            raise CheckpointError(f"load_checkpoint({str(folder)!r}, tag={tag!r}): {found}")
+        if found is None:
+            return None, {}
+        worker.restore(found[1])
     if fresh_optimizer is not None and options is not None:
         fresh_optimizer.state.clear()
         for group, before in zip(fresh_optimizer.param_groups, options, strict=True):
@@ -118,22 +131,21 @@ def load_engine(
         fresh_schedule.load_state_dict(schedule)
     if fresh_counts is not None and counts is not None:
         fresh_counts.load_state_dict(counts)
-    return target, client_state
+    return found[0], found[2]
 
 
-def _find(folder: Path, tag: str | None) -> tuple[str, str, dict[str, Any]] | None:
-    """The folder of a tag, the run's checkpoint in it, and the client state."""
+def _target(folder: Path, tag: str | None) -> Path | None:
+    """The folder of a tag; None where no tag is named, and none is the latest."""
     if tag is None:
         latest = folder / LATEST
         if not latest.exists():
             return None
         tag = read_regular(latest).decode().strip()
-    target = folder / tag
-    if any(target.glob("*model_states.pt")) or (target / "zero").is_dir():
-        raise CheckpointError(
-            f"{target} is a checkpoint of DeepSpeed itself: `paceline import {target} --run-dir RUN` makes it one that "
-            "a run goes on from"
-        )
+    return folder / tag
+
+
+def _find(target: Path) -> tuple[str, str, dict[str, Any]]:
+    """A folder, the run's checkpoint in it, and the client state."""
     checkpoint = find(target).newest
     if checkpoint is None:
         raise CheckpointError(f"there is no complete checkpoint in {target}")

@@ -104,10 +104,13 @@ class PipelineModule(nn.Module):
         self.num_stages, self.loss_fn = num_stages, loss_fn
         self.layers = nn.ModuleList()
         tied: dict[str, nn.Module] = {}
+        self._keys: dict[int, str] = {}  # of tied layers, by their numbers
         for number, layer in enumerate(layers):
             if seed_layers:
                 (seed_fn or torch.manual_seed)(base_seed + number)
             self.layers.append(_made(layer, tied))
+            if isinstance(layer, TiedLayerSpec):
+                self._keys[number] = layer.key
         if not len(self.layers):
             raise PlanError("PipelineModule(layers=[]): there is no layer.")
         self._interval = activation_checkpoint_interval
@@ -126,6 +129,19 @@ class PipelineModule(nn.Module):
         if self._checkpoint is not None:
             return self._checkpoint(lambda given: _through(layers, given), inputs)
         return checkpoint(lambda given: _through(layers, given), inputs, use_reentrant=False)
+
+    def names_in_deepspeed(self, name: str) -> list[str]:
+        """What DeepSpeed's checkpoints may call a tensor: "layers.2.weight" is "2.weight" there, and that of a tied
+        layer has the name of their key, or of another one of them."""
+        _, digits, rest = name.split(".", 2)
+        number = int(digits)
+        key = self._keys.get(number)
+        if key is None:
+            return [f"{number}.{rest}"]
+        ends = dict.fromkeys((rest, rest.removeprefix("layer.")))  # `_Function` has its layer under this name
+        same = [one for one, other in self._keys.items() if other == key]
+        starts = [f"{number}", f"tied_modules.{key}", *map(str, same)]
+        return [f"{start}.{end}" for start in starts for end in ends]
 
     def count_stages(self, workers: int) -> int:
         """The stages on so many workers. Raises PlanError where they do not divide them."""

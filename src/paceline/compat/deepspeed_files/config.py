@@ -29,6 +29,7 @@ from paceline.plan import Batch, Cast, Compute, Layout, Plan, Sparse
 
 __all__ = ["DeepSpeedConfig", "convert_config", "fp16_options", "read_config"]
 
+CLIPPING = 1.0  # where a configuration does not say gradient_clipping: DeepSpeed clips then, too
 _OFF_VALUES = {"gradient_allreduce_op": "mean", "zero_optimization.zero_hpz_partition_size": 1}
 _WIRES = {"fp16": "fp16", "half": "fp16", "bf16": "bf16", "bfloat16": "bf16", "bfp16": "bf16"}
 
@@ -81,7 +82,7 @@ def read_config(source: object, *, workers: int, stages: int = 1, on_cpu: bool) 
     for key, value in leaves_of(table):
         if value == AUTO and key.startswith(("optimizer.", "scheduler.", "gradient_clipping")):
             raise PlanError(f"{key} is 'auto', which the Hugging Face Trainer fills in: say the value itself.")
-    clipping = number_of(table, "gradient_clipping")
+    clipping = number_of(table, "gradient_clipping") if "gradient_clipping" in table else CLIPPING
     return DeepSpeedConfig(
         table=table,
         plan=reading.plan,
@@ -340,6 +341,10 @@ class _Reading:
 
     def _read_training(self) -> None:
         clipping = number_of(self._table, "gradient_clipping")
+        if "gradient_clipping" not in self._table:
+            self._took(
+                "gradient_clipping", f"worker.stepper(clip_norm={CLIPPING}): where it is not said, it is {CLIPPING}"
+            )
         if clipping is not None:
             self._took(
                 "gradient_clipping", f"worker.stepper(clip_norm={clipping})" if clipping else "nothing is clipped"

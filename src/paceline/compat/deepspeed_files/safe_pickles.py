@@ -26,6 +26,7 @@ class Inert:
     """Stands for an object of a class that is not loaded: it keeps what it is given, and does nothing."""
 
     args: tuple[Any, ...] = ()
+    state: Any = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
         made = super().__new__(cls)

@@ -205,6 +205,7 @@ def _read_deepspeed(path: Path) -> ForeignCheckpoint:
         source=path,
         tensors=_tensors(found.weights),
         optimizers=[ForeignOptimizer(states=states, groups=found.groups or None)] if states else [],
+        schedulers=[found.schedule] if "last_epoch" in found.schedule else [],  # of torch: others have other states
         step=_count(found.step),
         left_out=[str(key) for key in found.client_state],
     )
