@@ -11,59 +11,39 @@ half of them.
 from __future__ import annotations
 
 import argparse
-import statistics
-import sys
+import functools
 from pathlib import Path
 
+from driving.beside import PROGRAMS, SIZES, add_turns, by_paceline, by_torchrun, cells, throughput
 from driving.interleaved import Job, interleaved
 from driving.options import options_of
 
-PROGRAMS = Path(__file__).parent / "programs"
-SIZES = {  # program, and its arguments
-    "demo": ("gpt_ddp", (128, 4, 4, 4)),  # width, layers, heads, samples of each worker
-    "large": ("gpt_ddp", (384, 6, 6, 8)),
-    "wide": ("wide_ddp", (2048, 12, 8)),  # width, layers, samples of each worker
-}
-SIDES = ("torchrun", "paceline run")
+WIDE = {"wide": (2048, 12, 8)}  # width, layers, samples of each worker
 
 
-def job_of(side: str, size: str) -> Job:
-    program, sizes = SIZES[size]
+def program_of(size: str, steps: int, out: str) -> tuple[Path, list[object]]:
+    """A program, and its arguments."""
+    name = "wide_ddp.py" if size in WIDE else "gpt_ddp.py"
+    return PROGRAMS / name, [*(SIZES | WIDE)[size], steps, out, "gloo"]
 
-    def command(steps: int, out: str) -> list[str]:
-        arguments = [*map(str, sizes), str(steps), out, "gloo"]
-        script = str(PROGRAMS / f"{program}.py")
-        if side == "torchrun":
-            return [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node",
-                "2",
-                script,
-                *arguments,
-            ]
-        start = [sys.executable, "-m", "paceline", "run", script, "--workers", "2", "--run-dir", f"{out}_run"]
-        return [*start, "--", *arguments]
 
-    return Job(command=command, workers=2)
+def torchrun_command(size: str, steps: int, out: str) -> list[str]:
+    return by_torchrun(*program_of(size, steps, out), workers=2)
+
+
+def paceline_command(size: str, steps: int, out: str) -> list[str]:
+    return by_paceline(*program_of(size, steps, out), workers=2, out=out)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=20)
-    parser.add_argument("--block", type=int, default=8, help="steps of a turn")
-    parser.add_argument("--size", choices=SIZES, default="large")
-    options = options_of(parser, takes="about 5 minutes", quick={"turns": 2, "block": 3, "size": "demo"})
-    jobs = [job_of(side, options.size) for side in SIDES]
-    took = dict(zip(SIDES, interleaved(jobs, turns=options.turns, block=options.block), strict=True))
-    ratios = [other / own for other, own in zip(took["torchrun"], took["paceline run"], strict=True)]
-    low, middle, high = statistics.quantiles(ratios)
+    options = options_of(parser, takes="about 5 minutes", quick=add_turns(parser, sizes=SIZES | WIDE))
+    commands = [functools.partial(one, options.size) for one in (torchrun_command, paceline_command)]
+    jobs = [Job(command=command, workers=2) for command in commands]
+    theirs, ours = interleaved(jobs, turns=options.turns, block=options.block)
     print("| model | torchrun, ms per step | paceline run, ms per step | throughput, paceline run / torchrun |")
     print("|---|---|---|---|")
-    cells = " | ".join(f"{statistics.median(took[side]):.1f}" for side in SIDES)
-    print(f"| {options.size} | {cells} | **{middle:.3f}x** ({low:.3f}x to {high:.3f}x) |")
+    print(f"| {' | '.join([options.size, *cells(theirs, ours), throughput(theirs, ours)])} |")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Puts a checkpoint of the run into a folder of a program's own, where it takes the place of the one before."""
+"""Puts checkpoints of the run where a program wants them: by links where that is possible, else by copies."""
 
 from __future__ import annotations
 
@@ -8,11 +8,21 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from paceline.checkpoint.checkpoint_dir import candidates, is_whole, partial_path, publish, remove, step_of, whole_file
+from paceline.checkpoint.checkpoint_dir import (
+    COMMIT_MARKER,
+    candidates,
+    is_whole,
+    partial_path,
+    publish,
+    read_commit_marker,
+    remove,
+    step_of,
+    whole_file,
+)
 from paceline.checkpoint.retention import tidy
 from paceline.errors import CheckpointError
 
-__all__ = ["publish_checkpoint"]
+__all__ = ["fill_directory", "publish_checkpoint"]
 
 
 def publish_checkpoint(source: Path, folder: Path, *, beside: Mapping[str, bytes]) -> Path:
@@ -37,6 +47,20 @@ def publish_checkpoint(source: Path, folder: Path, *, beside: Mapping[str, bytes
         if path != final and is_whole(path):
             remove(path)
     return final
+
+
+def fill_directory(source: Path, directory: Path) -> None:
+    """Make a directory a copy of a complete checkpoint, in place of one that it was; its other files stay.
+
+    It is no checkpoint until all files are there. Raises CheckpointError where the source is not complete, and OSError.
+    """
+    mark = read_commit_marker(source)
+    directory.mkdir(parents=True, exist_ok=True)
+    # Without its marker a directory is no checkpoint: it goes first, and comes last.
+    (directory / COMMIT_MARKER).unlink(missing_ok=True)
+    for name in [*mark.files, COMMIT_MARKER]:
+        (directory / name).unlink(missing_ok=True)
+        _link(str(source / name), str(directory / name))
 
 
 def _link(source: str, target: str) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from paceline.checkpoint.checkpoint_dir import CommitMarker, find, write_commit_marker
-from paceline.compat.publishing import publish_checkpoint
+from paceline.checkpoint.checkpoint_dir import CommitMarker, find, is_whole, verify, write_commit_marker
+from paceline.compat.publishing import fill_directory, publish_checkpoint
 from paceline.errors import CheckpointError
 
 
@@ -66,3 +66,34 @@ def test_a_copy_that_was_cut_short_is_finished_or_removed(tmp_path: Path) -> Non
     (target / "step_00000001.partial-2").mkdir()
     publish_checkpoint(checkpoint(tmp_path, 2, b"two"), target, beside={})
     assert [one.name for one in target.iterdir()] == ["step_00000002"]
+
+
+def test_a_directory_is_filled_again_and_is_no_checkpoint_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, whole = tmp_path / "state", list[bool]()
+    fill_directory(checkpoint(tmp_path / "a", 1, b"old"), target)
+    (target / "notes").write_text("the program's own")
+    source, link = checkpoint(tmp_path / "b", 2, b"new"), os.link
+
+    def linking(*args: Any) -> None:
+        whole.append(is_whole(target))
+        link(*args)
+
+    monkeypatch.setattr(os, "link", linking)
+    fill_directory(source, target)
+    assert whole == [False, False]
+    assert verify(target).step == 2 and (target / "state.pt").read_bytes() == b"new"
+    assert (target / "notes").exists()
+
+
+def test_a_directory_on_another_disk_gets_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: Any) -> None:
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refused)
+    fill_directory(checkpoint(tmp_path, 1, b"one"), tmp_path / "state")
+    assert (tmp_path / "state" / "state.pt").read_bytes() == b"one"
+    with pytest.raises(CheckpointError, match="there is no such directory"):
+        fill_directory(tmp_path / "nothing", tmp_path / "state")
+    assert is_whole(tmp_path / "state"), "what was there stays"

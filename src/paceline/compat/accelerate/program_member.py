@@ -36,6 +36,10 @@ class ProgramMember:
         self._flat, self._world = flat, world
         self._told: set[str] = set()
 
+    def __repr__(self) -> str:
+        world = self._world
+        return f"Accelerator(process {world.index} of {world.processes}, on {self.device}, plan {self.worker.plan})"
+
     # Which process this is.
 
     @property
@@ -105,6 +109,11 @@ class ProgramMember:
     @property
     def scaler(self) -> None:
         """None, as where gradients are not scaled. In fp16 the run scales them, and the scale is in its checkpoints."""
+        return
+
+    @property
+    def fp8_recipe_handler(self) -> None:
+        """None: no model computes in FP8."""
         return
 
     @property

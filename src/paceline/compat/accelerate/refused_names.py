@@ -27,7 +27,6 @@ WAYS = {
     "TERecipeKwargs": PRECISION,
     "MSAMPRecipeKwargs": PRECISION,
     "GradScalerKwargs": PRECISION,
-    "fp8_recipe_handler": PRECISION,
     "unscale_gradients": "gradients are not scaled when accelerator.backward() has returned: leave it out",
     "clip_grad_value_": "accelerator.worker.clip_gradients(max_value=...)",
     "lomo_backward": "use another optimizer: LOMO steps inside of backward, and a step here is one transaction",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
-from paceline.checkpoint.checkpoint_dir import COMMIT_MARKER, find, read_commit_marker
+from paceline.checkpoint.checkpoint_dir import find
 from paceline.compat.accelerate.program_state import ProgramState
 from paceline.compat.accelerate.utils import ProjectConfiguration
+from paceline.compat.publishing import fill_directory
 from paceline.errors import CheckpointError
 from paceline.events import Note, Warned
 from paceline.worker.data.random_state import restore_random_state
@@ -108,20 +108,7 @@ def _publish(checkpoints: Path, directory: Path, *, step: int) -> str:
     if found.newest is None or found.step != step:
         return f"{directory}: the run's checkpoint of step {step} was not completed in {checkpoints}"
     try:
-        mark = read_commit_marker(found.newest)
-        directory.mkdir(parents=True, exist_ok=True)
-        # Without its marker a directory is no checkpoint: it goes first, and comes last.
-        (directory / COMMIT_MARKER).unlink(missing_ok=True)
-        for name in [*mark.files, COMMIT_MARKER]:
-            (directory / name).unlink(missing_ok=True)
-            _put(found.newest / name, directory / name)
+        fill_directory(found.newest, directory)
     except (OSError, CheckpointError) as error:
         return f"{directory} could not be written: {error}"
     return ""
-
-
-def _put(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another disk
-        shutil.copy2(source, target)
