@@ -171,7 +171,7 @@ class ToldMember(ProgramMember):
     """A worker of four, whose replica is two of them; notes are kept."""
 
     def __init__(self, rank: int, processes: int) -> None:
-        worker: Any = types.SimpleNamespace(rank=rank, workers=4, is_first=rank == 0)
+        worker: Any = types.SimpleNamespace(rank=rank, workers=4, is_first=rank == 0, device="cpu", plan="tensor=2")
         world: Any = types.SimpleNamespace(index=rank // 2, size=2, num_same=2, processes=processes)
         flat: Any = None
         super().__init__(worker, flat, world)
@@ -194,6 +194,13 @@ def test_more_processes_than_run_are_told() -> None:
     member = ToldMember(0, 3)
     assert member.num_processes == 3
     assert member.notes[0].startswith("num_processes is 3, and 2 run")
+
+
+def test_the_state_says_which_process_it_is_of() -> None:
+    member = ToldMember(2, 2)
+    assert str(member.state) == "Accelerator(process 1 of 2, on cpu, plan tensor=2)"
+    assert member.state.fp8_recipe_handler is None
+    assert not member.notes
 
 
 def test_a_shuffling_loader_of_several_processes_has_a_generator_seeded_from_torchs() -> None:
