@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import programs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLES = ROOT / "examples"
@@ -17,17 +17,10 @@ COMMAND = [sys.executable, "-m", "paceline"]
 
 
 def run(*command: str | Path) -> str:
-    done = subprocess.run(
-        command,
-        env=os.environ | {"COLUMNS": "160"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    """What a command says that ends well. It finds its imports done: README's first commands start as users do."""
+    code, output = programs.run(*command)
+    assert code == 0, output
+    return output
 
 
 def last_accuracy(output: str) -> float:
