@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import quick
 from elastic_runs import LIMIT_S, assert_unharmed, finish, reached, servers_of, start, trained
 from paceline.monitor.audit.audit import audit
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 PLAN = "replicas=2-4+parameterserver(servers=2,bucket_bytes=400)+batch(size=20,micro=2)+compute(precision=fp64)"
 
 
-@pytest.mark.parametrize(("worker", "where"), [(0, "backward"), (1, "vote"), (3, "committed")])
+@pytest.mark.parametrize(("worker", "where"), [(0, "backward"), quick.further(1, "vote"), (3, "committed")])
 def test_a_worker_killed_in_a_step_costs_no_step(tmp_path: Path, worker: int, where: str) -> None:
     run = trained(tmp_path / "a", {"worker": worker, "step": 6, "where": where}, plan=PLAN, pause_s=0.05)
     assert_unharmed(run)

@@ -14,6 +14,7 @@ import pytest
 
 import lasting
 import paceline
+import quick
 import warm
 from paceline.cli.drill.request import DrillRequest
 from paceline.cli.drill.run import main_drill
@@ -130,7 +131,7 @@ def test_where_replicas_take_steps_by_themselves_a_killed_one_leaves_another_cur
     assert [start.exit_code for start in report.starts] == ([76, 0] if streams else [0])
 
 
-@pytest.mark.parametrize("staleness", ["none", "3"])
+@pytest.mark.parametrize("staleness", [quick.further("none"), "3"])
 def test_where_replicas_do_not_wait_a_killed_one_costs_nothing(tmp_path: Path, staleness: str) -> None:
     sync = f"plan.sync=parameterserver(staleness={staleness})"
     report = drilled(tmp_path, "kill:worker=1,step=10", overrides=[*ELASTIC, sync])
