@@ -63,7 +63,7 @@ def test_the_plain_loop_survives_as_the_stepper_does(tmp_path: Path) -> None:
     assert_unharmed(trained(tmp_path / "a", *faults, **options), like)
 
 
-@pytest.mark.parametrize("where", [quick.further("backward"), "sum", "committed"])
+@pytest.mark.parametrize("where", [quick.further("backward"), "sum", quick.further("committed")])
 def test_hooks_of_gradients_and_an_average_of_weights_go_on_and_a_newcomer_has_both(tmp_path: Path, where: str) -> None:
     options = {"hooked": True}
     like = undisturbed(json.dumps(options))

@@ -81,6 +81,7 @@ def test_a_mirror_takes_over_while_a_worker_is_lost_too(tmp_path: Path) -> None:
     assert "start again" not in run.output, run.output
 
 
+@pytest.mark.further
 def test_a_server_that_is_lost_with_its_mirror_has_all_begin_again(tmp_path: Path) -> None:
     plan = "replicas=2+parameterserver(mirrored=true)+batch(size=20,micro=2)+compute(precision=fp64)"
     both = [{"worker": worker, "step": 8, "where": "backward", "target": "server"} for worker in (0, 1)]
@@ -89,6 +90,7 @@ def test_a_server_that_is_lost_with_its_mirror_has_all_begin_again(tmp_path: Pat
     assert re.search(r"parameter server 0 .* after step 7: both workers start again from the", run.output), run.output
 
 
+@pytest.mark.further
 def test_replicas_that_take_turns_begin_again_too(tmp_path: Path) -> None:
     turns = "replicas=2-3+parameterserver(servers=2,staleness=none)+batch(size=20,micro=2)+compute(precision=fp64)"
     killed = {"worker": 0, "step": 8, "where": "backward", "target": "server"}
