@@ -485,7 +485,7 @@ def test_plans_are_run_and_ranked_by_what_was_measured(
 
     monkeypatch.setattr(verify, "_problem_of", run)
     words = ("--workers", "4", "--cluster", str(tmp_path / "small.toml"), "--verify", "100")
-    status, out, _ = told(capsys, tmp_path, *words)
+    status, out, _ = told(capsys, tmp_path, *words, make=ENCODER)
     assert status == 0
     assert ran[0] == "replicas=1+shard=4+batch(micro=4)", "the script's plan is run first: the others learn from it"
     assert len(ran) == len(set(ran)) > 3
