@@ -206,6 +206,7 @@ def test_a_plan_of_a_fixed_number_is_started_again(tmp_path: Path) -> None:
     assert report.steps_lost == report.committed[1] - 20
 
 
+@pytest.mark.further
 def test_the_only_replica_begins_again_from_memory_where_it_is_several_workers(tmp_path: Path) -> None:
     plan = "shard=2+batch(size=20,micro=2)"
     words = ["--workers", "2", "--plan", plan, "--steps", "16", "--faults", "kill:worker=1,step=9"]
