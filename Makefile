@@ -58,7 +58,7 @@ test: $(VENV)/.dev
 test-long: $(VENV)/.long
 	@bash tests/system_packages.sh long
 	@echo "== long tests"
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --further tests/unit/planner tests/world tests/fault $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --further tests/unit/planner tests/world tests/fault tests/docs $(ARGS)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -o faulthandler_timeout=6000 tests/long $(ARGS)
 
 test-engines: $(VENV)/.engines

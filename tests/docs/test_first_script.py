@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import quick
 from markdown_pages import blocks
 from programs import PACELINE, run
 
@@ -20,14 +21,14 @@ EXACT = [  # plan, workers: the losses of one process
     ("replicas=3", 3),
     ("allreduce(algorithm=ring)+sparse", 2),
     ("parameterserver(servers=2,mirrored=true)", 2),
-    ("shard=2+zero=1", 2),
+    quick.further("shard=2+zero=1", 2),
     ("shard=2+zero=2", 2),
     ("shard=2", 2),
     ("tensor=3", 3),
-    ("stages=2+schedule=gpipe", 2),
+    quick.further("stages=2+schedule=gpipe", 2),
     ("stages=2", 2),
     ("stages=2+schedule=zero-bubble", 2),
-    ("replicas=2+tensor=2", 4),
+    quick.further("replicas=2+tensor=2", 4),
     ("shard=2+stages=2", 4),
 ]
 NEAR = [  # gradients of the same batches, rounded or in part
@@ -94,7 +95,9 @@ def test_a_plan_that_is_exact_has_the_losses_of_one_process(
     assert trained(tmp_path, plan, workers) == pytest.approx(alone, rel=1e-5)
 
 
-@pytest.mark.parametrize("plan", [*NEAR, *OTHERS])
+@pytest.mark.parametrize(
+    "plan", quick.without(("int8", "cast(dtype=bf16)", "parameterserver(staleness=1)"), [*NEAR, *OTHERS])
+)
 def test_any_other_plan_trains_too(tmp_path: Path, alone: list[float], plan: str) -> None:
     found = trained(tmp_path, plan, 2)
     assert len(found) == STEPS and all(map(math.isfinite, found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -11,13 +12,11 @@ from pathlib import Path
 import pytest
 
 import warm
-from markdown_pages import anchors, blocks, links
+from markdown_pages import Block, anchors, blocks, links
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 LIMIT_S = 120
-
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def first_script() -> str:
@@ -26,7 +25,13 @@ def first_script() -> str:
     return block.text
 
 
-@each_page
+def is_run(block: Block) -> bool:
+    return not block.not_run and block.language in ("python", "bash", "toml")
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(map(is_run, blocks(page)))], ids=lambda page: str(page.relative_to(ROOT))
+)
 @pytest.mark.timeout(500)
 def test_every_block_runs(page: Path, tmp_path: Path) -> None:
     """The first commands of README are started as a reader does; all others are forks that find their imports done."""
@@ -35,9 +40,7 @@ def test_every_block_runs(page: Path, tmp_path: Path) -> None:
     path = as_they_are if page.name == "README.md" else forked
     if page.parent.name == "how-to":
         (tmp_path / "train.py").write_text(first_script())
-    for block in blocks(page):
-        if block.not_run or block.language not in ("python", "bash", "toml"):
-            continue
+    for block in filter(is_run, blocks(page)):
         if block.language == "toml":
             tomllib.loads(block.text)
         if block.file_name:
@@ -62,17 +65,20 @@ def test_every_block_runs(page: Path, tmp_path: Path) -> None:
             path = forked
 
 
-@each_page
-def test_every_relative_link_resolves(page: Path) -> None:
-    for line, target in links(page):
-        if "://" in target or target.startswith("mailto:"):
-            continue
-        name, _, anchor = target.partition("#")
-        other = (page.parent / name).resolve() if name else page
-        assert other.exists(), f"{page.name}, line {line}: {target} does not exist"
-        assert not anchor or anchor in anchors(other), (
-            f"{page.name}, line {line}: {other.name} has no heading #{anchor}"
-        )
+def test_every_relative_link_resolves() -> None:
+    broken = []
+    headings = functools.cache(anchors)
+    for page in PAGES:
+        for line, target in links(page):
+            if "://" in target or target.startswith("mailto:"):
+                continue
+            name, _, anchor = target.partition("#")
+            other = (page.parent / name).resolve() if name else page
+            if not other.exists():
+                broken.append(f"{page.name}, line {line}: {target} does not exist")
+            elif anchor and anchor not in headings(other):
+                broken.append(f"{page.name}, line {line}: {other.name} has no heading #{anchor}")
+    assert broken == []
 
 
 def test_every_saved_file_is_used() -> None:

@@ -8,12 +8,12 @@ combinations; the mark `further` leaves the rest to `make test-long` (`--further
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import pytest
 
-__all__ = ["examples", "further", "some", "spread", "turn_on"]
+__all__ = ["examples", "further", "some", "spread", "turn_on", "without"]
 
 T = TypeVar("T")
 
@@ -39,6 +39,11 @@ def examples(number: int) -> int:
 def spread(of: Sequence[T], *, step: int = 2) -> list[Any]:
     """All of them, as cases of a test; but for every `step`-th from the first on, they are `further` ones."""
     return [case if number % step == 0 else further(case) for number, case in enumerate(of)]
+
+
+def without(left: Sequence[T], of: Iterable[T]) -> list[Any]:
+    """All of them, as cases of a test; but those of `left` are `further` ones."""
+    return [further(case) if case in left else case for case in of]
 
 
 def further(*values: Any, id: str | None = None) -> Any:

@@ -373,7 +373,14 @@ def preload() -> None:
         "torch.utils.data",
         "paceline.runs.restart_loop",
         "paceline.runs.attempt",
+        "paceline.runs.run",
         "paceline.cli.main",
+        "paceline.cli.parity.run",
+        "paceline.cli.plan_costs.question",
+        "paceline.monitor.audit.audit",
+        "paceline.monitor.status.status",
+        "tensorboard.compat.proto.event_pb2",  # by a run that writes for TensorBoard: more than all its other imports
+        "tensorboard.summary.writer.record_writer",
     ):
         importlib.import_module(name)
     imported.import_all()

@@ -7,6 +7,7 @@ and number of workers part by part, for others by the median of measured over pr
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import statistics
@@ -202,7 +203,8 @@ def correction_of(receipts: Sequence[Receipt], model: str, plan: Plan, *, worker
     there = [one for one in same if one.workers == workers]
     if there:
         micro = plan.batch.resolved_micro
-        alike = [one for one in there if _cuts(Plan.parse(one.plan)) == _cuts(plan)]
+        cuts = _cuts(plan)
+        alike = [one for one in there if _cuts_of(one.plan) == cuts]
         close = _nearest(there, micro)
         close = [one for one in close if one in alike] or close
         rests = [_rest(one, _ratio([one], "compute")) for one in _nearest(alike, micro)] or [(1.0, 0.0)]
@@ -236,6 +238,12 @@ def _nearest(receipts: Sequence[Receipt], micro: int) -> Sequence[Receipt]:
     """Those whose micro-batch is the nearest to one of `micro` samples, by their ratio."""
     away = min((_away(one, micro) for one in receipts), default=0.0)
     return [one for one in receipts if _away(one, micro) == away]
+
+
+@functools.lru_cache(maxsize=4096)
+def _cuts_of(text: str) -> Layout:
+    """Those of a receipt's plan; each plan of a search is compared with all receipts."""
+    return _cuts(Plan.parse(text))
 
 
 def _cuts(plan: Plan) -> Layout:

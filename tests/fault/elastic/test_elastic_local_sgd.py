@@ -67,6 +67,7 @@ def test_what_a_lost_replica_should_have_run_the_others_run_before_the_round_cou
         assert 1.885 < found < 1.983, f"{found}: of weights a quarter too small it is 2.03"
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("cut", ["stages=2"])
 def test_a_replica_of_two_workers_is_lost_in_a_round_and_comes_back_between_two(tmp_path: Path, cut: str) -> None:
     faults = [fault(3, 5, "forward"), fault(0, 11, "vote")]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import quick
 from elastic_runs import LIMIT_S, Run, trained, undisturbed
 from memory_restart_runs import restarts
 from paceline.monitor.audit.audit import audit
@@ -32,7 +33,7 @@ def assert_unharmed(run: Run) -> None:
     assert scales(like)[0][1] and not scales(like)[-1][1] and len(found) > 3, "it has moved down, and up"
 
 
-@pytest.mark.parametrize("where", ["backward", "vote"])
+@pytest.mark.parametrize("where", [quick.further("backward"), "vote"])
 def test_a_worker_that_is_lost_and_replaced_changes_no_scale(tmp_path: Path, where: str) -> None:
     fault = {"worker": 2, "step": 4, "where": where}
     run = trained(tmp_path / "a", fault, plan=f"replicas=2-4+{FP16}", whole=[8, 4])

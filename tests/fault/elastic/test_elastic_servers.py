@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import quick
 from elastic_runs import LIMIT_S, assert_unharmed, finish, reached, servers_of, start, trained
 from paceline.monitor.audit.audit import audit
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 PLAN = "replicas=2-4+parameterserver(servers=2,bucket_bytes=400)+batch(size=20,micro=2)+compute(precision=fp64)"
 
 
-@pytest.mark.parametrize(("worker", "where"), [(0, "backward"), (1, "vote"), (3, "committed")])
+@pytest.mark.parametrize(("worker", "where"), [(0, "backward"), quick.further(1, "vote"), (3, "committed")])
 def test_a_worker_killed_in_a_step_costs_no_step(tmp_path: Path, worker: int, where: str) -> None:
     run = trained(tmp_path / "a", {"worker": worker, "step": 6, "where": where}, plan=PLAN, pause_s=0.05)
     assert_unharmed(run)
@@ -80,6 +81,7 @@ def test_a_mirror_takes_over_while_a_worker_is_lost_too(tmp_path: Path) -> None:
     assert "start again" not in run.output, run.output
 
 
+@pytest.mark.further
 def test_a_server_that_is_lost_with_its_mirror_has_all_begin_again(tmp_path: Path) -> None:
     plan = "replicas=2+parameterserver(mirrored=true)+batch(size=20,micro=2)+compute(precision=fp64)"
     both = [{"worker": worker, "step": 8, "where": "backward", "target": "server"} for worker in (0, 1)]
@@ -88,6 +90,7 @@ def test_a_server_that_is_lost_with_its_mirror_has_all_begin_again(tmp_path: Pat
     assert re.search(r"parameter server 0 .* after step 7: both workers start again from the", run.output), run.output
 
 
+@pytest.mark.further
 def test_replicas_that_take_turns_begin_again_too(tmp_path: Path) -> None:
     turns = "replicas=2-3+parameterserver(servers=2,staleness=none)+batch(size=20,micro=2)+compute(precision=fp64)"
     killed = {"worker": 0, "step": 8, "where": "backward", "target": "server"}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import quick
 from elastic_runs import LIMIT_S, trained
 from paceline.checkpoint.reader import open_checkpoint
 from paceline.monitor.audit.audit import audit
@@ -38,7 +39,7 @@ def test_those_who_are_left_mix_go_on_and_end_with_the_same_weights(tmp_path: Pa
     assert run.losses()[-1] < run.losses()[0]
 
 
-@pytest.mark.parametrize(("wire", "where"), [("powersgd(rank=2)", "sum"), ("int8", "backward")])
+@pytest.mark.parametrize(("wire", "where"), [("powersgd(rank=2)", "sum"), quick.further("int8", "backward")])
 def test_codecs_forget_the_step_that_was_dropped_and_newcomers_learn_what_all_know(
     tmp_path: Path, wire: str, where: str
 ) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import quick
 from elastic_hosts import GATE, LIMIT_S, like, outcome, shared, spread, until
 from elastic_runs import Run, assert_unharmed
 from network_hosts import NamespaceHost, needs_network, two_hosts
@@ -101,7 +102,7 @@ def test_a_second_sigterm_ends_that_hosts_workers_at_once_and_the_run_goes_on(
 
 
 @needs_network
-@pytest.mark.parametrize("how", ["sigterm to all", "the command"])
+@pytest.mark.parametrize("how", [quick.further("sigterm to all"), "the command"])
 def test_what_is_for_the_whole_run_ends_it_on_all_hosts_and_all_is_saved(
     how: str, hosts: list[NamespaceHost], tmp_path: Path
 ) -> None:

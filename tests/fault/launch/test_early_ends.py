@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import quick
 from programs import PACELINE, TRAIN, run, write_program
 
 ELASTIC = ("--plan", "replicas=1-2+batch(size=12,micro=3)")
@@ -19,8 +20,17 @@ def quitting(folder: Path, *, who: str, code: int) -> Path:
     return write_program(folder, text=TRAIN.replace(marker, f"{step}{marker}"))
 
 
-@pytest.mark.parametrize("options", [(), ELASTIC], ids=["fixed", "elastic"])
-@pytest.mark.parametrize("code", [0, 75, 76])
+@pytest.mark.parametrize(
+    ("code", "options"),
+    [
+        pytest.param(0, (), id="0-fixed"),
+        pytest.param(75, (), id="75-fixed"),
+        pytest.param(76, ELASTIC, id="76-elastic"),
+        quick.further(76, (), id="76-fixed"),
+        quick.further(0, ELASTIC, id="0-elastic"),
+        quick.further(75, ELASTIC, id="75-elastic"),
+    ],
+)
 def test_a_worker_that_quits_with_a_good_status_is_the_failure(
     tmp_path: Path, code: int, options: tuple[str, ...]
 ) -> None:

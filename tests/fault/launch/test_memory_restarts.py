@@ -120,9 +120,9 @@ def beginnings(run_dir: Path) -> list[tuple[int, int | None]]:
     ("layout", "workers"),
     [
         ("shard=2", 2),
-        ("tensor=2", 2),
+        quick.further("tensor=2", 2),
         ("stages=2", 2),
-        ("context=2", 2),
+        quick.further("context=2", 2),
         ("experts=2", 2),
         ("replicas=2", 2),
         quick.further("stages=2+tensor=2", 4),

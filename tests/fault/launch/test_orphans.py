@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import quick
 from elastic_runs import LIMIT_S, Run, assert_unharmed, finish, start, trained, undisturbed
 from fake_hosts import MemberAndHead
 from network_hosts import free_port
@@ -29,7 +30,6 @@ pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 
 FIXED = {"plan": "replicas=3+batch(size=20,micro=2)+compute(precision=fp64)", "job": {"workers": 3}}
 ELASTIC = {"plan": "replicas=2-3+batch(size=20,micro=2)+compute(precision=fp64)", "job": {"workers": 3}}
-BOTH = pytest.mark.parametrize("options", [FIXED, ELASTIC], ids=["fixed", "elastic"])
 ALONE = json.dumps({"plan": "replicas=1+batch(size=20,micro=2)+compute(precision=fp64)", "job": {"workers": 1}})
 KILLED = -signal.SIGKILL
 
@@ -48,8 +48,15 @@ def committed(run: Run, attempt: int) -> set[int]:
     return {line["step"] for line in lines if "step" in line}
 
 
-@BOTH
-@pytest.mark.parametrize("where", ["forward", "committed"])
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [
+        pytest.param(FIXED, "forward", id="fixed-forward"),
+        pytest.param(ELASTIC, "committed", id="elastic-committed"),
+        quick.further(FIXED, "committed", id="fixed-committed"),
+        quick.further(ELASTIC, "forward", id="elastic-forward"),
+    ],
+)
 def test_a_killed_supervisor_costs_no_step(options: dict[str, Any], where: str, tmp_path: Path) -> None:
     fault = {"worker": 1, "step": 6, "where": where, "target": "supervisor"}
     first = trained(tmp_path / "a", fault, pause_s=0.05, **job(options))
@@ -62,7 +69,7 @@ def test_a_killed_supervisor_costs_no_step(options: dict[str, Any], where: str, 
     assert f"resumed from step {max(done)} " in second.output
 
 
-@BOTH
+@pytest.mark.parametrize("options", [pytest.param(FIXED, id="fixed"), quick.further(ELASTIC, id="elastic")])
 def test_where_a_worker_is_killed_as_well_nobody_writes(options: dict[str, Any], tmp_path: Path) -> None:
     place = {"worker": 1, "step": 7, "where": "forward"}
     faults = [{**place, "target": "supervisor"}, place]
@@ -74,7 +81,7 @@ def test_where_a_worker_is_killed_as_well_nobody_writes(options: dict[str, Any],
     assert {6} <= committed(second, 1) <= set(range(1, 8)), "it was not lost behind the checkpoint"
 
 
-@BOTH
+@pytest.mark.parametrize("options", [quick.further(FIXED, id="fixed"), pytest.param(ELASTIC, id="elastic")])
 def test_a_stopped_orphan_is_killed_in_time_and_nobody_writes(options: dict[str, Any], tmp_path: Path) -> None:
     place = {"worker": 2, "step": 7, "where": "forward"}
     faults = [{**place, "target": "supervisor"}, {**place, "signal": int(signal.SIGSTOP)}]

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+import quick
 from paceline.errors import LaunchError
 from paceline.launch.coordinator.job_end import STOP_S
 from paceline.launch.fork.warm_parent_client import WarmParent
@@ -272,8 +273,20 @@ def options_for(moment: str, pipe: Announcements, tmp_path: Path) -> dict[str, A
             }
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("moment", ["importing", "forking", "running"])
+@pytest.mark.parametrize(
+    ("moment", "signum"),
+    [
+        ("importing", signal.SIGINT),
+        ("forking", signal.SIGTERM),
+        ("running", signal.SIGHUP),
+        ("running", signal.SIGINT),
+        quick.further("importing", signal.SIGTERM),
+        quick.further("importing", signal.SIGHUP),
+        quick.further("forking", signal.SIGINT),
+        quick.further("forking", signal.SIGHUP),
+        quick.further("running", signal.SIGTERM),
+    ],
+)
 def test_a_signal_at_any_moment_leaves_nothing(
     moment: str, signum: signal.Signals, tmp_path: Path, pipe: Announcements
 ) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+import quick
 import warm
 
 GONE_S = 10.0  # the promise: this long after an error everything is gone
@@ -236,10 +237,9 @@ def test_a_worker_that_hangs_on_is_ended_too(train: Callable[..., Done]) -> None
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("import no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module'"),
-        ("def train(worker:\n    pass\n", "SyntaxError: "),
+        pytest.param("import no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module'", id="import"),
+        quick.further("def train(worker:\n    pass\n", "SyntaxError: ", id="syntax"),
     ],
-    ids=["import", "syntax"],
 )
 def test_a_script_that_is_wrong_before_it_trains(text: str, says: str, paceline: Callable[..., Done]) -> None:
     Path("wrong.py").write_text(text)
@@ -372,8 +372,12 @@ def test_sys_exit_at_the_end_of_training_is_a_good_end(train: Callable[..., Done
     ("mode", "says"),
     [
         ("odd", "failed after step 3: Odd: (its __str__ failed: RuntimeError)"),
-        ("group", "ValueError: first of it\n    +---------------- 2 ----------------\n    | TypeError: second of it"),
-        ("cause", "invalid literal for int() with base 10: 'many'\n\nThe above exception was the direct cause"),
+        quick.further(
+            "group", "ValueError: first of it\n    +---------------- 2 ----------------\n    | TypeError: second of it"
+        ),
+        quick.further(
+            "cause", "invalid literal for int() with base 10: 'many'\n\nThe above exception was the direct cause"
+        ),
         ("deep", "RecursionError: maximum recursion depth exceeded"),
     ],
 )

@@ -180,8 +180,8 @@ def begun(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, forked_python: Path
 ) -> Iterator[Mapping[str, Begun]]:
     """Of RUNS, those whose tests are to run."""
-    marks = [mark for item in request.session.items for mark in item.iter_markers("parametrize")]
-    wanted = {name for mark in marks if mark.args[0] == "hang" for name in mark.args[1]}
+    tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    wanted = {item.callspec.params.get("hang") for item in tests if hasattr(item, "callspec")}
     found: dict[str, Begun] = {}
     environment = ENVIRONMENT | {"PYTHON_EXEC": str(forked_python)}  # torchrun's own variable
     with contextlib.ExitStack() as stack:
@@ -207,7 +207,7 @@ def hang(request: pytest.FixtureRequest, begun: Mapping[str, Begun]) -> Begun:
     return begun[request.param]
 
 
-def runs(*names: str) -> pytest.MarkDecorator:
+def runs(*names: Any) -> pytest.MarkDecorator:
     """A test for each of these RUNS, as `hang`."""
     return pytest.mark.parametrize("hang", names, indirect=True)
 
@@ -377,7 +377,7 @@ def test_a_slow_worker_is_named(program: Path, how: str) -> None:
     )
 
 
-@runs("torchrun data", "mpirun data")
+@runs("torchrun data", quick.further("mpirun data"))
 def test_under_an_engine_a_hang_is_told_live_and_ends_the_job_with_all_stacks(hang: Begun) -> None:
     code, output = hang.end()
     assert code != 0
@@ -387,7 +387,7 @@ def test_under_an_engine_a_hang_is_told_live_and_ends_the_job_with_all_stacks(ha
     assert "in __getitem__\n" in output
 
 
-@runs("torchrun stop", "mpirun stop")
+@runs(quick.further("torchrun stop"), "mpirun stop")
 def test_under_an_engine_a_stopped_worker_is_told_and_the_job_ends(hang: Begun) -> None:
     code, output = hang.end()
     assert code != 0

@@ -14,6 +14,7 @@ import pytest
 
 import lasting
 import paceline
+import quick
 import warm
 from paceline.cli.drill.request import DrillRequest
 from paceline.cli.drill.run import main_drill
@@ -130,7 +131,7 @@ def test_where_replicas_take_steps_by_themselves_a_killed_one_leaves_another_cur
     assert [start.exit_code for start in report.starts] == ([76, 0] if streams else [0])
 
 
-@pytest.mark.parametrize("staleness", ["none", "3"])
+@pytest.mark.parametrize("staleness", [quick.further("none"), "3"])
 def test_where_replicas_do_not_wait_a_killed_one_costs_nothing(tmp_path: Path, staleness: str) -> None:
     sync = f"plan.sync=parameterserver(staleness={staleness})"
     report = drilled(tmp_path, "kill:worker=1,step=10", overrides=[*ELASTIC, sync])
@@ -205,6 +206,7 @@ def test_a_plan_of_a_fixed_number_is_started_again(tmp_path: Path) -> None:
     assert report.steps_lost == report.committed[1] - 20
 
 
+@pytest.mark.further
 def test_the_only_replica_begins_again_from_memory_where_it_is_several_workers(tmp_path: Path) -> None:
     plan = "shard=2+batch(size=20,micro=2)"
     words = ["--workers", "2", "--plan", plan, "--steps", "16", "--faults", "kill:worker=1,step=9"]

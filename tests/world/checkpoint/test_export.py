@@ -21,6 +21,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+import quick
 from forked import World
 from layout_runs import WORDS, Text, beside
 from paceline.checkpoint.export import export_folder, main_export
@@ -84,10 +85,10 @@ def trained(worker: Any, *, kind: str) -> Tensor | None:
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
-        ("llama", Layout(shard=2, tensor=2)),
+        quick.further("llama", Layout(shard=2, tensor=2)),
         ("llama-tied", Layout(shard=2, tensor=2)),
         ("llama", Layout(stages=2)),
-        ("llama-tied", Layout(stages=2)),
+        quick.further("llama-tied", Layout(stages=2)),
         ("mixtral", Layout(experts=2)),
         ("gpt2", Layout(tensor=2)),
     ],

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import quick
 from expert_models import MoeNet
 from forked import World
 from layout_runs import RESUME, Text, next_word, prepared, workers_of
@@ -42,12 +43,12 @@ def routed(worker: Any) -> dict[str, Tensor]:
     ("layout", "sync", "wire"),
     [
         (CUT, BUCKETS, Int8()),
-        (CUT, AllReduce(), OneBit()),
-        (CUT, BUCKETS, TopK(ratio=0.1)),
+        quick.further(CUT, AllReduce(), OneBit()),
+        quick.further(CUT, BUCKETS, TopK(ratio=0.1)),
         (WITH_SLICES, AllReduce(), OneBit()),
         (CUT, LocalSGD(every=2), TopK(ratio=0.1)),
         (STAGES, LocalSGD(every=2), OneBit()),
-        (Layout(replicas=2, context=2), LocalSGD(every=2), Int8()),
+        quick.further(Layout(replicas=2, context=2), LocalSGD(every=2), Int8()),
         (Layout(replicas=2, experts=2), LocalSGD(every=2), OneBit()),
     ],
     ids=str,

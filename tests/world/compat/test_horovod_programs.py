@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import quick
 from programs import run
 
 PROGRAM = """
@@ -238,7 +239,7 @@ def test_an_elastic_program_goes_on_from_its_last_commit(tmp_path: Path) -> None
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, quick.further(1)])
 def test_workers_that_are_lost_come_and_go_leave_the_others_in_their_processes(tmp_path: Path, victim: int) -> None:
     """2 -> 1 (kill -9) -> 2 (its replacement) -> 3 -> 1 (resized), within an epoch: each sample once, and the losses
     and weights of one process."""

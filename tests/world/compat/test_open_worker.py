@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import quick
+
 PROGRAM = """
 import contextlib
 import sys
@@ -70,7 +72,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("code", "state"), [(0, "finished"), (3, "failed")])
+@pytest.mark.parametrize(("code", "state"), [quick.further(0, "finished"), (3, "failed")])
 def test_a_lone_program_that_raises_its_exit_status_has_failed_unless_it_is_0(
     tmp_path: Path, code: int, state: str
 ) -> None:
@@ -81,7 +83,7 @@ def test_a_lone_program_that_raises_its_exit_status_has_failed_unless_it_is_0(
     assert json.loads((tmp_path / "run" / "run.json").read_text())["state"] == state, done.stderr
 
 
-@pytest.mark.thorough
+@pytest.mark.further
 @pytest.mark.xfail(strict=True, reason="Python looks the name SystemExit up before main() opens the worker")
 def test_a_status_that_main_returns_into_the_raised_exit_counts(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+import quick
 import warm
 from network_hosts import NamespaceHost, two_hosts
 from programs import (
@@ -167,7 +168,7 @@ def test_sigterm_to_mpirun_stops_the_run_in_good_order(mpirun: list[str], train:
 
 
 @needs_slurm
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", [quick.further(1), 2])
 def test_srun_trains_the_same(nodes: int, cluster: Cluster, python: str, train: Path, tmp_path: Path) -> None:
     started = sys.executable if nodes == 2 else python
     words = cluster.srun(f"-N{nodes}", "-n2", "--export=ALL", started, str(train))
@@ -188,7 +189,7 @@ def test_srun_over_two_nodes_needs_a_token(cluster: Cluster, python: str, train:
 
 
 @needs_slurm
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", [quick.further(1), 2])
 def test_a_failing_worker_ends_a_slurm_job(
     nodes: int, cluster: Cluster, python: str, train: Path, tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+import quick
 import warm
 from network_hosts import NamespaceHost, free_port, two_hosts
 from paceline.monitor.audit.audit import audit
@@ -217,7 +218,7 @@ def cluster(hosts: list[NamespaceHost], tmp_path_factory: pytest.TempPathFactory
 
 
 @needs_slurm
-@pytest.mark.parametrize("name", ["USR1", "TERM"])
+@pytest.mark.parametrize("name", [quick.further("USR1"), "TERM"])
 def test_what_slurm_sends_to_a_step_over_two_nodes(
     name: str, cluster: Cluster, python: str, train: Path, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ import pytest
 
 import paceline
 import programs
+import quick
 from paceline.errors import PlanError, WorkerError
 from programs import (
     GONE_S,
@@ -272,7 +273,7 @@ def test_a_program_from_a_pipe_has_a_run_named_run_and_its_function_s_name(tmp_p
     assert json.loads((run_dir / "summary.json").read_text())["program"] == "learn"
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, quick.further(signal.SIGTERM)])
 def test_a_signal_stops_the_run_and_the_next_start_continues(
     signum: signal.Signals, train: Path, tmp_path: Path, pipe: Announcements
 ) -> None:

@@ -126,7 +126,7 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return World(tmp_path_factory.mktemp("oracle")).one_process(by_stepper, PLAN)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", quick.without((LAYOUTS[0], LAYOUTS[2]), LAYOUTS))  # four workers are two as well
 def test_every_layout_trains_like_one_process(world: World, oracle: dict[str, Any], layout: Layout) -> None:
     plan = Plan(layout=layout, batch=PLAN.batch, compute=EXACT)
     assert_same(world(by_stepper, workers_of(layout), plan), oracle)

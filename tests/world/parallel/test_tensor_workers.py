@@ -60,7 +60,7 @@ def difference(found: Gradients, model: nn.Module) -> float:
 
 
 @pytest.mark.parametrize("num_workers", [2, quick.further(4)])
-@pytest.mark.parametrize("kind", list(CASES))
+@pytest.mark.parametrize("kind", quick.without(("llama", "bert", "vit", "mlp"), CASES))
 def test_workers_compute_what_one_process_does(world: World, tmp_path: Path, kind: str, num_workers: int) -> None:
     if kind in HUGGING_FACE:
         pytest.importorskip("transformers")

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
+import quick
 from forked import WorkersFailed, World
 from paceline.plan import Batch, Compute, Gossip, Layout, LocalSGD, Nesterov, Plan
 
@@ -190,13 +191,15 @@ def trains_more(worker: Any, *, is_thawed: bool) -> Tensor:
     return weights(model)
 
 
-@pytest.mark.parametrize("is_thawed", [True, False], ids=["thawed", "added"])
 @pytest.mark.parametrize(
-    "sync",
+    ("sync", "is_thawed"),
     [
-        LocalSGD(every=3, outer=Nesterov()),
-        LocalSGD(every=4, fragments=2, overlap=1),
-        Gossip(every=1, average_every=3),
+        (LocalSGD(every=3, outer=Nesterov()), True),
+        (LocalSGD(every=4, fragments=2, overlap=1), False),
+        (Gossip(every=1, average_every=3), True),
+        quick.further(LocalSGD(every=3, outer=Nesterov()), False),
+        quick.further(LocalSGD(every=4, fragments=2, overlap=1), True),
+        quick.further(Gossip(every=1, average_every=3), False),
     ],
     ids=str,
 )

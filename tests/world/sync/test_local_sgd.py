@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import quick
 from forked import WorkersFailed, World
 from layout_runs import RESUME, beside, without_dropout
 from local_sgd_reference import Reference
@@ -59,18 +60,18 @@ def reference(
 @pytest.mark.parametrize(
     ("sync", "replicas", "options"),
     [
-        (LocalSGD(every=4), 2, {"optimizer": "sgd"}),
+        quick.further(LocalSGD(every=4), 2, {"optimizer": "sgd"}),
         (LocalSGD(every=4), 3, {"optimizer": "momentum", "by_hand": True}),
         (LocalSGD(every=4, outer=Nesterov(lr=0.7, momentum=0.9)), 3, {"optimizer": "adamw", "clip_norm": 0.5}),
-        (
+        quick.further(
             LocalSGD(every=2, outer=Nesterov(lr=1.0, momentum=0.0)),
             2,
             {"optimizer": "adamw", "clip_norm": 0.5, "by_hand": True},
         ),
         (LocalSGD(every=4, fragments=2, mixing=0.25, outer=Nesterov()), 2, {"optimizer": "momentum"}),
         (LocalSGD(every=3, fragments=2, overlap=1, outer=Nesterov(lr=0.5)), 3, {"optimizer": "adamw"}),
-        (LocalSGD(every=5, overlap=2, mixing=0.5), 2, {"optimizer": "adamw"}),
-        (LocalSGD(every=4, overlap=3, keep_moves=True), 2, {"optimizer": "adamw"}),
+        quick.further(LocalSGD(every=5, overlap=2, mixing=0.5), 2, {"optimizer": "adamw"}),
+        quick.further(LocalSGD(every=4, overlap=3, keep_moves=True), 2, {"optimizer": "adamw"}),
         (
             LocalSGD(every=3, fragments=2, overlap=2, keep_moves=True, outer=Nesterov(lr=0.5)),
             3,
@@ -150,7 +151,15 @@ STREAMS = LocalSGD(every=3, fragments=2, overlap=1, mixing=0.5, outer=Nesterov()
 
 
 @pytest.mark.parametrize(
-    ("axis", "sync"), [*((axis, LocalSGD(every=3, outer=Nesterov())) for axis in LAYOUTS), ("stages", STREAMS)], ids=str
+    ("axis", "sync"),
+    [
+        ("shard", LocalSGD(every=3, outer=Nesterov())),
+        ("context", LocalSGD(every=3, outer=Nesterov())),
+        ("stages", STREAMS),
+        quick.further("tensor", LocalSGD(every=3, outer=Nesterov())),
+        quick.further("stages", LocalSGD(every=3, outer=Nesterov())),
+    ],
+    ids=str,
 )
 def test_between_replicas_of_any_layout_it_is_the_same(world: World, tmp_path: Any, axis: str, sync: LocalSGD) -> None:
     parts = {"sync": sync, "batch": RESUME, "compute": EXACT}
@@ -210,7 +219,7 @@ def test_a_round_that_is_not_over_is_ended_by_a_save_and_evaluated_by_its_averag
     assert (world.run_dir / "checkpoints" / "step_00000002").is_dir()
 
 
-@pytest.mark.parametrize("wire", [Int8(), PowerSGD(rank=2), Cast(dtype="bf16")], ids=str)
+@pytest.mark.parametrize("wire", [Int8(), PowerSGD(rank=2), quick.further(Cast(dtype="bf16"))], ids=str)
 def test_wires_shrink_what_replicas_agree_on_and_send_the_rest_later(world: World, wire: Wire) -> None:
     plan = plan_of(LocalSGD(every=3), 2, wire=wire, compute=Compute())
     found = world(train, 2, plan)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.nn import Parameter
 from torch.optim import AdamW
 
+import quick
 from fake_listener import PretendedListener
 from paceline.comm.messages.tensor_messages import TensorMessage, TensorServer
 from paceline.errors import PlanError
@@ -228,7 +229,7 @@ def drawn(seed: int) -> list[tuple[int, str, str]]:
     return [(step, draw.choice(METHODS), draw.choice(["before", "after"])) for step in steps]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", quick.spread(range(12)))
 def test_no_bit_is_lost_whichever_process_is_killed_and_where(seed: int, hosted: Callable[..., Threads]) -> None:
     train(hosted(drawn(seed)))
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import quick
 from forked import World
 from paceline.events import StepDone, decode
 from paceline.parallel.meta.traced_costs import trace_costs
@@ -66,19 +67,19 @@ def predicted(plan: Plan) -> float:
     ("sync", "wire"),
     [
         (AllReduce(), Raw()),
-        (AllReduce(), Sparse()),
-        (AllReduce(), Cast(dtype="bf16")),
+        quick.further(AllReduce(), Sparse()),
+        quick.further(AllReduce(), Cast(dtype="bf16")),
         (AllReduce(), Int8()),
-        (AllReduce(bucket_bytes=1 << 16), Int8(feedback=False)),
+        quick.further(AllReduce(bucket_bytes=1 << 16), Int8(feedback=False)),
         (AllReduce(), OneBit()),
         (AllReduce(), TopK(ratio=0.02)),
         (AllReduce(), PowerSGD(rank=2)),
         (AllReduce(op="adasum"), Raw()),
-        (LocalSGD(every=4), Raw()),
+        quick.further(LocalSGD(every=4), Raw()),
         (LocalSGD(every=4), Int8()),
         (Gossip(every=2, average_every=8), Raw()),
-        (Gossip(peers="random", every=1, average_every=4), Raw()),
-        (ParameterServer(), Raw()),
+        quick.further(Gossip(peers="random", every=1, average_every=4), Raw()),
+        quick.further(ParameterServer(), Raw()),
         (ParameterServer(servers=2), Cast(dtype="bf16")),
     ],
     ids=str,

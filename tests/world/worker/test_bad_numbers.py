@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+import quick
 from forked import WorkersFailed, World
 from paceline.checkpoint.reader import open_checkpoint
 from paceline.events import SpikeSeen, StepDone, Warned, WeightsDiffer, decode
@@ -171,8 +172,7 @@ def test_whose_loss_is_not_finite_names_its_micro_batch_and_samples(world: World
     assert all(re.search(r"that of \S*layers\.3\.\w+ first in backward", text) for text in skipped)
 
 
-@pytest.mark.parametrize("plain", [False, True])
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize(("workers", "plain"), [(1, True), (3, False), quick.further(1, False), quick.further(3, True)])
 def test_skip_leaves_the_spike_out_and_nothing_else(world: World, workers: int, plain: bool) -> None:
     guard = Guard(on_spike="skip", window=16)
     results = world(functools.partial(train, plain=plain), workers, plan(guard))
@@ -187,8 +187,7 @@ def test_skip_leaves_the_spike_out_and_nothing_else(world: World, workers: int, 
     assert judged.epochs[0].skipped_steps == (BAD_STEP,)
 
 
-@pytest.mark.parametrize("plain", [False, True])
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize(("workers", "plain"), [(1, True), (3, False), quick.further(1, False), quick.further(3, True)])
 def test_rollback_goes_on_as_if_the_steps_since_the_snapshot_had_not_been(
     world: World, workers: int, plain: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -237,7 +236,7 @@ def test_skipping_that_does_not_end_ends_the_run(world: World) -> None:
         world(functools.partial(train, poisoned=tuple(range(5 * SIZE, SAMPLES))), 1, plan(guard))
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [quick.further(1), 3])
 def test_stop_ends_the_run_before_the_step_and_keeps_the_last_checkpoint(world: World, workers: int) -> None:
     with pytest.raises(WorkersFailed) as caught:
         world(train, workers, plan(Guard(on_spike="stop", window=16)), save_every=4)
@@ -347,8 +346,10 @@ def with_a_flip(worker: Any, *, on: int, at: int, where: str) -> dict[str, Any]:
     return state_of(model, schedule)
 
 
-@pytest.mark.parametrize("where", ["weights", "optimizer"])
-@pytest.mark.parametrize("on", [0, 2])
+@pytest.mark.parametrize(
+    ("on", "where"),
+    [(0, "weights"), (2, "optimizer"), quick.further(2, "weights"), quick.further(0, "optimizer")],
+)
 def test_a_flipped_bit_is_found_named_and_healed(world: World, on: int, where: str) -> None:
     flipped = functools.partial(with_a_flip, on=on, at=9, where=where)
     healthy = world(train_undisturbed, 3, plan(Guard()))

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
+import quick
 from forked import WorkersFailed, World
 from paceline.errors import SyncError
 from paceline.events import Warned, decode
@@ -77,12 +78,14 @@ def merged(results: list[dict[Any, list[float]]]) -> dict[Any, list[float]]:
     return {key: joined(result.get(key, []) for result in results) for key in keys}
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize("loaders", [0, 2])
+SPREAD = [(2, True), (3, False), *[quick.further(*case) for case in ((1, True), (2, False), (3, True))]]
+
+
+@pytest.mark.parametrize(("workers", "has_loaders"), SPREAD)
 def test_every_sample_once_in_an_order_that_does_not_depend_on_workers(
-    world: World, workers: int, loaders: int
+    world: World, workers: int, has_loaders: bool
 ) -> None:
-    plan = Plan(batch=Batch(size=8, micro=3))
+    plan, loaders = Plan(batch=Batch(size=8, micro=3)), 2 if has_loaders else 0
     results = merged(world(lambda worker: seen(worker, Numbers(29), epochs=2, loaders=loaders), workers, plan))
     for epoch in range(2):
         samples = joined(values for (e, _), values in results.items() if e == epoch)
@@ -129,10 +132,9 @@ def test_any_collate_function_and_dictionaries(world: World) -> None:
     assert world(train, 2, plan)[0] == pytest.approx(world.one_process(train, plan), rel=1e-5)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize("loaders", [0, 1])
-def test_iterable_datasets_give_each_item_once(world: World, workers: int, loaders: int) -> None:
-    plan = Plan(batch=Batch(size=8, micro=3))
+@pytest.mark.parametrize(("workers", "has_loaders"), SPREAD)
+def test_iterable_datasets_give_each_item_once(world: World, workers: int, has_loaders: bool) -> None:
+    plan, loaders = Plan(batch=Batch(size=8, micro=3)), int(has_loaders)
     results = merged(world(lambda worker: seen(worker, Lines(21), epochs=2, loaders=loaders), workers, plan))
     assert joined(results.values()) == list(range(21)) * 2
     assert results == world.one_process(lambda worker: seen(worker, Lines(21), epochs=2), plan)
@@ -172,8 +174,13 @@ def test_an_error_in_a_loader_process_carries_the_datasets_traceback(world: Worl
         world(lambda worker: seen(worker, Broken(5), loaders=1), 1, Plan(batch=Batch(size=2)))
 
 
-@pytest.mark.parametrize("first", [1, 2, 3])
-@pytest.mark.parametrize("second", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        *[(1, 3), (2, 1), (3, 2)],
+        *[quick.further(*case) for case in ((1, 1), (1, 2), (2, 2), (2, 3), (3, 1), (3, 3))],
+    ],
+)
 def test_a_run_continues_on_any_number_of_workers_with_every_sample_once(world: World, first: int, second: int) -> None:
     plan = Plan(batch=Batch(size=8, micro=3))
     before = merged(world(lambda worker: seen(worker, Numbers(29), epochs=2), first, plan, max_steps=5))

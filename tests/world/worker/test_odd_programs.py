@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.ao.quantization import MinMaxObserver, MovingAverageMinMaxObserver
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+import quick
 from forked import WorkersFailed, World
 from paceline.comm.group import Group, SingleWorkerGroup
 from paceline.comm.messages.json_channel import ChannelClosed
@@ -145,8 +146,13 @@ def fill(module: Any, x: Tensor) -> None:
     module.kept = torch.ones(len(x))
 
 
-@pytest.mark.parametrize(("workers", "count"), [(1, 42), (3, 42), (3, 10)])
-@pytest.mark.parametrize("change", [grow, drop, fill])
+@pytest.mark.parametrize(
+    ("workers", "count", "change"),
+    [
+        *[(3, 42, grow), (3, 10, grow), (3, 10, drop), (1, 42, fill)],
+        *[quick.further(*case) for case in ((1, 42, grow), (1, 42, drop), (3, 42, drop), (3, 42, fill), (3, 10, fill))],
+    ],
+)
 def test_caches_are_each_workers_own(world: World, workers: int, count: int, change: Any) -> None:
     run = functools.partial(kept_after, change=change, value=torch.zeros(2), persistent=False, count=count)
     kept = world(run, workers, UNEVEN)[0]

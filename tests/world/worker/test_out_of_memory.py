@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+import quick
 from forked import WorkersFailed, World
 from paceline.events import MicroBatchHalved, WorkerStarted, decode
 from paceline.monitor.audit.audit import audit
@@ -79,21 +80,24 @@ def assert_equal(results: list[dict[str, Any]], expected: list[dict[str, Any]]) 
             assert torch.equal(one["state"][name], value), name
 
 
-CASES: list[tuple[str, bool, Sync, Wire | None]] = [
-    ("forward", False, AllReduce(), None),
-    ("backward", False, AllReduce(), None),
-    ("backward", True, AllReduce(), None),
-    ("backward", False, AllReduce(algorithm="ring"), Int8()),
-    ("backward", False, AllReduce(), TopK(ratio=0.1)),
-    ("forward", False, AllReduce(), PowerSGD(rank=1)),
-    ("backward", False, AllReduce(op="adasum"), None),
-]
+CASES: dict[str, tuple[str, bool, Sync, Wire | None]] = {
+    "forward": ("forward", False, AllReduce(), None),
+    "backward": ("backward", False, AllReduce(), None),
+    "plain loop": ("backward", True, AllReduce(), None),
+    "int8": ("backward", False, AllReduce(algorithm="ring"), Int8()),
+    "topk": ("backward", False, AllReduce(), TopK(ratio=0.1)),
+    "powersgd": ("forward", False, AllReduce(), PowerSGD(rank=1)),
+    "adasum": ("backward", False, AllReduce(op="adasum"), None),
+}
 
 
 @pytest.mark.parametrize(
     ("place", "plain", "sync", "wire"),
-    [pytest.param(*one, marks=[] if number < 3 else pytest.mark.thorough) for number, one in enumerate(CASES)],
-    ids=["forward", "backward", "plain loop", "int8", "topk", "powersgd", "adasum"],
+    [
+        *[pytest.param(*CASES[name], id=name) for name in ("forward", "plain loop")],
+        *[pytest.param(*CASES[name], id=name, marks=pytest.mark.thorough) for name in ("int8", "adasum")],
+        *[quick.further(*CASES[name], id=name) for name in ("backward", "topk", "powersgd")],
+    ],
 )
 def test_the_step_is_taken_as_if_the_plan_had_had_smaller_micro_batches(
     world: World, place: str, plain: bool, sync: Sync, wire: Wire | None

@@ -262,7 +262,9 @@ def test_in_a_loop_of_the_script(world: World, way: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "sync", [LocalSGD(every=2), Gossip(), ParameterServer(), ParameterServer(staleness=2)], ids=str
+    "sync",
+    [LocalSGD(every=2), quick.further(Gossip()), quick.further(ParameterServer()), ParameterServer(staleness=2)],
+    ids=str,
 )
 def test_where_replicas_step_by_themselves_too(world: World, sync: Any) -> None:
     plan = Plan(layout=Layout(replicas=2), sync=sync, batch=BATCH, compute=COMPUTE)
@@ -273,7 +275,10 @@ def test_where_replicas_step_by_themselves_too(world: World, sync: Any) -> None:
 
 
 @pytest.mark.parametrize("layout", [Layout(replicas=1, stages=2), quick.further(Layout(replicas=2, stages=2))], ids=str)
-@pytest.mark.parametrize("way", ["a running mean", "a ring of what was", "an array", "Python's generator", "a cache"])
+@pytest.mark.parametrize(
+    "way",
+    ["a running mean", quick.further("a ring of what was"), quick.further("an array"), "Python's generator", "a cache"],
+)
 def test_between_the_units_of_stages(world: World, layout: Layout, way: str) -> None:
     alone = world.one_process(lambda worker: steps(worker, way), Plan(batch=BATCH, compute=COMPUTE))
     plan = Plan(layout=layout, batch=BATCH, compute=COMPUTE)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import quick
 from forked import World
 from paceline.plan import AllReduce, Batch, Plan
 from step_programs import EXACT, Net, assert_same, dataset, plain_net, train_plain_net, trained
@@ -68,14 +69,19 @@ def bare_loop(micro: int) -> dict[str, Any]:
     return trained(model, losses)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", [1, quick.further(2), 3])
 def test_equals_a_bare_torch_loop(world: World, workers: int) -> None:
     results = world(train_plain_net, workers, Plan(batch=Batch(size=16, micro=5), compute=EXACT, sync=TINY_BUCKETS))
     assert_same(results, bare_loop(5), 1e-7)
 
 
-@pytest.mark.parametrize("loop", [by_stepper, by_plain_loop])
-@pytest.mark.parametrize("workers", [2, 3, 5])
+@pytest.mark.parametrize(
+    ("workers", "loop"),
+    [
+        *[(2, by_plain_loop), (3, by_stepper), (5, by_plain_loop)],
+        *[quick.further(2, by_stepper), quick.further(3, by_plain_loop), quick.further(5, by_stepper)],
+    ],
+)
 def test_any_number_of_workers_trains_like_one(world: World, loop: Callable[[Any], Any], workers: int) -> None:
     plan = Plan(batch=Batch(size=16, micro=3), compute=EXACT, sync=TINY_BUCKETS)
     assert_same(world(loop, workers, plan), world.one_process(by_stepper, plan))
