@@ -174,6 +174,7 @@ def reference(steps: int, *, saves: Path | None = None) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     if saves is not None:
+        optimizer.param_groups[0]["lr"] = 0.1 * min(1.0, (steps - 1) / 3)  # as its schedule has set it by now
         counts = {"global_steps": steps, "global_samples": 24 * steps, "skipped_steps": 0, "step": steps}
         schedule = {"last_batch_iteration": steps - 1}
         state = {"module": net.state_dict(), "optimizer": optimizer.state_dict(), "lr_scheduler": schedule, **counts}
