@@ -13,6 +13,8 @@ import torch
 
 import horovod_workers
 import paceline.compat.horovod as hvd
+from paceline.compat.horovod.control import LOOK_S
+from paceline.worker import program_worker
 from shared_memory_workers import LIMIT_S
 
 FAR = 8 << 20  # numbers: the sum takes long enough to be killed in it
@@ -104,6 +106,22 @@ def test_a_rank_that_shuts_down_is_an_error_for_those_that_want_it(tmp_path: Pat
     values = horovod_workers.start(tmp_path, 3, leaves).values()
     assert "rank 1 has shut Horovod down" in values[0]
     assert "rank" in values[2]  # 1, or 0 if that has left by then
+
+
+def program_ends(rank: int, size: int) -> float:
+    hvd.init()
+    hvd.barrier()
+    program_worker._places.clear()  # as at the program's end, before its session is closed
+    if rank == 1:
+        time.sleep(2.5 * LOOK_S)
+    found = hvd.allreduce(torch.ones(1)).item()
+    hvd.shutdown()
+    return found
+
+
+def test_what_is_under_way_while_the_program_ends_is_done(tmp_path: Path) -> None:
+    """Rank 0 looks after what it waits for meanwhile."""
+    assert horovod_workers.start(tmp_path, 2, program_ends).values() == [1.0, 1.0]
 
 
 def coordinator_leaves(rank: int, size: int) -> float:

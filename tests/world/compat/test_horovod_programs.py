@@ -67,7 +67,7 @@ def train(state):
         if state.batch % 4 == 0:
             state.commit()
         if state.batch == 6 and hvd.rank() == 1 and not (folder / "lost").exists():
-            while not any(folder.glob("**/horovod_commit.pt")):
+            while not any(folder.glob("**/horovod_commit.*.pt")):
                 pass
             (folder / "lost").touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -80,6 +80,49 @@ state = hvd.elastic.TorchState(
 seen = train(state)
 if hvd.rank() == 0:
     (folder / "result").write_text(json.dumps([model.weight.item(), seen]))
+"""
+
+TWO_FUNCTIONS = """
+import os, pathlib, signal, sys
+
+import horovod.torch as hvd
+import torch
+
+hvd.init()
+folder = pathlib.Path(sys.argv[1])
+
+
+def go_through(name, state):
+    print(f"{name} begins at {state.batch} with {state.model.weight.item()}")
+    while state.batch < 4:
+        state.batch += 1
+        with torch.no_grad():
+            state.model.weight.add_(1.0)
+        state.commit()
+        if name == "second" and state.batch == 2 and not (folder / "lost").exists():
+            state.settle_file()
+            hvd.barrier()
+            if hvd.rank() == 1:
+                (folder / "lost").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            hvd.barrier()
+
+
+@hvd.elastic.run
+def first(state):
+    go_through("first", state)
+
+
+@hvd.elastic.run
+def second(state):
+    go_through("second", state)
+
+
+for function, begin in ((first, 0.0), (second, 10.0)):
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, begin)
+    function(hvd.elastic.TorchState(model=model, batch=0))
+    print(f"weight {model.weight.item()}")
 """
 
 CHANGING = """
@@ -233,9 +276,25 @@ def test_an_elastic_program_goes_on_from_its_last_commit(tmp_path: Path) -> None
         output = paceline(folder, "--as", "horovod", tmp_path / "program.py", "--workers", "2", folder)
         assert output.count("begins at 4") == (0 if name == "undisturbed" else 2)
         found.append(json.loads((folder / "result").read_text()))
-        assert not (folder / "run" / "horovod_commit.pt").exists()
+        assert not list((folder / "run").glob("horovod_commit*"))
     assert found[0] == found[1]
     assert sorted(found[0][1]) == list(range(48))  # each sample once
+
+
+@pytest.mark.thorough
+def test_each_elastic_function_of_a_program_goes_on_from_its_own_commit(tmp_path: Path) -> None:
+    """A worker is lost in the second one: the first has ended then, and has no commit."""
+    (tmp_path / "program.py").write_text(TWO_FUNCTIONS)
+    output = paceline(tmp_path, "--as", "horovod", tmp_path / "program.py", "--workers", "2", tmp_path)
+    begins = re.findall(r"(first|second) begins at (\d) with ([\d.]+)", output)
+    assert begins[::2] == [
+        ("first", "0", "0.0"),
+        ("second", "0", "10.0"),
+        ("first", "0", "0.0"),
+        ("second", "2", "12.0"),
+    ]
+    assert output.count("weight 14.0") == 2
+    assert not list((tmp_path / "run").glob("horovod_commit*"))
 
 
 @pytest.mark.thorough

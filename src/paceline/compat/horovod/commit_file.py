@@ -1,4 +1,4 @@
-"""Commits of an elastic program in the run's directory: from the newest one all workers go on when they start again.
+"""Commits of an elastic function in the run's directory: from the newest one all workers go on when they start again.
 
 A thread writes them, the newest first: a commit that comes while one is being written replaces another that waits.
 """
@@ -6,6 +6,7 @@ A thread writes them, the newest first: a commit that comes while one is being w
 from __future__ import annotations
 
 import os
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,19 +17,21 @@ from paceline.errors import writing
 
 __all__ = ["CommitFile"]
 
-NAME = "horovod_commit.pt"
+LONGEST_NAME = 200  # characters of a function's name: file systems take 255
 
 
 class CommitFile:
-    """The file of one run. One worker writes it, reads it when all begin, and removes it.
+    """The file of one function of a run. One worker writes it, reads it when all begin, and removes it.
 
+    `call`: which call of the function in its process this is, from 1; commits of other calls do not count.
     `command`: the process that starts the run's workers, again after a loss. With `is_fresh`, commits of earlier ones
     do not count.
     """
 
-    def __init__(self, run_dir: Path, *, command: int, is_fresh: bool) -> None:
-        self._path = run_dir / NAME
-        self._command, self._is_fresh = command, is_fresh
+    def __init__(self, run_dir: Path, function: str, *, call: int, command: int, is_fresh: bool) -> None:
+        name = re.sub(r"[^\w.]", "", function)[-LONGEST_NAME:]  # without the <> of <locals> and <lambda>
+        self._path = run_dir / f"horovod_commit.{name}.pt"
+        self._call, self._command, self._is_fresh = call, command, is_fresh
         self._news = threading.Condition()
         self._next: Any = None
         self._is_writing = False
@@ -41,7 +44,8 @@ class CommitFile:
             return None
         # The run's own file, in its private directory: it holds whatever objects the program commits.
         found = torch.load(self._path, map_location="cpu", weights_only=False)
-        return None if self._is_fresh and found["command"] != self._command else found["commit"]
+        is_earlier = self._is_fresh and found["command"] != self._command
+        return None if is_earlier or found["call"] != self._call else found["commit"]
 
     def write(self, commit: Any) -> None:
         """Have a commit written. Raises RunFileError where an earlier one could not be."""
@@ -61,7 +65,7 @@ class CommitFile:
             raise self._error
 
     def remove(self) -> None:
-        """Remove the file, once nothing more is written to it: the program has come to its end."""
+        """Remove the file, once nothing more is written to it: the function has come to its end."""
         self._settle()
         with self._news:
             self._thread = None  # which ends
@@ -93,7 +97,7 @@ class CommitFile:
         temporary = self._path.with_suffix(".new")
         with writing(self._path):
             with temporary.open("wb") as file:
-                torch.save({"command": self._command, "commit": commit}, file)
+                torch.save({"command": self._command, "call": self._call, "commit": commit}, file)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(self._path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +23,8 @@ __all__ = ["run", "run_fn"]
 T = TypeVar("T")
 MAX_RESETS = 3  # in a row, without a commit or a lost worker between them
 
+_calls: Counter[str] = Counter()  # of elastic functions, by their names, in this process
+
 
 def run(func: Callable[..., T]) -> Callable[..., T]:
     """Return a function that calls `func(state, ...)` until it returns.
@@ -30,9 +33,10 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
     after HostsUpdatedInterrupt it stays; then all begin again, in a session of the workers that are present.
 
     Where a run of a fixed number of workers has lost one, the error is raised: the run starts all workers again, and
-    they go on from the last commit. Raises CleanExit where an elastic run goes on without this worker, and where all
-    were told to leave; CheckpointError where the state was lost with all workers that had it; and RunFileError where
-    a commit could not be written.
+    they go on from the last commit. Each function has commits of its own, by its name, and does not begin from those of
+    another call of it. Raises CleanExit where an elastic run goes on without this worker, and where all were told to
+    leave; CheckpointError where the state was lost with all workers that had it; and RunFileError where a commit could
+    not be written.
     """
     return run_fn(func, reset_session)
 
@@ -44,7 +48,7 @@ def run_fn(func: Callable[..., T], reset: Callable[[], None]) -> Callable[..., T
     def wrapper(state: State, *args: Any, **kwargs: Any) -> T:
         if isinstance(state, TorchState):
             program_place().allow_restart()
-            state.keep_in(_commit_file())
+            state.keep_in(_commit_file(func))
         skips_sync, resets, before = False, 0, _progress(state)
         while True:
             try:
@@ -90,9 +94,14 @@ def _progress(state: State) -> tuple[int, int]:
     return state.commit_count, membership.number_of_changes()
 
 
-def _commit_file() -> CommitFile:
+def _commit_file(func: Callable[..., Any]) -> CommitFile:
+    """Return the file of a call of this function that begins."""
+    name = f"{func.__module__}.{getattr(func, '__qualname__', type(func).__qualname__)}"
+    _calls[name] += 1
     assignment = program_place().assignment
-    return CommitFile(Path(assignment.run_dir), command=os.getppid(), is_fresh=assignment.job.fresh)
+    return CommitFile(
+        Path(assignment.run_dir), name, call=_calls[name], command=os.getppid(), is_fresh=assignment.job.fresh
+    )
 
 
 def reset_session() -> None:

@@ -229,9 +229,10 @@ class TorchState(ObjectState):
         progress.begin_at(steps)
 
     def forget_file(self) -> None:
-        """Remove the file: the program has come to its end."""
+        """Remove the file, and write no more of them: the function has come to its end."""
         if self._file is not None and sessions.current_session().rank == 0:
             self._file.remove()
+        self._file = None
 
 
 def _copied(one: Any) -> Any:

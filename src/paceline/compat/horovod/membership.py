@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from paceline.comm.group import Disrupted
 from paceline.errors import SyncError
+from paceline.worker.membership.consensus import Consensus
 from paceline.worker.program_worker import ProgramPlace, program_place
 
 __all__ = [
@@ -162,10 +163,11 @@ def exit_code_of_stop() -> int | None:
     return None if finish is None else finish.exit_code
 
 
-def why_over() -> str:
-    """Return why the present session is over though none of its connections has failed; "" where it is not."""
+def why_over(consensus: Consensus) -> str:
+    """Return why the present session is over though none of its connections has failed; "" where it is not. Threads of
+    a session may ask while the program ends, when `program_place` is gone already."""
     try:
-        program_place().consensus.check()
+        consensus.check()
     except Disrupted as disruption:
         return str(disruption)
     return ""

@@ -6,6 +6,7 @@ new session, the one of the same number.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections import Counter
@@ -97,6 +98,7 @@ class Session:
         self.failure = ""
         self.emit = place.emit
         self._timeout_s = place.job.timeout_s
+        self._why_over = functools.partial(why_over, place.consensus)
         self._store = dist.PrefixStore(f"paceline/horovod/{members.name}", place.shared)
         self._lock = threading.Lock()
         self._pending: dict[tuple[int, str], PendingOp] = {}
@@ -198,7 +200,7 @@ class Session:
             limits=limits,
             follow=self._follow,
             fail=self.fail,
-            why_over=why_over,
+            why_over=self._why_over,
         )
 
     def _follow(self, verdict: OpVerdict) -> None:
@@ -221,11 +223,10 @@ class Session:
             num_local_workers=self.local_size,
             is_one_host=self.cross_size == 1,
             timeout_s=self._timeout_s,
-            why_ended=lambda: self.failure or why_over() or None,
+            why_ended=lambda: self.failure or self._why_over() or None,
         )
 
-    @staticmethod
-    def _check() -> None:
+    def _check(self) -> None:
         """Raise Disrupted where the workers that meet are not those of now."""
-        if reason := why_over():
+        if reason := self._why_over():
             raise Disrupted(reason)
