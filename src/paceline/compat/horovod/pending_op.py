@@ -29,7 +29,7 @@ class PendingOp:
     is_done: bool = False
 
     def complete(self, result: Any) -> None:
-        """Note the result. Only the first call counts, of this and `fail`. The caller wakes whoever waits."""
+        """Note the result. Only the first call counts, of this and `fail`. The caller wakes the thread that waits."""
         if not self.is_done:
             self.result, self.inputs = result, ()
             self.is_done = True
