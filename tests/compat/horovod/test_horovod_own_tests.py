@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(not SOURCE, reason="HOROVOD_SOURCE names no chec
 def test_horovods_own_tests_pass(tmp_path: Path, name: str, workers: int) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     left_out = NOT_ROUNDED if workers == 3 and name == "test_torch.py" else set[str]()
-    options = [f"--deselect={SOURCE}/test/parallel/{name}::TorchTests::{one}" for one in sorted(left_out)]
+    options = ["-k", f"not ({' or '.join(sorted(left_out))})"] if left_out else []
     _, output = run(
         *(sys.executable, "-m", "paceline", "run", "--as", "horovod", tmp_path / "program.py"),
         *("--workers", str(workers), "--run-dir", tmp_path / "run", "--show", "all"),
