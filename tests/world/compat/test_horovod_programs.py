@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -287,12 +288,8 @@ def test_each_elastic_function_of_a_program_goes_on_from_its_own_commit(tmp_path
     (tmp_path / "program.py").write_text(TWO_FUNCTIONS)
     output = paceline(tmp_path, "--as", "horovod", tmp_path / "program.py", "--workers", "2", tmp_path)
     begins = re.findall(r"(first|second) begins at (\d) with ([\d.]+)", output)
-    assert begins[::2] == [
-        ("first", "0", "0.0"),
-        ("second", "0", "10.0"),
-        ("first", "0", "0.0"),
-        ("second", "2", "12.0"),
-    ]
+    first, second, again = ("first", "0", "0.0"), ("second", "0", "10.0"), ("second", "2", "12.0")
+    assert Counter(begins) == {first: 4, second: 2, again: 2}, output  # lines of two workers come in any order
     assert output.count("weight 14.0") == 2
     assert not list((tmp_path / "run").glob("horovod_commit*"))
 
