@@ -52,7 +52,8 @@ def behave(behaviour: str, name: str, cluster: dict[str, list[str]]) -> None:
             return
         case "serve":
             wait_for_ever()
-        case "raise":
+        case "raise":  # when all have met this task: who still meets it would have an error of its own
+            wait_until_asked(0 if "chief" in cluster else len(cluster.get("worker", ())))
             raise ValueError(detail or f"{name} has had enough")
         case "exit":
             sys.exit(int(detail))
