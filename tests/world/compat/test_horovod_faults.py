@@ -113,7 +113,7 @@ def program_ends(rank: int, size: int) -> float:
     hvd.barrier()
     program_worker._places.clear()  # as at the program's end, before its session is closed
     if rank == 1:
-        time.sleep(2.5 * LOOK_S)
+        time.sleep(2.5 * LOOK_S)  # rank 0 waits for this one, and its control thread looks twice meanwhile
     found = hvd.allreduce(torch.ones(1)).item()
     hvd.shutdown()
     return found

@@ -17,7 +17,7 @@ from paceline.errors import writing
 
 __all__ = ["CommitFile"]
 
-LONGEST_NAME = 200  # characters of a function's name: file systems take 255
+LONGEST_NAME = 200  # bytes of a function's name: file systems take 255 with the rest
 
 
 class CommitFile:
@@ -29,7 +29,8 @@ class CommitFile:
     """
 
     def __init__(self, run_dir: Path, function: str, *, call: int, command: int, is_fresh: bool) -> None:
-        name = re.sub(r"[^\w.]", "", function)[-LONGEST_NAME:]  # without the <> of <locals> and <lambda>
+        name = re.sub(r"[^\w.]", "", function)  # without the <> of <locals> and <lambda>
+        name = name.encode()[-LONGEST_NAME:].decode(errors="ignore")
         self._path = run_dir / f"horovod_commit.{name}.pt"
         self._call, self._command, self._is_fresh = call, command, is_fresh
         self._news = threading.Condition()

@@ -331,28 +331,29 @@ class RepeatedReduction:
     def __init__(
         self, name: str, *, reduction: int, prescale: float, postscale: float, process_set: ProcessSet
     ) -> None:
-        self._begin = (name, reduction, prescale, postscale, process_set)
+        self._terms = (name, reduction, prescale, postscale, process_set)
         self._process_set = process_set
+        self._session: sessions.Session | None = None  # in which the tensor was looked at
         self._request: OpRequest | None = None
         self._dtype, self._shape, self._device = torch.float32, torch.Size(), torch.device("meta")
 
     def begin(self, tensor: Tensor) -> int:
         """Submit the tensor, and return the handle. Raises what `allreduce_async_` raises."""
-        request = self._request
+        session, request = _session(), self._request
         if (
             request is None
+            or session is not self._session
+            or self._process_set.process_set_id != request.set_id
             or tensor.dtype is not self._dtype
             or tensor.shape != self._shape
             or tensor.device != self._device
             or tensor.is_sparse
-            or self._process_set.process_set_id != request.set_id
-            or not sessions.is_open()
         ):
-            handle = _all_reduce([tensor], [tensor], *self._begin)
-            self._request = op_of(handle).request
+            handle = _all_reduce([tensor], [tensor], *self._terms)
+            self._session, self._request = session, op_of(handle).request
             self._dtype, self._shape, self._device = tensor.dtype, tensor.shape, tensor.device
             return handle
-        session, tensors = sessions.current_session(), (tensor,)
+        tensors = (tensor,)
         op = PendingOp(request=request, inputs=tensors, outputs=tensors, written_by=written_event(tensors))
         session.submit(op)
         return handle_of(op, session.flush)
