@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 import horovod_workers
 import paceline.compat.horovod as hvd
+import quick
 from paceline.compat.horovod import progress
+from paceline.compat.horovod.errors import HorovodInternalError
 
 SIZES = [2, 3]
 STEPS = 4
@@ -210,3 +212,34 @@ def refused(rank: int, size: int) -> None:
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     horovod_workers.start(tmp_path, 2, refused).values()
+
+
+def other_kinds(rank: int, size: int) -> list[tuple[str, list[float]]]:
+    """Gradients of one parameter that change their type, also on one rank alone, and the session they are sent in."""
+    found: list[tuple[str, list[float]]] = []
+    weight = nn.Parameter(torch.zeros(2))
+    hvd.init()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), named_parameters=[("weight", weight)])
+    alike = [torch.float32, torch.float64, torch.float32]
+    for dtype in (*alike, torch.float64 if rank == 0 else torch.float32, torch.float32):
+        weight.data, weight.grad = torch.zeros(2, dtype=dtype), None
+        (weight * (rank + 1 / 3)).sum().backward()
+        try:
+            optimizer.step()
+        except HorovodInternalError as error:
+            assert "Mismatched data types" in str(error)
+            hvd.shutdown()
+            hvd.init()
+            continue
+        found.append((str(weight.dtype), weight.tolist()))
+    hvd.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("size", [2, quick.further(3)])
+def test_a_gradient_is_described_anew_where_its_type_is_another(tmp_path: Path, size: int) -> None:
+    mean = sum(rank + 1 / 3 for rank in range(size)) / size
+    for found in horovod_workers.start(tmp_path, size, other_kinds).values():
+        for (name, values), dtype in zip(found, ("float32", "float64", "float32", "float32"), strict=True):
+            assert name == f"torch.{dtype}"
+            assert values == pytest.approx([-mean] * 2, rel=1e-6 if dtype == "float32" else 1e-14)
