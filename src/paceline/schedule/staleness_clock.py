@@ -25,6 +25,9 @@ A worker may request that all workers *pause*. Then no more batches are handed o
 batch, so that none has one, each is told to pause. If all batches are handed out already, the workers meet at the end,
 and a request changes nothing. The same holds if a worker has left the loop, because it would not come. At least one
 batch is handed out between two pauses, so repeated requests do not keep the workers from their work.
+
+The worker that saves keeps its place among those that wait for a batch. Otherwise the others, which wait meanwhile,
+would take all batches up to the next save each time, where saves are close together.
 """
 
 from __future__ import annotations
@@ -113,6 +116,9 @@ class StalenessClock:
         self._applying: dict[int, AsyncBatch] = {}  # permitted, and not done
         self._unrecorded: set[int] = set()  # workers whose batch is done, and perhaps not in their step log yet
         self._saving: int | None = None  # the worker that saves
+        self._has_saved: int | None = None  # the worker that saved last, until it gets a batch
+        self._since: dict[int, int] = {}  # worker -> since when it waits for a batch, as a number in order
+        self._num_waits = 0
         self._is_pause_requested = self._has_left = False
         self._paused_at = 0  # the last pause was before the batch of this number
         self.is_over = False  # some worker got that answer
@@ -150,6 +156,9 @@ class StalenessClock:
     def ask(self, worker: int) -> AsyncBatch | Save | Pause | StreamEnd | None:
         """Return what a worker without a batch does next; None: it waits."""
         self.returned(worker)
+        if worker not in self._since:
+            self._since[worker] = self._num_waits
+            self._num_waits += 1
         number = self._returned[0] if self._returned else self._next
         if self._is_pause_due():
             self._ready_to_pause.add(worker)
@@ -172,7 +181,7 @@ class StalenessClock:
             self.is_over = self.is_idle and (self.is_over or not self._awaited)
             return StreamEnd(self._has_left) if self.is_over else None
         batch = AsyncBatch(number, self.done)
-        if not self._would_hold([*self._in_progress.values(), batch], self.permitted):
+        if self._is_for_saver(worker) or not self._would_hold([*self._in_progress.values(), batch], self.permitted):
             return None
         if self._returned:
             heapq.heappop(self._returned)
@@ -180,6 +189,7 @@ class StalenessClock:
             self._next += 1
         self._in_progress[worker] = batch
         self._ready_to_pause.discard(worker)
+        self._stops_waiting(worker)
         return batch
 
     def recorded(self, worker: int) -> None:
@@ -189,7 +199,7 @@ class StalenessClock:
     def saved(self, number: int) -> None:
         """The state before this batch is saved: the batch may begin."""
         self._saves.discard(number)
-        self._saving = None
+        self._saving, self._has_saved = None, self._saving
 
     def request_pause(self) -> None:
         """Make all workers pause."""
@@ -231,6 +241,7 @@ class StalenessClock:
             self._unrecorded,
         ):
             workers.discard(worker)
+        self._stops_waiting(worker)
         if worker == self._saving:
             self._saving = None
         if in_hand is not None:
@@ -243,6 +254,19 @@ class StalenessClock:
         if worker == min(self._workers):
             self._saves.clear()
         self.lost(worker)
+
+    def _stops_waiting(self, worker: int) -> None:
+        self._since.pop(worker, None)
+        if worker == self._has_saved:
+            self._has_saved = None
+
+    def _is_for_saver(self, worker: int) -> bool:
+        """Whether only one batch is left before the next save, and the worker that saved last waits longer for it."""
+        saver = self._has_saved
+        if saver is None or self._since[worker] <= self._since[saver]:
+            return False
+        follows = self._next + (not self._returned)
+        return len(self._returned) <= 1 and follows in self._saves
 
     def _is_pause_due(self) -> bool:
         """Whether to pause before the next batch. Returned batches come first, so that all before it are done."""

@@ -21,7 +21,7 @@ class Pretended:
 
     def __init__(self, seed: int, *, staleness: int | None, workers: int, limit: int) -> None:
         self.chance, self.limit = random.Random(seed), limit
-        self.saves = set(self.chance.sample(range(1, limit + 1), k=3))
+        self.saves = set(self.chance.sample(range(1, limit + 1), k=self.chance.choice([3, 3, limit])))
         self.clock = StalenessClock(staleness=staleness, limit=limit, workers=range(workers), saves=self.saves)
         self.alive, self.num_ever = set(range(workers)), workers
         self.has_lost = False
@@ -250,6 +250,47 @@ def test_where_the_writer_is_lost_another_one_saves() -> None:
     clock.lost(0)
     assert clock.ask(1) == Save(1)
     clock.saved(1)
+    assert clock.ask(1) == AsyncBatch(1, 1)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 7])
+def test_who_saves_gets_its_share_of_the_batches_however_often_it_saves(every: int) -> None:
+    clock = StalenessClock(staleness=None, limit=1000, workers=range(4), saves=range(every, 1000, every))
+    waiting, has = [0, 1, 2, 3], list[int]()
+    taken = dict.fromkeys(range(4), 0)
+    for _ in range(2000):
+        for worker in tuple(waiting):
+            match clock.ask(worker):
+                case AsyncBatch():
+                    waiting.remove(worker)
+                    has.append(worker)
+                    taken[worker] += 1
+                case Save(number=number):
+                    clock.saved(number)
+                    waiting.remove(worker)
+                    waiting.append(worker)  # the others had asked before it could ask again
+                case _:
+                    pass
+        if has:
+            clock.permit(worker := has.pop(0))
+            clock.finish(worker)
+            clock.recorded(worker)
+            waiting.append(worker)
+    assert sum(taken.values()) == 1000
+    assert min(taken.values()) >= 200, taken
+
+
+def test_where_who_saved_is_lost_another_one_takes_the_last_batch_before_the_next_save() -> None:
+    clock = StalenessClock(staleness=None, limit=3, workers=range(2), saves=[1, 2])
+    assert clock.ask(0) == AsyncBatch(0, 0)
+    clock.permit(0)
+    clock.finish(0)
+    clock.recorded(0)
+    assert clock.ask(0) == Save(1)
+    assert clock.ask(1) is None
+    clock.saved(1)
+    assert clock.ask(1) is None
+    clock.lost(0)
     assert clock.ask(1) == AsyncBatch(1, 1)
 
 
