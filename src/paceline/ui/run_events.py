@@ -31,12 +31,14 @@ from paceline.monitor.records.event_reader import attempt_dir, decode_event
 from paceline.monitor.records.growing_log import GrowingLog
 from paceline.monitor.records.run_files import worker_number
 from paceline.ui.metrics_rows import number
+from paceline.ui.run_summary import FileStamp
 from paceline.units import name_text, printable
 
 __all__ = ["RunEvents"]
 
 PASSED_OVER = tuple(f'{{"event": "{kind}"' for kind in ("StepDone", "StepsMerged", "StateKept", "EventsMerged"))
 MOST_WORKERS_FOLLOWED = 8  # the first ones: what all say alike is in each file, and the first one evaluates
+LIST_EVERY_S = 5.0  # a directory whose time of change stays the same, as on some network file systems
 MOST_ATTEMPTS = 50
 MOST_LINES = 400
 MOST_EVALUATIONS = 1000  # of a measure
@@ -62,6 +64,8 @@ class RunEvents:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._attempt = 0
+        self._directory = run_dir
+        self._listed: tuple[int, float] = (0, -LIST_EVERY_S)  # the directory's mtime when it was listed, and when
         self._followed: dict[int | None, GrowingLog] = {}
         self._earlier: collections.deque[Path] = collections.deque()
         self._lines: dict[tuple[str, int, str], tuple[float, str]] = {}  # what is said alike counts once
@@ -109,13 +113,19 @@ class RunEvents:
         for number_of in earlier:
             directory = attempt_dir(self._run_dir, number_of)
             self._earlier += [directory / "events.jsonl", *_workers_files(directory).values()]
-        self._attempt = attempt
-        self._followed = {None: GrowingLog(attempt_dir(self._run_dir, attempt) / "events.jsonl")}
+        self._attempt, self._directory = attempt, attempt_dir(self._run_dir, attempt)
+        self._listed = (0, -LIST_EVERY_S)
+        self._followed = {None: GrowingLog(self._directory / "events.jsonl")}
 
     def _find_workers(self) -> None:
+        """Look for workers that have come: where the directory has changed, and sometimes in any case."""
         if len(self._followed) > MOST_WORKERS_FOLLOWED:
             return
-        for worker, path in _workers_files(attempt_dir(self._run_dir, self._attempt)).items():
+        mtime_ns, now = FileStamp.of(self._directory).mtime_ns, time.monotonic()
+        if mtime_ns == self._listed[0] and now - self._listed[1] < LIST_EVERY_S:
+            return
+        self._listed = mtime_ns, now
+        for worker, path in _workers_files(self._directory).items():
             if worker not in self._followed and len(self._followed) <= MOST_WORKERS_FOLLOWED:
                 self._followed[worker] = GrowingLog(path)
 

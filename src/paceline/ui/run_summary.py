@@ -57,11 +57,9 @@ class RunSummary:
     def facts(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
-    def after(self, rows: Sequence[Mapping[str, Any]]) -> RunSummary:
-        """The same run after these newest rows of its metrics, which takes a tenth of reading its files again."""
-        return dataclasses.replace(
-            self, **_by_rows(rows, self.run_for, last_step=self.last_step, is_on=self.is_running)
-        )
+    def after(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What these newest rows of its metrics change of its facts, which takes a tenth of reading its files again."""
+        return _by_rows(rows, self.run_for, last_step=self.last_step, is_on=self.is_running)
 
     @property
     def is_running(self) -> bool:

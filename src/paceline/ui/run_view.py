@@ -63,9 +63,11 @@ class RunView:
 
     def __init__(self, run_dir: Path, name: str) -> None:
         self.run_dir, self.name = run_dir, name
+        self._record, self._rows = run_dir / "run.json", run_dir / "metrics.jsonl"
         self.revision = 1
-        self.summary: RunSummary | None = None
-        self._metrics = FollowedMetrics(run_dir / "metrics.jsonl")
+        self.summary: RunSummary | None = None  # when its files were read last
+        self._facts: dict[str, Any] = {}  # of it
+        self._metrics = FollowedMetrics(self._rows)
         self._events = RunEvents(run_dir)
         self._parts: dict[str, tuple[int, Any]] = {}
         self._stamps: tuple[FileStamp, ...] = ()
@@ -173,7 +175,7 @@ class RunView:
     def _look_at_summary(self) -> bool:
         """Read it where its files have changed; between such readings, take what the curves' newest rows say. Returns
         whether it was read."""
-        stamps = (FileStamp.of(self.run_dir / "run.json"), FileStamp.of(self.run_dir / "metrics.jsonl"))
+        stamps = (FileStamp.of(self._record), FileStamp.of(self._rows))
         if stamps == self._stamps:
             return False
         is_first = self.summary is None or self.summary.at is None  # the first row tells where the run is to end
@@ -181,12 +183,13 @@ class RunView:
         if is_read:
             self._summed.begin()
             self.summary = summary_of(self.run_dir, self.name, with_spark=False)
+            self._facts = self.summary.facts()
             self._stamps = stamps
             self._summed.end()
         elif self.summary is not None and self._metrics.is_whole:
-            self.summary = self.summary.after(self._metrics.index.newest)
+            self._facts |= self.summary.after(self._metrics.index.newest)
         if self.summary is not None:
-            self._put("summary", self.summary.facts() | self._of_curves())
+            self._put("summary", self._facts | self._of_curves())
         return is_read
 
     def _is_new_record(self) -> bool:
@@ -202,7 +205,8 @@ class RunView:
             return
         if self.summary is not None and self.summary.state != now.state:  # its process has ended
             self.summary = dataclasses.replace(self.summary, state=now.state)
-            self._put("summary", self.summary.facts() | self._of_curves())
+            self._facts["state"] = now.state
+            self._put("summary", self._facts | self._of_curves())
         self._put("about", _about(record, now))
         self._put("workers", worker_places(now))
 

@@ -49,7 +49,7 @@ class RunsFolder:
 
     def find(self, name: str) -> Path | None:
         """Return the directory of a run that was found below the folder; None for every other name."""
-        if name not in self._runs or not (self._runs[name].path / RECORD).exists():
+        if name not in self._runs or not os.path.exists(self._runs[name].record):
             self._scan()
         return self._runs[name].path if name in self._runs else None
 
@@ -201,12 +201,17 @@ class _KnownRun:
 
     name: str
     path: Path
+    record: Path = dataclasses.field(init=False)
+    metrics: Path = dataclasses.field(init=False)
     summary: RunSummary | None = None
     revision: int = 0
     real: str = ""  # its path without links
     place: RunPlace = NOWHERE
     _stamps: tuple[FileStamp, FileStamp] | None = None
     _checked_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.record, self.metrics = self.path / RECORD, self.path / METRICS
 
     @property
     def changed_ns(self) -> int:
@@ -233,7 +238,7 @@ class _KnownRun:
         return summary
 
     def _stamps_now(self) -> tuple[FileStamp, FileStamp]:
-        return FileStamp.of(self.path / RECORD), FileStamp.of(self.path / METRICS)
+        return FileStamp.of(self.record), FileStamp.of(self.metrics)
 
 
 def _as_text(name: str) -> str:

@@ -55,17 +55,17 @@ class ThinnedSeries:
 
     def changes(self, since: int) -> dict[str, Any] | None:
         """Return `width`, whether the points are `whole` (all there are), and points [column, step, mean, least, most]
-        by step; None where nothing is new."""
+        by step, or [column, step, value] of columns of one value; None where nothing is new."""
         whole = since < self._widened or since <= 0
         changed = reversed(self._columns.items())  # what is new is at the end, so the rest is not looked at
         new = changed if whole else itertools.takewhile(lambda one: one[1].revision > since, changed)
-        points = [[index, *column.numbers()] for index, column in sorted(new, key=lambda one: one[0])]
+        points = [[index, *column.numbers()] for index, column in sorted(new, key=_index)]
         return {"width": self.width, "whole": whole, "points": points} if points else None
 
     def means(self) -> Iterator[tuple[float, float]]:
         """Yield step and mean of each column, by step."""
         for _, column in sorted(self._columns.items()):
-            step, mean, _, _ = column.numbers()
+            step, mean, *_ = column.numbers()
             yield step, mean
 
     def _widen(self, revision: int) -> None:
@@ -96,13 +96,16 @@ class _Column:
         self.least, self.most = min(self.least, other.least), max(self.most, other.most)
         self.revision = max(self.revision, other.revision)
 
-    def numbers(self) -> tuple[float, float, float, float]:
-        return (
-            round(self.steps / self.weight, 1),
-            _brief(self.total / self.weight),
-            _brief(self.least),
-            _brief(self.most),
-        )
+    def numbers(self) -> tuple[float, ...]:
+        """Step, mean, least and most, or step and value."""
+        if self.weight == 1.0 and self.least == self.most:
+            return self.steps, _brief(self.total)
+        step, mean = round(self.steps / self.weight, 1), _brief(self.total / self.weight)
+        return step, mean, _brief(self.least), _brief(self.most)
+
+
+def _index(numbered: tuple[int, _Column]) -> int:
+    return numbered[0]
 
 
 def _brief(value: float) -> float:

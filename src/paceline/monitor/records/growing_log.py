@@ -7,6 +7,7 @@ many lines are sealed; those of its own lines that were read before are left out
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from paceline.monitor.records.run_files import GrowingFile
 from paceline.plain_data import finite, read_object
 
 __all__ = ["GrowingLog"]
+
+OWN_TIME = re.compile(r'\{"event": "\w+", "time": (\d{1,10}(?:\.\d*)?),')  # as an event is written
 
 
 class GrowingLog:
@@ -78,6 +81,8 @@ class GrowingLog:
 
 
 def _time(line: str) -> float:
+    if (found := OWN_TIME.match(line)) is not None:
+        return float(found[1])
     try:
         return finite(read_object(line)["time"])
     except (ValueError, KeyError):  # damaged

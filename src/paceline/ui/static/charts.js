@@ -17,7 +17,7 @@ export class Curve {
   take({ width, whole, points }) {
     if (whole || width !== this.width) this.points.clear();
     this.width = width;
-    for (const [column, ...point] of points) this.points.set(column, point);
+    for (const [column, step, mean, least = mean, most = mean] of points) this.points.set(column, [step, mean, least, most]);
     this.sorted = null;
   }
 
@@ -42,7 +42,7 @@ export class Curve {
 
 export function curveOf(values) {
   const curve = new Curve();
-  curve.take({ width: 1, whole: true, points: values.map(([step, value], place) => [place, step, value, value, value]) });
+  curve.take({ width: 1, whole: true, points: values.map(([step, value], place) => [place, step, value]) });
   return curve;
 }
 
