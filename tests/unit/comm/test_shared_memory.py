@@ -13,9 +13,9 @@ from torch import Tensor
 
 from memory_members import CPU, LIMIT_S, Members
 from paceline.comm.shared_memory.arena import NUM_FINGERPRINTS, why_unsupported
-from paceline.comm.shared_memory.collectives import COPY_BYTES, NUM_COPY, SMALL_BYTES
+from paceline.comm.shared_memory.collectives import COPY_BYTES, NUM_COPY, PIECE_BYTES, SMALL_BYTES
 from paceline.comm.shared_memory.shared_group import SharedGroup
-from paceline.comm.shared_memory.summation import SUMMED
+from paceline.comm.shared_memory.summation import AVERAGED, SUMMED
 from paceline.errors import SyncError
 
 pytestmark = pytest.mark.skipif(why_unsupported() is not None, reason=str(why_unsupported()))
@@ -73,6 +73,30 @@ def test_all_members_get_the_bits_of_the_sum_in_their_order(
     for found in members(size).each(work):
         for tensor, numel in zip(found, lengths, strict=True):
             assert torch.equal(tensor, summed(numel, dtype, size))
+
+
+@pytest.mark.parametrize("is_placed", [True, False], ids=["in_place", "copied"])
+@pytest.mark.parametrize("dtype", AVERAGED, ids=str)
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_mean_has_the_bits_of_the_sum_that_is_divided_behind_it(
+    members: Callable[..., Members], size: int, dtype: torch.dtype, is_placed: bool
+) -> None:
+    lengths = [1, 129, SMALL_BYTES // dtype.itemsize + 1, PIECE_BYTES // dtype.itemsize + 77]
+
+    def work(group: SharedGroup) -> list[Tensor]:
+        found = []
+        for numel in lengths:
+            tensor = torch.empty(2, numel, dtype=dtype).t()[:, 0]  # with holes
+            if is_placed:
+                tensor = group.allocate(numel, dtype=dtype, device=CPU)
+            tensor.copy_(numbers(numel, dtype, group.index))
+            group.all_reduce(tensor, what="a mean", mean=True).wait()
+            found.append(tensor.clone())
+        return found
+
+    for found in members(size).each(work):
+        for tensor, numel in zip(found, lengths, strict=True):
+            assert torch.equal(tensor, summed(numel, dtype, size) / size)
 
 
 def test_sixteen_bits_are_rounded_once(members: Callable[..., Members]) -> None:

@@ -197,13 +197,15 @@ class SharedMemoryOp:
         tensor: Tensor,
         *,
         is_copied: bool = False,
+        divisor: int = 1,
         read: Callable[[Sequence[Tensor]], None] | None = None,
     ) -> None:
-        """`read` computes this member's result from all parts; None: each member sums its share for all members."""
+        """`read` computes this member's result from all parts; None: each member sums its share for all members, and
+        divides it by `divisor`."""
         self.what = what
         self.parts = parts  # flat, one of each member
         self.tensor = tensor  # keeps its slot alive
-        self.is_copied, self.read = is_copied, read
+        self.is_copied, self.divisor, self.read = is_copied, divisor, read
         self.sequence = 0
         self.is_finished = False
         self._finish = finish

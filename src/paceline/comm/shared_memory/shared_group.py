@@ -106,7 +106,9 @@ class SharedGroup:
             return self.base.allocate(numel, dtype=dtype, device=device)
         return self._arena.reserve(numel, dtype)
 
-    def all_reduce(self, tensor: Tensor, *, what: str) -> Transfer:
+    def all_reduce(self, tensor: Tensor, *, what: str, mean: bool = False) -> Transfer:
+        """`mean`: divide the sum by the number of members, which costs little here; only types in `AVERAGED`, on the
+        CPU. All members must pass the same."""
         if self._broken is not None:
             raise SyncError(self._broken)
         if tensor.device.type != "cpu" or tensor.dtype not in SUMMED:
@@ -118,10 +120,11 @@ class SharedGroup:
             start, stop = tensor.storage_offset(), tensor.storage_offset() + tensor.numel()
             parts = [slot[start:stop] for slot in segment.slots]
             last = self._announce(
-                SharedMemoryOp(self._finish, what, parts, tensor), origin=min(segment.page, LAST_PAGE)
+                SharedMemoryOp(self._finish, what, parts, tensor, divisor=self.size if mean else 1),
+                origin=min(segment.page, LAST_PAGE),
             )
         elif tensor.numel():
-            last = self._sum_staged(tensor, what)
+            last = self._sum_staged(tensor, what, mean=mean)
         else:
             return CompletedTransfer()
         self.progress()
@@ -244,30 +247,36 @@ class SharedGroup:
             self.progress()
         return last
 
-    def _sum_staged(self, tensor: Tensor, what: str) -> Transfer:
+    def _sum_staged(self, tensor: Tensor, what: str, *, mean: bool) -> Transfer:
         """Announce the sum of a tensor outside the arena, in as many pieces as it takes."""
         flat = tensor.reshape(-1)
         buffers = self._small if flat.nbytes <= SMALL_BYTES else self._large
         if flat.nbytes <= buffers.num_bytes and tensor.is_contiguous():
-            only = self._sum_piece(flat, buffers, what)
+            only = self._sum_piece(flat, buffers, what, mean=mean)
             self.progress()
             return only
         sums: list[SharedMemoryOp] = []
         for piece in flat.split(buffers.num_bytes // flat.itemsize):
-            sums.append(self._sum_piece(piece, buffers, what))
+            sums.append(self._sum_piece(piece, buffers, what, mean=mean))
             self.progress()
         return PendingPieces(sums, flat, tensor)
 
     @torch.inference_mode()
-    def _sum_piece(self, piece: Tensor, buffers: StagingBuffers, what: str, *, origin: int = 0) -> SharedMemoryOp:
-        parts = self._next_buffer(buffers, piece.numel(), piece.dtype)
-        parts[self.index].copy_(piece)
+    def _sum_piece(
+        self, piece: Tensor, buffers: StagingBuffers, what: str, *, origin: int = 0, mean: bool = False
+    ) -> SharedMemoryOp:
+        parts, divisor = self._next_buffer(buffers, piece.numel(), piece.dtype), self.size if mean else 1
         read: Callable[[Sequence[Tensor]], None] | None = None
-        if self.size == 2:
-            read = functools.partial(_add_to, piece, 1 - self.index)
-        elif buffers is self._small:
-            read = functools.partial(_sum_into, piece)
-        op = SharedMemoryOp(self._finish, what, parts, piece, is_copied=True, read=read)
+        if self.size == 2 and mean:  # a half is exact, so it does not matter whether it is taken before or behind
+            torch.mul(piece, 0.5, out=parts[self.index])
+            read = functools.partial(_add_both, piece)
+        else:
+            parts[self.index].copy_(piece)
+            if self.size == 2:
+                read = functools.partial(_add_to, piece, 1 - self.index)
+            elif buffers is self._small:
+                read = functools.partial(_sum_into, piece, divisor)
+        op = SharedMemoryOp(self._finish, what, parts, piece, is_copied=True, divisor=divisor, read=read)
         return buffers.use(self._announce(op, origin=origin))
 
     def _next_buffer(self, buffers: StagingBuffers, numel: int, dtype: torch.dtype) -> list[Tensor]:
@@ -325,7 +334,8 @@ class SharedGroup:
             op.read(op.parts)
             op.read = _nothing_to_read  # the buffer keeps its last op, which must not keep large targets alive
         else:
-            sum_in_place(op.parts, *part_bounds(op.parts[0].numel(), self.index, self.size))
+            bounds = part_bounds(op.parts[0].numel(), self.index, self.size)
+            sum_in_place(op.parts, *bounds, divisor=op.divisor)
         self._pending.popleft()
         self._arena.announce(DONE, op.sequence)
 
@@ -387,8 +397,13 @@ def _nothing_to_read(parts: Sequence[Tensor]) -> None:
     """The read of an op that is done."""
 
 
-def _sum_into(target: Tensor, parts: Sequence[Tensor]) -> None:
-    target.copy_(ordered_sum(parts))
+def _sum_into(target: Tensor, divisor: int, parts: Sequence[Tensor]) -> None:
+    summed = ordered_sum(parts)
+    target.copy_(summed if divisor == 1 else summed.div_(divisor))
+
+
+def _add_both(target: Tensor, parts: Sequence[Tensor]) -> None:
+    torch.add(parts[0], parts[1], out=target)
 
 
 def _add_to(target: Tensor, other: int, parts: Sequence[Tensor]) -> None:

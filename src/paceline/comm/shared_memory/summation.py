@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "AVERAGED",
     "BARRIER",
     "BROADCAST",
     "EXCHANGED",
@@ -45,6 +46,7 @@ SUMMED = (  # the position in this tuple is the type's number in a fingerprint
     torch.uint8,
 )
 ROUNDED = (torch.float16, torch.bfloat16)  # summed in float32, and rounded once
+AVERAGED = (torch.float32, torch.float64)  # a mean of these is taken on the way
 CACHED_BYTES = 512 * 1024  # summed at a time, of all members together: this much stays in a core's own cache
 
 # Bits of a fingerprint: number of elements, then their type, then the origin (a segment's page, or a kind below).
@@ -74,13 +76,15 @@ def part_bounds(numel: int, index: int, size: int) -> tuple[int, int]:
     return first, numel if index == size - 1 else last
 
 
-def sum_in_place(parts: Sequence[Tensor], start: int, stop: int) -> None:
-    """Write the sum of the parts, from `start` to `stop`, into all of them."""
+def sum_in_place(parts: Sequence[Tensor], start: int, stop: int, *, divisor: int = 1) -> None:
+    """Write the sum of the parts, from `start` to `stop`, divided by `divisor`, into all of them."""
     step = CACHED_BYTES // (len(parts) * parts[0].itemsize)
     shares = [part[start:stop] for part in parts]
     blocks = [shares] if stop - start <= step else zip(*(share.split(step) for share in shares), strict=True)
     for pieces in blocks:
         summed = ordered_sum(pieces, out=pieces[0])
+        if divisor != 1:
+            summed.div_(divisor)
         for piece in pieces if summed is not pieces[0] else pieces[1:]:
             piece.copy_(summed)
 

@@ -44,6 +44,7 @@ from paceline.comm.shared_memory.collectives import (
 from paceline.comm.shared_memory.setup import with_shared_memory
 from paceline.comm.shared_memory.shared_group import SharedGroup
 from paceline.comm.shared_memory.summation import (
+    AVERAGED,
     GATHERED_TO_ONE,
     MAXIMUM,
     MINIMUM,
@@ -186,9 +187,14 @@ class SharedMemoryProcessGroup(TorchGroup):
                         pieces = reduce_pieces(row, row, reduction=reduction, most=_max_piece_numel(row))
                         self._memory.run_pieces(pieces, row.dtype, "all_reduce", kind=kind)
                 return
-            for flight in [self._memory.all_reduce(tensor, what="all_reduce") for tensor in tensors]:
+            is_mean = opts.reduceOp == AVG
+            at_once = [is_mean and tensor.dtype in AVERAGED for tensor in tensors]
+            for flight in [
+                self._memory.all_reduce(tensor, what="all_reduce", mean=mean)
+                for tensor, mean in zip(tensors, at_once, strict=True)
+            ]:
                 flight.wait()
-            self._divide(tensors, opts)
+            self._divide([tensor for tensor, is_done in zip(tensors, at_once, strict=True) if not is_done], opts)
 
         return self._begin(do, tensors, opts)
 

@@ -20,7 +20,7 @@ from paceline.comm.group import Disrupted
 from paceline.comm.peer_sockets.process_group import PeerProcessGroup, create_peer_group, listening_address
 from paceline.comm.shared_memory.setup import with_shared_memory
 from paceline.comm.shared_memory.shared_group import SharedGroup
-from paceline.comm.shared_memory.summation import ordered_sum
+from paceline.comm.shared_memory.summation import AVERAGED, ordered_sum
 from paceline.comm.torch_backend.process_group import SharedMemoryProcessGroup
 from paceline.compat.horovod.requests import Reduction
 from paceline.errors import SyncError
@@ -126,14 +126,19 @@ class MemberGroup:
         """Reduce flat tensors over all members, in place. Small ones travel in one buffer."""
         for buffer, parts in _buffers(tensors):
             row = _scaled(buffer, prescale)
+            is_mean, is_divided = reduction == Reduction.AVERAGE, False
             if reduction == Reduction.ADASUM:
                 self._adasum(row, [part.numel() for part in parts])
             elif self._group is not None:
                 wide = WIDER.get(row.dtype)
                 moved = row if wide is None else row.to(wide)
-                self._group.allreduce([moved], _Options(reduceOp=REDUCTIONS[reduction])).wait()
+                is_divided = is_mean and postscale == 1.0 and row.dtype in AVERAGED  # another pass over all numbers
+                self._group.allreduce(
+                    [moved], _Options(reduceOp=dist.ReduceOp.AVG if is_divided else REDUCTIONS[reduction])
+                ).wait()
                 row = moved if wide is None else row.copy_(moved)
-            row = _averaged(row, self.size, postscale) if reduction == Reduction.AVERAGE else _scaled(row, postscale)
+            if not is_divided:
+                row = _averaged(row, self.size, postscale) if is_mean else _scaled(row, postscale)
             if len(parts) > 1 or row is not parts[0]:
                 _copy_all(parts, row.split([part.numel() for part in parts]))
 
