@@ -18,6 +18,7 @@ from torch.utils.data import default_collate
 from paceline.errors import SyncError
 from paceline.events import Evaluated
 from paceline.parallel.check.model_hints import ModelHints
+from paceline.parallel.file_weights import keep_in_memory
 from paceline.schedule.sample_order import WeightedDraws
 from paceline.units import name_text
 from paceline.worker.data.batch_stream import StreamSource
@@ -407,6 +408,7 @@ class Worker(StatefulMember):
             model, self._prepared.model(model, name, slices=slices, owners=owners, tables=tables, buffers=buffers)
         )
         self._models.layout.guard_state(model)
+        keep_in_memory(model)
 
 
 def _only_one(name: str, value: T | None, alias: str, other: T | None) -> T | None:

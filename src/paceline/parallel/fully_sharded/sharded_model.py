@@ -35,6 +35,7 @@ from paceline.comm.group import WorkerGroup
 from paceline.comm.sharded_tensors import is_sharded, local_part
 from paceline.errors import PlanError
 from paceline.parallel.class_name import class_name
+from paceline.parallel.file_weights import WeightFiles
 from paceline.parallel.fully_sharded.collectives import (
     ShardAllGather,
     ShardCollectives,
@@ -329,6 +330,7 @@ class ShardedModel:
         # None: the root, which backward needs first, stays gathered between forward and backward.
         reshard = False if self.zero < 3 else None if is_root else True
         on_host = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if self._on_host else OffloadPolicy()
+        files = WeightFiles(unit.parameters())
         sharded: Any = fully_shard(
             unit,
             mesh=over.mesh,
@@ -342,6 +344,7 @@ class ShardedModel:
         if hasattr(sharded, "set_reduce_scatter_unused_params"):  # torch 2.13
             # Micro-batches may use different parameters on other workers: all send the same, zeros for the unused.
             sharded.set_reduce_scatter_unused_params(True, recurse=False)
+        files.release()
         return sharded
 
     def _follow(self, unit: nn.Module, *_: Any) -> None:

@@ -20,6 +20,7 @@ from paceline.errors import PlanError, SyncError
 from paceline.parallel.apply import place, send_from_first
 from paceline.parallel.check.model_hints import ModelHints
 from paceline.parallel.check.model_support import require_fit, require_open
+from paceline.parallel.file_weights import without_same_files
 from paceline.parallel.fully_sharded.sharded_model import ShardedModel
 from paceline.parallel.gradient_queries import refuse_gradients_at
 from paceline.parallel.model_units import names_matching
@@ -176,7 +177,7 @@ class ModelLayout:
 
     def _make_equal(self, tensors: Sequence[Tensor]) -> None:
         """Give all workers of the run the first one's; a newcomer is sent everything that counts later."""
-        self._together(lambda: send_from_first(tensors, self._group))
+        self._together(lambda: send_from_first(without_same_files(tensors, self._group), self._group))
 
     def _apply_tensor_parallel(
         self, model: nn.Module, plan: TensorPlan, tensor_parallel_group: RecordedTensorGroup

@@ -14,6 +14,7 @@ from paceline.comm.group import WorkerGroup
 from paceline.errors import CheckpointError
 from paceline.events import CheckpointSkipped, Note, Warned
 from paceline.parallel.apply import send_from_first
+from paceline.parallel.file_weights import without_same_files
 from paceline.plan import Plan
 from paceline.worker.membership.consensus import Consensus
 from paceline.worker.record.run_files import RunFiles
@@ -171,7 +172,8 @@ class ResumedState:
             return
         model = self._registry.models[name]
         if not self._axes.is_split:  # there it was done before the model was
-            self._consensus.run(lambda: send_from_first([*model.parameters(), *model.buffers()], self._group))
+            tensors = [*model.parameters(), *model.buffers()]
+            self._consensus.run(lambda: send_from_first(without_same_files(tensors, self._group), self._group))
         if self._state is not None and self._group.index == 0:
             self._files.emit(Warned(text=f"the checkpoint has no model {name!r}: it starts from its own weights"))
 

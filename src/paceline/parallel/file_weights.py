@@ -1,0 +1,203 @@
+"""Weights that are still the bytes of their files: mapped into memory, and read only where somebody looks at them.
+
+`from_pretrained` of transformers, `safetensors.torch.load_file` and `torch.load(mmap=True)` on the CPU copy nothing.
+They map files privately: a page of a file takes memory when it is read, and memory of its own when it is written. So
+workers that map the same file have the same weights, and need not send them to each other, which would read and write
+all of them; and each worker reads as much of a file as it keeps.
+
+What was changed since is known page by page: the kernel says in /proc/self/pagemap which pages are the file's (bit 61;
+Documentation/admin-guide/mm/pagemap.rst). Where it does not say so, a tensor counts as changed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import itertools
+import mmap
+import os
+import re
+import zlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from paceline.comm.group import WorkerGroup
+
+__all__ = ["FileMappings", "FilePlace", "WeightFiles", "keep_in_memory", "without_same_files"]
+
+PAGE = mmap.PAGESIZE
+SWAPPED, OF_FILE = 1 << 62, 1 << 61  # of a page's entry, whose sign says that the page is in memory
+MADV_DONTNEED = 4  # asm-generic/mman-common.h
+LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ...p ([0-9a-f]+) (\S+) (\d+)\s+(/.*)")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FilePlace:
+    """The bytes of a file that a tensor is: for comparisons between workers."""
+
+    file: tuple[int, ...]  # on this host: which file, of what size, changed last when
+    offset: int
+    num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Mapping:
+    begin: int  # addresses
+    end: int
+    offset: int  # of the file, at `begin`
+    path: str
+    inode: int
+
+
+class FileMappings:
+    """The files that this process has mapped privately, as they are now."""
+
+    def __init__(self) -> None:
+        self._mappings: list[_Mapping] = []
+        try:
+            with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as lines:
+                for found in filter(None, map(LINE.match, lines)):
+                    begin, end, offset = (int(number, 16) for number in found.groups()[:3])
+                    self._mappings.append(_Mapping(begin, end, offset, found[6], int(found[5])))
+            self._pages = os.open("/proc/self/pagemap", os.O_RDONLY)
+        except OSError:  # not Linux, or a sandbox that does not show it
+            self._mappings, self._pages = [], -1
+
+    def close(self) -> None:
+        if self._pages >= 0:
+            os.close(self._pages)
+            self._pages = -1
+
+    def __enter__(self) -> FileMappings:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def place_of(self, tensor: Tensor) -> FilePlace | None:
+        """Return what a tensor is of a file; None where it is not, or was changed, or the file was."""
+        found = self.mapping_of(tensor)
+        if found is None or not self.is_unchanged(tensor):
+            return None
+        try:
+            now = os.stat(found.path)
+        except OSError:  # it was removed; the mapping still has it, but workers cannot compare
+            return None
+        if now.st_ino != found.inode:
+            return None
+        begin, num_bytes = tensor.data_ptr(), tensor.nbytes
+        return FilePlace(
+            file=(now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns),
+            offset=begin - found.begin + found.offset,
+            num_bytes=num_bytes,
+        )
+
+    def is_unchanged(self, tensor: Tensor) -> bool:
+        """Whether all pages of a mapped tensor are those of the file."""
+        own = self._own_pages(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+        return own is not None and not bool(own.any())
+
+    def release(self, mapping: _Mapping) -> None:
+        """Give back the memory of a mapping's pages that are those of the file. One that has gone, in whose place
+        another may be, loses nothing either: what is not a file's is kept."""
+        own = self._own_pages(mapping.begin, mapping.end)
+        if own is None:
+            return
+        bounds = [-1, *own.nonzero().flatten().tolist(), len(own)]  # of runs of the file's pages
+        for before, behind in itertools.pairwise(bounds):
+            if behind - before > 1:
+                _forget(mapping.begin + (before + 1) * PAGE, (behind - before - 1) * PAGE)
+
+    def mapping_of(self, tensor: Tensor) -> _Mapping | None:
+        if tensor.device.type != "cpu" or not tensor.nbytes or not _is_dense(tensor):
+            return None
+        begin = tensor.data_ptr()
+        return next((one for one in self._mappings if one.begin <= begin and begin + tensor.nbytes <= one.end), None)
+
+    def _own_pages(self, begin: int, end: int) -> Tensor | None:
+        """Of each page that has bytes from `begin` to `end`: whether it is not the file's any more. None: not known."""
+        first, last = begin // PAGE, -(-end // PAGE)
+        try:
+            data = bytearray(os.pread(self._pages, 8 * (last - first), 8 * first))
+        except OSError:
+            return None
+        if len(data) != 8 * (last - first):
+            return None
+        entries = torch.frombuffer(data, dtype=torch.int64)
+        return ((entries < 0) & (entries & OF_FILE == 0)) | (entries & SWAPPED != 0)
+
+
+class WeightFiles:
+    """The files that a model's weights are mapped from, while its parts are copied out of them."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        with FileMappings() as mappings:
+            found = {mappings.mapping_of(one) for one in tensors}
+        self._mappings = [one for one in found if one is not None]
+
+    def release(self) -> None:
+        """Give back the memory of all pages that were read and not changed: they are read again where somebody
+        looks."""
+        if not self._mappings:
+            return
+        with FileMappings() as now:
+            for one in self._mappings:
+                now.release(one)
+
+
+def without_same_files(tensors: Iterable[Tensor], group: WorkerGroup) -> list[Tensor]:
+    """Return the tensors that may differ between workers: all but those that are the same bytes of the same file,
+    unchanged, on every worker. All workers must call it, with as many tensors. On one host files are compared, on
+    several what is in them at some places.
+    """
+    given = list(tensors)
+    if group.size == 1:
+        return given
+    is_one_host = len(set(group.hosts)) == 1
+    with FileMappings() as mappings:
+        places = [mappings.place_of(one) for one in given]
+    told = [
+        None if place is None else (place.file if is_one_host else _checksum(one), place.offset, place.num_bytes)
+        for one, place in zip(given, places, strict=True)
+    ]
+    if not any(group.gather_objects(any(one is not None for one in told))):
+        return given
+    rows = group.gather_objects(told)
+    if len({len(row) for row in rows}) > 1:
+        return given  # what follows says how they differ
+    return [
+        tensor
+        for tensor, found in zip(given, zip(*rows, strict=True), strict=True)
+        if found[0] is None or any(one != found[0] for one in found)
+    ]
+
+
+@torch.no_grad()
+def keep_in_memory(model: nn.Module) -> None:
+    """Copy what of a model's trained weights is still mapped, one tensor at a time: a file may be written again, and
+    the first step would copy it in any case. Frozen weights stay mapped, and workers of a host share their memory."""
+    files = WeightFiles(model.parameters())
+    with FileMappings() as mappings:
+        for parameter in model.parameters():
+            if parameter.requires_grad and mappings.mapping_of(parameter) is not None:
+                parameter.data = parameter.data.clone()
+                files.release()
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and tensor.is_contiguous()
+
+
+def _checksum(tensor: Tensor) -> int:
+    """Of the first, the middle and the last bytes of a tensor, at most a page each."""
+    length, found = min(PAGE, tensor.nbytes), 0
+    for start in (0, (tensor.nbytes - length) // 2, tensor.nbytes - length):
+        found = zlib.crc32(ctypes.string_at(tensor.data_ptr() + start, length), found)
+    return found
+
+
+def _forget(begin: int, length: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), MADV_DONTNEED)
