@@ -16,7 +16,7 @@ from markdown_pages import Block, anchors, blocks, links
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-LIMIT_S = 120
+LIMIT_S = 300
 
 
 def first_script() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,7 +14,8 @@ from paceline.units import printable
 __all__ = ["plan_parts"]
 
 
-def plan_parts(text: str) -> dict[str, str]:
+@functools.lru_cache(maxsize=256)
+def plan_parts(text: str) -> Mapping[str, str]:
     """Return the values of a plan's fields by dotted names, defaults too; empty where the text is no plan that this
     version reads.
 

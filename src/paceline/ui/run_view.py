@@ -29,8 +29,8 @@ __all__ = ["RunView"]
 
 CURVES_S = 0.15  # of a look, for reading metrics
 EVENTS_S = 0.1
-SUMMARY_EVERY_S = 5.0  # from its files; in between, from the rows that are read for the curves
-STATUS_EVERY_S, STATUS_STILL_S = 10.0, 2.0  # while steps come and nothing happens, and otherwise
+SUMMARY_EVERY_S = 20.0  # from its files; in between, from the rows that are read for the curves
+STATUS_EVERY_S, STATUS_STILL_S = 15.0, 2.0  # while steps come and nothing happens, and otherwise
 SHARE = 10  # a part that took so long waits so many times as long
 LOGS_EVERY_S = 1.0
 REPORT_EVERY_S = 30.0

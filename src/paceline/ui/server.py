@@ -41,7 +41,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 OVERVIEW_EVERY_S = 0.5
-RUN_EVERY_S = 0.5
+RUN_EVERY_S = 0.6
 SHARED_S = 0.2  # looks of several pages at the same thing within so long are one
 LOOKS_TO_CATCH_UP = 3  # of a page that shows some of the steps so far
 MOST_VIEWS = 24  # runs that are kept in memory

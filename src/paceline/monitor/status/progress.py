@@ -25,7 +25,7 @@ from paceline.units import duration_text
 
 __all__ = ["Progress", "RunTrouble", "opened_stream"]
 
-NUM_STEPS = 50  # over which speeds are measured
+NUM_STEPS = 20  # over which speeds are measured
 NUM_FIRST_LINES = 200  # of a worker's events, in which it opens the data
 STILL_S = 5.0  # without a step, and
 STILL_STEPS = 10  # for as long as so many of them usually take: that is worth a word

@@ -63,7 +63,7 @@ export class Chart {
       on: { click: () => this.setSmooth(!this.isSmooth) } }, "smooth") : null;
     this.canvas = h("div", { class: "canvas" });
     this.element = h("figure", { class: `chart ${options.class ?? ""}` },
-      h("figcaption", null, h("span", { class: "title", title: options.title }, options.title), this.logButton, this.smoothButton, this.value), this.canvas);
+      h("figcaption", { class: options.hasLegend ? "of-many" : "" }, h("span", { class: "title", title: options.title }, options.title), this.logButton, this.smoothButton, this.value), this.canvas);
     this.observer = new ResizeObserver(() => this.resize());
     this.observer.observe(this.canvas);
     this.element.chart = this; // for the console
