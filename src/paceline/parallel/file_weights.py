@@ -30,6 +30,7 @@ __all__ = ["FileMappings", "FilePlace", "WeightFiles", "keep_in_memory", "withou
 PAGE = mmap.PAGESIZE
 SWAPPED, OF_FILE = 1 << 62, 1 << 61  # of a page's entry, whose sign says that the page is in memory
 MADV_DONTNEED = 4  # asm-generic/mman-common.h
+RELEASED_BYTES = 64 << 20  # copied, before their pages are given back: that looks at every page of the files
 LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ...p ([0-9a-f]+) (\S+) (\d+)\s+(/.*)")
 
 
@@ -178,12 +179,16 @@ def without_same_files(tensors: Iterable[Tensor], group: WorkerGroup) -> list[Te
 def keep_in_memory(model: nn.Module) -> None:
     """Copy what of a model's trained weights is still mapped, one tensor at a time: a file may be written again, and
     the first step would copy it in any case. Frozen weights stay mapped, and workers of a host share their memory."""
-    files = WeightFiles(model.parameters())
+    files, num_bytes = WeightFiles(model.parameters()), 0
     with FileMappings() as mappings:
         for parameter in model.parameters():
             if parameter.requires_grad and mappings.mapping_of(parameter) is not None:
                 parameter.data = parameter.data.clone()
+                num_bytes += parameter.nbytes
+            if num_bytes >= RELEASED_BYTES:
                 files.release()
+                num_bytes = 0
+    files.release()
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -1,0 +1,173 @@
+"""Weights that are bytes of mapped files: which are, unchanged, and the same on all workers; memory is given back."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from paceline.comm.group import SingleWorkerGroup
+from paceline.parallel.file_weights import FileMappings, WeightFiles, keep_in_memory, without_same_files
+
+ROWS = 4096  # of 256 numbers: 4 MiB
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    generator = torch.Generator().manual_seed(0)
+    save_file({name: torch.randn(ROWS, 256, generator=generator) for name in ("a", "b")}, path)
+    return path
+
+
+def is_of_file(tensor: Tensor) -> bool:
+    with FileMappings() as mappings:
+        return mappings.place_of(tensor) is not None
+
+
+def mapped_kib(file: Path) -> int:
+    """What of a file is in this process's memory."""
+    with open("/proc/self/smaps") as lines:
+        text = lines.read()
+    found = re.search(rf"{re.escape(str(file))}\n(?:.*\n)*?Rss: +(\d+) kB", text)
+    return int(found[1]) if found else 0
+
+
+class Members:
+    """Two members of a group, as threads: what each gathers the other gets."""
+
+    def __init__(self, hosts: tuple[int, ...] = (0, 0)) -> None:
+        self._hosts, self._values, self._barrier = hosts, [None, None], threading.Barrier(2, timeout=20)
+
+    def __call__(self, tensors: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        found: list[list[Tensor]] = [[], []]
+
+        def work(index: int) -> None:
+            found[index] = without_same_files(tensors[index], self._group(index))
+
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+    def _group(self, index: int) -> Any:
+        group: Any = SingleWorkerGroup()
+        group.index, group.size, group.hosts = index, 2, self._hosts
+
+        def gather(value: Any) -> list[Any]:
+            self._values[index] = value
+            self._barrier.wait()
+            values = list(self._values)
+            self._barrier.wait()
+            return values
+
+        group.gather_objects = gather
+        return group
+
+
+def test_what_is_mapped_and_unchanged_is_of_its_file(file: Path) -> None:
+    weights = load_file(file)
+    assert is_of_file(weights["a"]) and is_of_file(nn.Parameter(weights["b"])) and is_of_file(weights["a"][7:9])
+    assert not is_of_file(weights["a"].clone()) and not is_of_file(weights["a"].t()) and not is_of_file(torch.empty(0))
+    with FileMappings() as mappings:
+        one, other = mappings.place_of(weights["a"][8:]), mappings.place_of(weights["a"])
+    assert one is not None and other is not None
+    assert (one.offset - other.offset, one.num_bytes) == (8 * 1024, (ROWS - 8) * 1024)
+
+
+def test_one_number_that_was_written_is_seen_however_it_was_written(file: Path) -> None:
+    weights = load_file(file)
+    weights["a"].data[ROWS // 2, 3] = 1.0
+    assert not is_of_file(weights["a"]) and is_of_file(weights["b"])
+    assert not is_of_file(weights["a"][ROWS // 2 : ROWS // 2 + 1]) and is_of_file(weights["a"][:8])
+
+
+def test_a_file_that_was_replaced_or_removed_is_not_taken_for_the_one_that_is_mapped(file: Path) -> None:
+    weights = load_file(file)
+    save_file({"a": torch.zeros(3)}, file.with_name("other"))
+    os.replace(file.with_name("other"), file)
+    assert not is_of_file(weights["a"])
+    file.unlink()
+    assert not is_of_file(weights["a"])
+
+
+def test_the_same_bytes_of_a_file_need_not_be_sent(file: Path) -> None:
+    ours, theirs = load_file(file), load_file(file)
+    assert Members()([list(ours.values()), list(theirs.values())]) == [[], []]
+
+
+def test_what_differs_on_any_worker_is_sent_from_all(file: Path) -> None:
+    ours, theirs = load_file(file), load_file(file)
+    theirs["b"][ROWS // 2, 0] += 1.0  # on one worker; the first page is also of "a"
+    own = [torch.zeros(3), torch.zeros(3)]  # of no file
+    found = Members()([[ours["a"], ours["b"], own[0]], [theirs["a"], theirs["b"], own[1]]])
+    assert [[id(one) for one in sent] for sent in found] == [[id(ours["b"]), id(own[0])], [id(theirs["b"]), id(own[1])]]
+    found = Members()([[ours["a"]], [theirs["b"]]])  # other places of the file
+    assert [len(sent) for sent in found] == [1, 1]
+
+
+def test_on_several_hosts_it_counts_what_is_in_the_files(file: Path) -> None:
+    other = file.with_name("copy")
+    other.write_bytes(file.read_bytes())
+    ours, theirs = load_file(file), load_file(other)
+    assert Members(hosts=(0, 1))([[ours["a"]], [theirs["a"]]]) == [[], []]
+    assert [len(sent) for sent in Members()([[ours["a"]], [theirs["a"]]])] == [1, 1]
+    save_file({name: weight * 2 for name, weight in ours.items()}, file.with_name("tuned"))
+    theirs = load_file(file.with_name("tuned"))
+    assert [len(sent) for sent in Members(hosts=(0, 1))([[ours["a"]], [theirs["a"]]])] == [1, 1]
+
+
+def test_pages_that_were_read_are_given_back_and_those_that_were_written_stay(file: Path) -> None:
+    weights = load_file(file)
+    files = WeightFiles(weights.values())
+    total = float(weights["a"].double().sum() + weights["b"].double().sum())
+    assert mapped_kib(file) > 6000
+    weights["b"][ROWS // 2] = 5.0
+    files.release()
+    assert mapped_kib(file) < 200
+    assert bool((weights["b"][ROWS // 2] == 5.0).all())
+    weights["b"][ROWS // 2] = load_file(file)["b"][ROWS // 2]
+    assert float(weights["a"].double().sum() + weights["b"].double().sum()) == total
+
+
+def test_releasing_where_nothing_is_mapped_any_more_loses_nothing(file: Path) -> None:
+    weights = load_file(file)
+    files = WeightFiles(weights.values())
+    del weights
+    numbers = [torch.full((1 << 18,), float(value)) for value in range(8)]  # perhaps where the file was
+    files.release()
+    assert [float(one.min()) for one in numbers] == [float(one.max()) for one in numbers] == [*map(float, range(8))]
+
+
+def test_trained_weights_are_copied_and_frozen_ones_stay_mapped(file: Path) -> None:
+    weights = load_file(file)
+    model = nn.Module()
+    model.a, model.b = nn.Parameter(weights["a"]), nn.Parameter(weights["b"], requires_grad=False)
+    a = model.a
+    keep_in_memory(model)
+    assert model.a is a and not is_of_file(model.a) and is_of_file(model.b)
+    assert torch.equal(model.a, load_file(file)["a"])
+    assert mapped_kib(file) < 1000
+
+
+def test_without_the_kernels_word_every_tensor_counts_as_changed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = load_file(file)
+    files = WeightFiles(weights.values())
+
+    def refused(*_: Any) -> bytes:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "pread", refused)
+    assert not is_of_file(weights["a"])
+    files.release()
+    assert [len(sent) for sent in Members()([[weights["a"]], [weights["a"]]])] == [1, 1]
