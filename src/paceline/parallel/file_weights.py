@@ -11,6 +11,7 @@ Documentation/admin-guide/mm/pagemap.rst). Where it does not say so, a tensor co
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import itertools
@@ -18,17 +19,21 @@ import mmap
 import os
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
+import numpy
+import numpy.typing
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from paceline.comm.group import WorkerGroup
 
-__all__ = ["FileMappings", "FilePlace", "WeightFiles", "keep_in_memory", "without_same_files"]
+__all__ = ["FileMappings", "FilePlace", "WeightFiles", "giving_back", "keep_in_memory", "without_same_files"]
 
 PAGE = mmap.PAGESIZE
-SWAPPED, OF_FILE = 1 << 62, 1 << 61  # of a page's entry, whose sign says that the page is in memory
+PRESENT, SWAPPED, OF_FILE = (numpy.uint64(1 << bit) for bit in (63, 62, 61))  # of a page's entry
 MADV_DONTNEED = 4  # asm-generic/mman-common.h
 RELEASED_BYTES = 64 << 20  # copied, before their pages are given back: that looks at every page of the files
 LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ...p ([0-9a-f]+) (\S+) (\d+)\s+(/.*)")
@@ -106,7 +111,7 @@ class FileMappings:
         own = self._own_pages(mapping.begin, mapping.end)
         if own is None:
             return
-        bounds = [-1, *own.nonzero().flatten().tolist(), len(own)]  # of runs of the file's pages
+        bounds = [-1, *own.nonzero()[0].tolist(), len(own)]  # of runs of the file's pages
         for before, behind in itertools.pairwise(bounds):
             if behind - before > 1:
                 _forget(mapping.begin + (before + 1) * PAGE, (behind - before - 1) * PAGE)
@@ -117,17 +122,20 @@ class FileMappings:
         begin = tensor.data_ptr()
         return next((one for one in self._mappings if one.begin <= begin and begin + tensor.nbytes <= one.end), None)
 
-    def _own_pages(self, begin: int, end: int) -> Tensor | None:
-        """Of each page that has bytes from `begin` to `end`: whether it is not the file's any more. None: not known."""
+    def _own_pages(self, begin: int, end: int) -> numpy.typing.NDArray[numpy.bool_] | None:
+        """Of each page that has bytes from `begin` to `end`: whether it is not the file's any more. None: not known.
+
+        Not by torch, whose operations are seen by whoever watches a model run.
+        """
         first, last = begin // PAGE, -(-end // PAGE)
         try:
-            data = bytearray(os.pread(self._pages, 8 * (last - first), 8 * first))
+            data = os.pread(self._pages, 8 * (last - first), 8 * first)
         except OSError:
             return None
         if len(data) != 8 * (last - first):
             return None
-        entries = torch.frombuffer(data, dtype=torch.int64)
-        return ((entries < 0) & (entries & OF_FILE == 0)) | (entries & SWAPPED != 0)
+        entries = numpy.frombuffer(data, dtype=numpy.uint64)
+        return ((entries & PRESENT != 0) & (entries & OF_FILE == 0)) | (entries & SWAPPED != 0)
 
 
 class WeightFiles:
@@ -137,6 +145,9 @@ class WeightFiles:
         with FileMappings() as mappings:
             found = {mappings.mapping_of(one) for one in tensors}
         self._mappings = [one for one in found if one is not None]
+
+    def __bool__(self) -> bool:
+        return bool(self._mappings)
 
     def release(self) -> None:
         """Give back the memory of all pages that were read and not changed: they are read again where somebody
@@ -173,6 +184,32 @@ def without_same_files(tensors: Iterable[Tensor], group: WorkerGroup) -> list[Te
         for tensor, found in zip(given, zip(*rows, strict=True), strict=True)
         if found[0] is None or any(one != found[0] for one in found)
     ]
+
+
+@contextlib.contextmanager
+def giving_back(model: nn.Module) -> Iterator[None]:
+    """While a model runs, give back the memory of weights that it has read, if they are mapped."""
+    with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]  # a mode may watch who looks at weights
+        files = WeightFiles(model.parameters())
+        sizes = {module: sum(one.nbytes for one in module.parameters(recurse=False)) for module in model.modules()}
+    if not files:
+        yield
+        return
+    num_bytes = 0
+
+    def ran(module: nn.Module, _: Any, __: Any) -> None:
+        nonlocal num_bytes
+        num_bytes += sizes.get(module, 0)
+        if num_bytes >= RELEASED_BYTES:
+            files.release()
+            num_bytes = 0
+
+    handle = register_module_forward_hook(ran)
+    try:
+        yield
+    finally:
+        handle.remove()
+        files.release()
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import PlanError, Reason
+from paceline.parallel.file_weights import giving_back
 
 __all__ = ["SampleInput", "as_sample", "guess_sample", "undisturbed"]
 
@@ -33,7 +34,7 @@ class SampleInput:
 
     def run(self, model: nn.Module) -> Any:
         """Return what the model returns for it; the model and random generators stay as they were."""
-        with undisturbed(model):
+        with undisturbed(model), giving_back(model):
             return model(*copy.deepcopy(self.args), **copy.deepcopy(dict(self.kwargs)))
 
     def __str__(self) -> str:
