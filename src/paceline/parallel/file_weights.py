@@ -11,6 +11,7 @@ Documentation/admin-guide/mm/pagemap.rst). Where it does not say so, a tensor co
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import ctypes
 import dataclasses
@@ -61,7 +62,7 @@ class FileMappings:
     """The files that this process has mapped privately, as they are now."""
 
     def __init__(self) -> None:
-        self._mappings: list[_Mapping] = []
+        self._mappings: list[_Mapping] = []  # by address, as the kernel lists them
         try:
             with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as lines:
                 for found in filter(None, map(LINE.match, lines)):
@@ -120,7 +121,9 @@ class FileMappings:
         if tensor.device.type != "cpu" or not tensor.nbytes or not _is_dense(tensor):
             return None
         begin = tensor.data_ptr()
-        return next((one for one in self._mappings if one.begin <= begin and begin + tensor.nbytes <= one.end), None)
+        place = bisect.bisect_right(self._mappings, begin, key=_begin) - 1
+        found = self._mappings[place] if place >= 0 else None
+        return found if found is not None and begin + tensor.nbytes <= found.end else None
 
     def _own_pages(self, begin: int, end: int) -> numpy.typing.NDArray[numpy.bool_] | None:
         """Of each page that has bytes from `begin` to `end`: whether it is not the file's any more. None: not known.
@@ -226,6 +229,10 @@ def keep_in_memory(model: nn.Module) -> None:
                 files.release()
                 num_bytes = 0
     files.release()
+
+
+def _begin(mapping: _Mapping) -> int:
+    return mapping.begin
 
 
 def _is_dense(tensor: Tensor) -> bool:
