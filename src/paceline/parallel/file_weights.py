@@ -36,7 +36,7 @@ __all__ = ["FileMappings", "FilePlace", "WeightFiles", "giving_back", "keep_in_m
 PAGE = mmap.PAGESIZE
 PRESENT, SWAPPED, OF_FILE = (numpy.uint64(1 << bit) for bit in (63, 62, 61))  # of a page's entry
 MADV_DONTNEED = 4  # asm-generic/mman-common.h
-RELEASED_BYTES = 64 << 20  # copied, before their pages are given back: that looks at every page of the files
+SHARE, LEAST_BYTES = 16, 4 << 20  # of the files' bytes are read before pages are given back: that looks at all of them
 LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ...p ([0-9a-f]+) (\S+) (\d+)\s+(/.*)")
 
 
@@ -128,7 +128,7 @@ class FileMappings:
     def _own_pages(self, begin: int, end: int) -> numpy.typing.NDArray[numpy.bool_] | None:
         """Of each page that has bytes from `begin` to `end`: whether it is not the file's any more. None: not known.
 
-        Not by torch, whose operations are seen by whoever watches a model run.
+        Not by torch, whose operations are seen by a mode that watches a model run.
         """
         first, last = begin // PAGE, -(-end // PAGE)
         try:
@@ -148,6 +148,8 @@ class WeightFiles:
         with FileMappings() as mappings:
             found = {mappings.mapping_of(one) for one in tensors}
         self._mappings = [one for one in found if one is not None]
+        #: Bytes that may be read before they are worth giving back.
+        self.enough_bytes = max(LEAST_BYTES, sum(one.end - one.begin for one in self._mappings) // SHARE)
 
     def __bool__(self) -> bool:
         return bool(self._mappings)
@@ -203,7 +205,7 @@ def giving_back(model: nn.Module) -> Iterator[None]:
     def ran(module: nn.Module, _: Any, __: Any) -> None:
         nonlocal num_bytes
         num_bytes += sizes.get(module, 0)
-        if num_bytes >= RELEASED_BYTES:
+        if num_bytes >= files.enough_bytes:
             files.release()
             num_bytes = 0
 
@@ -225,7 +227,7 @@ def keep_in_memory(model: nn.Module) -> None:
             if parameter.requires_grad and mappings.mapping_of(parameter) is not None:
                 parameter.data = parameter.data.clone()
                 num_bytes += parameter.nbytes
-            if num_bytes >= RELEASED_BYTES:
+            if num_bytes >= files.enough_bytes:
                 files.release()
                 num_bytes = 0
     files.release()
