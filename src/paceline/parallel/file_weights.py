@@ -107,9 +107,9 @@ class FileMappings:
         return own is not None and not bool(own.any())
 
     def release(self, mapping: _Mapping) -> None:
-        """Give back the memory of a mapping's pages that are those of the file. One that has gone, in whose place
-        another may be, loses nothing either: what is not a file's is kept."""
-        own = self._own_pages(mapping.begin, mapping.end)
+        """Give back the memory of a mapping's pages that are those of the file, if it is still there as it was. No
+        other thread may write to it or unmap it meanwhile."""
+        own = self._own_pages(mapping.begin, mapping.end) if mapping in self._mappings else None
         if own is None:
             return
         bounds = [-1, *own.nonzero()[0].tolist(), len(own)]  # of runs of the file's pages
@@ -142,25 +142,31 @@ class FileMappings:
 
 
 class WeightFiles:
-    """The files that a model's weights are mapped from, while its parts are copied out of them."""
+    """The files that a model's weights are mapped from, while its parts are copied out of them.
+
+    They stay mapped as long as this object lives: in the place of a mapping that has gone another thread may have put
+    memory of its own.
+    """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._storages: dict[_Mapping, torch.UntypedStorage] = {}
         with FileMappings() as mappings:
-            found = {mappings.mapping_of(one) for one in tensors}
-        self._mappings = [one for one in found if one is not None]
+            for one in tensors:
+                if (mapping := mappings.mapping_of(one)) is not None:
+                    self._storages[mapping] = one.untyped_storage()
         #: Bytes that may be read before they are worth giving back.
-        self.enough_bytes = max(LEAST_BYTES, sum(one.end - one.begin for one in self._mappings) // SHARE)
+        self.enough_bytes = max(LEAST_BYTES, sum(one.end - one.begin for one in self._storages) // SHARE)
 
     def __bool__(self) -> bool:
-        return bool(self._mappings)
+        return bool(self._storages)
 
     def release(self) -> None:
         """Give back the memory of all pages that were read and not changed: they are read again where somebody
         looks."""
-        if not self._mappings:
+        if not self._storages:
             return
         with FileMappings() as now:
-            for one in self._mappings:
+            for one in self._storages:
                 now.release(one)
 
 
@@ -222,11 +228,15 @@ def keep_in_memory(model: nn.Module) -> None:
     """Copy what of a model's trained weights is still mapped, one tensor at a time: a file may be written again, and
     the first step would copy it in any case. Frozen weights stay mapped, and workers of a host share their memory."""
     files, num_bytes = WeightFiles(model.parameters()), 0
+    copies: dict[tuple[object, ...], Tensor] = {}  # by place and type: parameters that share memory go on sharing it
     with FileMappings() as mappings:
         for parameter in model.parameters():
             if parameter.requires_grad and mappings.mapping_of(parameter) is not None:
-                parameter.data = parameter.data.clone()
-                num_bytes += parameter.nbytes
+                place = parameter.data_ptr(), parameter.nbytes, parameter.dtype
+                if place not in copies:
+                    copies[place] = parameter.data.clone()
+                    num_bytes += parameter.nbytes
+                parameter.data = copies[place].view_as(parameter)
             if num_bytes >= files.enough_bytes:
                 files.release()
                 num_bytes = 0

@@ -8,6 +8,7 @@ that a page gets only what is new.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -59,7 +60,7 @@ class ThinnedSeries:
         whole = since < self._widened or since <= 0
         changed = reversed(self._columns.items())  # what is new is at the end, so the rest is not looked at
         new = changed if whole else itertools.takewhile(lambda one: one[1].revision > since, changed)
-        points = [[index, *column.numbers()] for index, column in sorted(new, key=_index)]
+        points = [[index, *column.numbers()] for index, column in sorted(new, key=operator.itemgetter(0))]
         return {"width": self.width, "whole": whole, "points": points} if points else None
 
     def means(self) -> Iterator[tuple[float, float]]:
@@ -102,10 +103,6 @@ class _Column:
             return self.steps, _brief(self.total)
         step, mean = round(self.steps / self.weight, 1), _brief(self.total / self.weight)
         return step, mean, _brief(self.least), _brief(self.most)
-
-
-def _index(numbered: tuple[int, _Column]) -> int:
-    return numbered[0]
 
 
 def _brief(value: float) -> float:

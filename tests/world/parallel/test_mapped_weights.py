@@ -136,4 +136,6 @@ def test_at_most_a_fifth_more_memory_is_used_than_what_a_worker_keeps(
 
 
 def memory_mib(name: str) -> float:
-    return int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024  # type: ignore[index]
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) / 1024
