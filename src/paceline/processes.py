@@ -13,6 +13,8 @@ from pathlib import Path
 
 __all__ = [
     "ProcessUsage",
+    "exit_text",
+    "how_ended",
     "is_same_process",
     "process_started_s",
     "process_state",
@@ -101,3 +103,22 @@ def process_state(pid: int) -> str:
     except OSError:
         return "gone" if Path("/proc/self/stat").exists() else "running"
     return STATES.get(text.rpartition(")")[2].split()[0], "running")
+
+
+def how_ended(pid: int, name: str) -> str:
+    """Return how a process of this name (as in /proc/pid/comm) has ended, as `exit_text` does, while its parent has not
+    reaped it: whichever process asks. "" if it runs, if there is none, or if the system does not tell."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        said, _, rest = text.partition("(")[2].rpartition(")")
+        fields = rest.split()
+        if said != name or fields[0] not in "ZX":
+            return ""
+        return exit_text(os.waitstatus_to_exitcode(int(fields[49])))
+    except (OSError, ValueError, IndexError):
+        return ""
+
+
+def exit_text(code: int) -> str:
+    """Return "killed by signal 9" or "ended with status 1" for a code as `subprocess` gives it."""
+    return f"killed by signal {-code}" if code < 0 else f"ended with status {code}"

@@ -31,11 +31,11 @@ from paceline.comm.flight_recorder import HELD, FlightRecorder, spans
 from paceline.comm.group import WorkerGroup
 from paceline.comm.messages.tensor_messages import ServerLost, ServerTimeout, TensorClient, TensorMessage
 from paceline.errors import SyncError
-from paceline.processes import process_state
+from paceline.processes import exit_text, process_state
 from paceline.schedule.parameter_placement import in_turn
 from paceline.sync.parameter_server.served_parameters import ServerParameters, write_option
 from paceline.sync.parameter_server.server import PassKey, Server, ServerFactory
-from paceline.sync.parameter_server.server_process import end_server, fork_server, reaped
+from paceline.sync.parameter_server.server_process import end_server, end_text, fork_server, reaped
 
 __all__ = ["HeldRequest", "ServerClient", "ServerRequest", "starting_turn"]
 
@@ -230,6 +230,8 @@ class ServerClient:
                 self._started.remove(about["pid"])
                 self._give_up(about, f"{name} {how}")  # the others wait for that
             return f"{name} {how or 'was lost'}"
+        if about["host"] == self._host and (how := end_text(about["pid"])):  # its starter may be long in a computation
+            return f"{name} {how}"
         return (None if at_once else self._told_by_starter(about)) or f"{name} was lost"
 
     def _told_by_starter(self, about: Mapping[str, Any]) -> str | None:
@@ -248,7 +250,7 @@ class ServerClient:
         self._callers = []
         if others_stay or at_once:  # servers that end while this process lives are reaped nevertheless
             if self._started:
-                threading.Thread(target=_reap, args=(self._started,), name="paceline-reaper", daemon=True).start()
+                threading.Thread(target=self._reap, name="paceline-reaper", daemon=True).start()
             return
         deadline = time.monotonic() + END_S
         while self._started and time.monotonic() < deadline:
@@ -259,6 +261,16 @@ class ServerClient:
         for pid in stopped:  # the end of the others does not wake it
             end_server(pid)
             reaped(pid, within_s=END_S)
+
+    def _reap(self) -> None:
+        """Wait for the servers that this worker has started. How one was killed is told: none can see it after that."""
+        abouts = {about["pid"]: (name, about) for name, about in self._addresses.items() if about["host"] == self._host}
+        for pid in self._started:
+            with contextlib.suppress(ChildProcessError):  # it was reaped elsewhere
+                _, status = os.waitpid(pid, 0)
+                if status and pid in abouts:
+                    name, about = abouts[pid]
+                    self._give_up(about, f"{name} {exit_text(os.waitstatus_to_exitcode(status))}")
 
     def _give_up(self, about: Mapping[str, Any], cause: str) -> None:
         """Publish why a server is given up, before it is killed: other workers see only that it has ended."""
@@ -332,12 +344,6 @@ class ServerClient:
 def starting_turn(group: WorkerGroup) -> int:
     """Return this member's position in the order in which members start servers, from 0."""
     return in_turn(group.hosts).index(group.index)
-
-
-def _reap(pids: Sequence[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ChildProcessError):  # it was reaped elsewhere
-            os.waitpid(pid, 0)
 
 
 ASK_S = 1.0  # interval of asking which workers are awaited; most waits are shorter

@@ -22,10 +22,11 @@ from pathlib import Path
 import torch
 
 from paceline.comm.messages.tensor_messages import Secret, TensorServer
+from paceline.processes import exit_text, how_ended
 from paceline.sync.parameter_server.served_parameters import ServerParameters
 from paceline.sync.parameter_server.server import ServerFactory
 
-__all__ = ["end_server", "fork_server", "reaped"]
+__all__ = ["end_server", "end_text", "fork_server", "reaped"]
 
 NAME = "paceline-server"  # of the process, on systems with process names
 POLL_S = 0.005
@@ -79,14 +80,19 @@ def end_server(pid: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def end_text(pid: int) -> str:
+    """Return how a server of this host has ended, whichever process started it, as long as that has not reaped it;
+    else ""."""
+    return how_ended(pid, NAME)
+
+
 def reaped(pid: int, *, within_s: float) -> str:
     """Wait for the end of a child; return "killed by signal 9" or "ended with status 1"; "" if it does not end."""
     deadline = time.monotonic() + within_s
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
-            code = os.waitstatus_to_exitcode(status)
-            return f"killed by signal {-code}" if code < 0 else f"ended with status {code}"
+            return exit_text(os.waitstatus_to_exitcode(status))
         if time.monotonic() > deadline:
             return ""
         time.sleep(POLL_S)  # the end of a child in another session shows only in waitpid
