@@ -5,6 +5,7 @@
 #   make test-engines  real SSH servers, Slurm, Kubernetes and Ray on this machine, and jobs on them: half an hour
 #   make test-compat  programs of Accelerate, DeepSpeed, Horovod and Keras beside the frameworks themselves: minutes
 #   make test-tensorflow  TensorFlow's and KerasHub's programs, in an environment of their own (.venv-tensorflow, 2 GB)
+#   make test-torch TORCH=2.15.0  unit and world tests on another torch, in an environment of its own (up to 6 GB)
 #   make check    formatter, linter, import contract, the library's types in short, unit tests: under a minute
 #   make lint     the same without tests, and the types of everything, in full
 #   make bench    the measurements of docs/reference/benchmarks.md
@@ -40,8 +41,10 @@ define STYLE
 endef
 
 TENSORFLOW_VENV := .venv-tensorflow
+TORCH ?= 2.15.0
+TORCH_VENV = .venv-torch-$(TORCH)
 
-.PHONY: help demo test test-long test-engines test-compat test-tensorflow check lint bench docs format clean
+.PHONY: help demo test test-long test-engines test-compat test-tensorflow test-torch check lint bench docs format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -74,6 +77,13 @@ test-tensorflow: $(TENSORFLOW_VENV)/.made
 	@echo "== tests on TensorFlow"
 	@$(TENSORFLOW_VENV)/bin/python -m pytest -o timeout=900 -o faulthandler_timeout=1800 tests/compat/tensorflow $(ARGS)
 
+# Programs that tests start by name are those of that environment.
+test-torch: $(TORCH_VENV)/.made
+	@bash tests/system_packages.sh
+	@echo "== tests on torch $(TORCH)"
+	@PATH="$(abspath $(TORCH_VENV))/bin:$$PATH" $(TORCH_VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+	    tests/unit tests/world $(ARGS)
+
 check: $(VENV)/.dev
 	$(STYLE)
 	@echo "== the library's types, in short"
@@ -98,7 +108,7 @@ format: $(VENV)/.dev
 	@$(BIN)/ruff format $(SOURCES)
 
 clean:
-	rm -rf $(VENV) $(TENSORFLOW_VENV) build dist docs/_build src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TENSORFLOW_VENV) .venv-torch-* build dist docs/_build src/*.egg-info .pytest_cache .ruff_cache .hypothesis
 	find src tests examples benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Debian ships `venv` without the part that puts pip into it, as a package of its own.
@@ -152,4 +162,15 @@ $(TENSORFLOW_VENV)/.made: pyproject.toml constraints.txt
 	@$(TENSORFLOW_VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt torch==2.13.0 setuptools
 	@$(TENSORFLOW_VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt --no-build-isolation \
 	    -e ".[tensorflow]"
+	@touch $@
+
+# The pins of everything else hold; pip finds what this torch needs.
+$(TORCH_VENV)/.made: pyproject.toml constraints.txt
+	@echo "== environment: $(TORCH_VENV), with torch $(TORCH)"
+	@$(PYTHON) -m venv --clear $(TORCH_VENV)
+	@grep -vE '^(torch|torchvision|torchaudio|triton|nvidia-.*|cuda-.*)==' constraints.txt > $(TORCH_VENV)/constraints.txt
+	@$(TORCH_VENV)/bin/python -m pip install -qq --disable-pip-version-check -c $(TORCH_VENV)/constraints.txt \
+	    torch==$(TORCH) setuptools
+	@$(TORCH_VENV)/bin/python -m pip install -qq --disable-pip-version-check -c $(TORCH_VENV)/constraints.txt \
+	    --no-build-isolation -e ".[dev]" torch==$(TORCH)
 	@touch $@

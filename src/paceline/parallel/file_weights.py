@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from paceline.comm.group import WorkerGroup
+from paceline.host_memory import give_back_freed
 
 __all__ = ["FileMappings", "FilePlace", "WeightFiles", "giving_back", "keep_in_memory", "without_same_files"]
 
@@ -241,6 +242,8 @@ def keep_in_memory(model: nn.Module) -> None:
                 files.release()
                 num_bytes = 0
     files.release()
+    if files:
+        give_back_freed()
 
 
 def _begin(mapping: _Mapping) -> int:

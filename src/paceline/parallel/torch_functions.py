@@ -10,9 +10,31 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
-__all__ = ["ABOUT", "POINTWISE", "SIZES", "attribute_of", "mapped", "name_of", "on_parts", "sets_masked", "tensors_in"]
+__all__ = [
+    "ABOUT",
+    "CHECKPOINT_FUNCTION",
+    "CHECKPOINT_GENERATOR",
+    "POINTWISE",
+    "SIZES",
+    "attribute_of",
+    "mapped",
+    "name_of",
+    "on_parts",
+    "sets_masked",
+    "tensors_in",
+]
+
+# What `torch.utils.checkpoint.checkpoint` looks up when it is called: the function of its reentrant kind, and for the
+# other kind a generator, around whose `yield` it calls the user's function. torch 2.15 gave that another name.
+CHECKPOINT_FUNCTION = "CheckpointFunction"
+CHECKPOINT_GENERATOR = next(
+    name
+    for name in ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+    if hasattr(torch.utils.checkpoint, name)
+)
 
 # Within it our classes are plain tensors. torch documents this class and has no public name for it.
 on_parts: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]  # see above

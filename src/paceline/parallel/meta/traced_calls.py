@@ -14,6 +14,8 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor
 
+from paceline.parallel.torch_functions import CHECKPOINT_FUNCTION, CHECKPOINT_GENERATOR
+
 __all__ = ["attention_seen", "numbers_told", "recompute_seen"]
 
 
@@ -43,7 +45,7 @@ def recompute_seen(region: Callable[[Any], AbstractContextManager[None]]) -> Ite
     selective recompute (`context_fn`) is not asked: the whole region counts as computed again.
     """
     module: Any = torch.utils.checkpoint
-    names = ("CheckpointFunction", "_checkpoint_without_reentrant_generator")
+    names = (CHECKPOINT_FUNCTION, CHECKPOINT_GENERATOR)
     former = {name: getattr(module, name) for name in names}
 
     class Reentrant:
@@ -56,8 +58,9 @@ def recompute_seen(region: Callable[[Any], AbstractContextManager[None]]) -> Ite
         with region((options, given)):
             yield
 
-    module.CheckpointFunction, module._checkpoint_without_reentrant_generator = Reentrant, other
     try:
+        setattr(module, CHECKPOINT_FUNCTION, Reentrant)
+        setattr(module, CHECKPOINT_GENERATOR, other)
         yield
     finally:
         for name in names:

@@ -15,9 +15,9 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor
 
-__all__ = ["UserCheckpoints"]
+from paceline.parallel.torch_functions import CHECKPOINT_FUNCTION, CHECKPOINT_GENERATOR
 
-REENTRANT, OTHER = "CheckpointFunction", "_checkpoint_without_reentrant_generator"  # what checkpoint() calls
+__all__ = ["UserCheckpoints"]
 
 
 class UserCheckpoints:
@@ -26,18 +26,18 @@ class UserCheckpoints:
     def __init__(self, is_inside: Callable[[], bool]) -> None:
         self._is_inside, self._depth = is_inside, 0
         names = vars(torch_checkpoint)
-        self._reentrant, self._other = names[REENTRANT], names[OTHER]
+        self._reentrant, self._other = names[CHECKPOINT_FUNCTION], names[CHECKPOINT_GENERATOR]
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """While it lasts, calls between units do not keep their arguments."""
-        setattr(torch_checkpoint, REENTRANT, self)
-        setattr(torch_checkpoint, OTHER, self._without_reentrant)
+        setattr(torch_checkpoint, CHECKPOINT_FUNCTION, self)
+        setattr(torch_checkpoint, CHECKPOINT_GENERATOR, self._without_reentrant)
         try:
             yield
         finally:
-            setattr(torch_checkpoint, REENTRANT, self._reentrant)
-            setattr(torch_checkpoint, OTHER, self._other)
+            setattr(torch_checkpoint, CHECKPOINT_FUNCTION, self._reentrant)
+            setattr(torch_checkpoint, CHECKPOINT_GENERATOR, self._other)
 
     def recomputed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the forward of a unit that is about to be called, so that it recomputes if that was asked for."""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from paceline.errors import PlanError
+from paceline.parallel.file_weights import WeightFiles
 from paceline.parallel.partial_parameter import HeldPart, mark_partial
 from paceline.parallel.tensor.collectives import TensorCollectives
 from paceline.parallel.tensor.dry_run import gather_inputs
@@ -63,15 +64,21 @@ def apply_plan(model: nn.Module, plan: TensorPlan, group: TensorCollectives) -> 
     return TensorParallelModel(ops=ops, parameters=splits, summed=summed)
 
 
-def split_layers(model: nn.Module, layers: Sequence[Layer], ops: TensorGroupOps) -> dict[str, ParameterSplit]:
+def split_layers(
+    model: nn.Module, layers: Sequence[Layer], ops: TensorGroupOps, *, copies: bool = True
+) -> dict[str, ParameterSplit]:
     """Replace the data of parameters by this worker's parts and give layers their new forwards; returns what was
-    split.
+    split. Parts that are not `copies` may lie in the whole parameter's memory.
     """
     modules = dict(model.named_modules())
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     splits: dict[str, ParameterSplit] = {}
+    files = WeightFiles(
+        model.parameters() if copies else ()
+    )  # weights that are mapped are read, and what was read is given back
+    num_bytes = 0
     for layer in layers:
         module = modules[layer.name]
         kind = kind_of(module)
@@ -86,11 +93,16 @@ def split_layers(model: nn.Module, layers: Sequence[Layer], ops: TensorGroupOps)
                     splits[name] = ParameterSplit(name=name, shape=shape, dim=dim, sections=sections, size=ops.size)
                 part = splits[names[id(parameter)][0]].part(parameter.detach(), ops.index)
                 parameter.grad = None
-                parameter.data = part.clone(memory_format=torch.contiguous_format)
+                num_bytes += parameter.nbytes
+                parameter.data = part.clone(memory_format=torch.contiguous_format) if copies else part
+                if num_bytes >= files.enough_bytes:
+                    files.release()
+                    num_bytes = 0
         install(module, kind, layer, ops)
         if kind == "attention":
             # torch's TransformerEncoder reads a layer's weights directly in evaluation, unless the layer has hooks.
             module.register_forward_pre_hook(_nothing)
+    files.release()
     return splits
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import PlanError, Reason
+from paceline.host_memory import give_back_freed
 from paceline.parallel.sample_input import SampleInput, as_sample, guess_sample
 from paceline.parallel.tensor.choose_layers import LayerChoice, LayerChooser
 from paceline.parallel.tensor.dry_run import TensorDryRun, dry_run_plan
@@ -184,7 +185,8 @@ class _TensorPlanFinder:
         order = sorted(blocks, key=lambda name: -len(name.split(".")) if name else 0)
         calls = captured(self.model, self.sample, [name for name in order if name])
         known: dict[object, str | None] = {}
-        for name in order:
+        for number, name in enumerate(order):
+            within = [one for one in order[:number] if not name or one.startswith(f"{name}.")]
             inside = [one for one in self.chosen.choices if self._is_inside(one, name)]
             layers = [
                 dataclasses.replace(layer, name=_below(layer.name, name)) for one in inside for layer in one.layers
@@ -195,7 +197,14 @@ class _TensorPlanFinder:
                 known[key] = (
                     "the sample does not use it"
                     if call is None
-                    else disagreement(modules[name], layers, call, size=self.size, sequence=self.sequence)
+                    else disagreement(
+                        modules[name],
+                        layers,
+                        call,
+                        size=self.size,
+                        sequence=self.sequence,
+                        verified=[modules[one] for one in within],
+                    )
                 )
             if (reason := known[key]) is not None:
                 for choice in [one for one in blocks[name] if one in self.chosen.choices]:
@@ -205,6 +214,7 @@ class _TensorPlanFinder:
                         f"split, {name or 'the model'} does not compute the same ({reason})",
                         is_explicit=choice.is_explicit,
                     )
+        give_back_freed()
         self.chosen.drop_conflicting_splits()
         self.refuse()
 

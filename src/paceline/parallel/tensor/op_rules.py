@@ -97,10 +97,10 @@ def _random(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 def _one(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """A copy or conversion of the first argument; other tensors among the arguments only provide their type."""
-    split = args[0]
-    if not isinstance(split, SplitTensor):
-        raise CannotSplit("only the tensor that provides the type is split")
+    split = args[0] if args else None
     out = func(*args, **kwargs)
+    if not isinstance(split, SplitTensor):
+        return out  # a whole tensor gets the type of a split one
     return carried(out, split, trailing=split.split_dim - split.ndim) if isinstance(out, Tensor) else out
 
 
