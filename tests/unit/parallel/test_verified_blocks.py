@@ -1,0 +1,114 @@
+"""How a split is verified: on random weights that overlap in memory, and on weights apart where a block writes them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.parallel.sample_input import SampleInput
+from paceline.parallel.tensor import verify
+from paceline.parallel.tensor.find_plan import find_plan
+from paceline.parallel.tensor.layers import Layer
+from paceline.parallel.tensor.random_weights import RandomWeights
+from paceline.parallel.tensor.verify import disagreement
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+LAYERS = [Layer(name="up", role="column", sections=(32,)), Layer(name="down", role="row", sections=(32,))]
+CALL = SampleInput(args=(torch.ones(2, 8),))
+
+
+class WritesItsWeight(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.norm.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class Scaled(Mlp):
+    """Another function of the parts than of the whole, which no rule sees: each worker has the sum of its own part."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.up.weight.detach().sum()
+
+
+def storage_bytes(model: nn.Module) -> int:
+    found = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in model.parameters()}
+    return sum(found.values())
+
+
+def test_copies_of_a_model_take_the_memory_of_its_largest_tensors_and_share_it() -> None:
+    model = nn.Sequential(*(Mlp(64) for _ in range(20)))
+    weights = RandomWeights(model, torch.float32, frozen=(), overlap=True)
+    whole = sum(one.nbytes for one in model.parameters())
+    assert storage_bytes(weights.whole) < 0.15 * whole
+    further = weights.copy()
+    assert {one.data_ptr() for one in further.parameters()} == {one.data_ptr() for one in weights.whole.parameters()}
+    numbers = [tuple(one.flatten()[:8].tolist()) for one in weights.whole.parameters()]
+    assert len(set(numbers)) == len(numbers), "no two begin with the same numbers"
+
+
+def test_tied_parameters_stay_tied_and_those_that_are_frozen_get_no_gradient() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight = model[0].weight
+    weights = RandomWeights(model, torch.float64, frozen={id(model[0].bias)}, overlap=True)
+    for one in (weights.whole, weights.copy()):
+        assert one[1].weight is one[0].weight  # type: ignore  # of a Sequential
+        one(torch.ones(1, 8).double()).sum().backward()
+        assert [name for name, each in one.named_parameters() if each.grad is None] == ["0.bias"]
+
+
+@pytest.mark.parametrize("block", [Mlp, WritesItsWeight])
+@pytest.mark.parametrize("most_in_double", [1 << 24, 4])  # the second computes in single precision
+def test_a_right_split_is_found_right(block: type[Mlp], most_in_double: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "MOST_IN_DOUBLE", most_in_double)
+    assert disagreement(block(), LAYERS, CALL, size=2, sequence=False) is None
+
+
+@pytest.mark.parametrize("most_in_double", [1 << 24, 4])
+def test_a_wrong_split_is_found_wrong(most_in_double: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "MOST_IN_DOUBLE", most_in_double)
+    why = disagreement(Scaled(), LAYERS, CALL, size=2, sequence=False)
+    assert why is not None and "off by" in why
+
+
+def test_a_write_to_a_shared_weight_is_seen() -> None:
+    weights = RandomWeights(WritesItsWeight(), torch.float64, frozen=(), overlap=True)
+    assert not weights.is_written
+    weights.whole(torch.ones(2, 8).double())
+    assert weights.is_written
+
+
+class Typed(nn.Module):
+    """Heads whose type a whole tensor takes, as rotary embeddings do it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.up(x).view(*x.shape[:-1], 4, 4)
+        angle = torch.arange(4).cos().type_as(heads)
+        return self.down((heads * angle).reshape(*x.shape[:-1], 16))
+
+
+def test_a_whole_tensor_takes_the_type_of_a_split_one() -> None:
+    plan = find_plan(Typed(), size=2, sample=(torch.ones(2, 8),))
+    assert {layer.name: layer.role for layer in plan.layers} == {"up": "column", "down": "row"}
+
+
+def test_blocks_inside_that_are_verified_are_run_and_get_no_gradient() -> None:
+    model = nn.Sequential(Mlp(), nn.Linear(8, 8))
+    inside = [Layer(name=f"0.{one.name}", role=one.role, sections=one.sections) for one in LAYERS]
+    assert disagreement(model, inside, CALL, size=2, sequence=False, verified=[model[0]]) is None
+    wrong = nn.Sequential(Scaled(), nn.Linear(8, 8))
+    assert disagreement(wrong, inside, CALL, size=2, sequence=False, verified=[wrong[0]]) is not None
