@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.op_queue import OpQueue, QueuedWork
+from paceline.comm.own_backends import add_backend
 from paceline.comm.peer_sockets.flat_tensors import bytes_of, cut, fill, flat_of, require_even, target_for
 from paceline.comm.peer_sockets.links import LinkTransfer, PeerLinks, PeerLost
 from paceline.comm.peer_sockets.meeting import connect_members
@@ -50,8 +51,7 @@ def listening_address() -> str | None:
 
 def register_peer_backend() -> str:
     """Make these groups a back end of torch.distributed for CPU tensors, and return its name."""
-    if not hasattr(dist.Backend, NAME.upper()):
-        dist.Backend.register_backend(NAME, _create_for_torch, extended_api=True, devices=["cpu"])
+    add_backend(NAME, _create_for_torch)
     return NAME
 
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from paceline.comm.elastic.generation_group import GenerationGroup
 from paceline.comm.flight_recorder import FlightRecorder
 from paceline.comm.op_queue import OpQueue, QueuedWork
+from paceline.comm.own_backends import add_backend
 from paceline.comm.peer_sockets.meeting import file_namespace
 from paceline.comm.peer_sockets.process_group import PeerProcessGroup, create_peer_group, listening_address
 from paceline.comm.recorded_calls import record_calls
@@ -85,10 +86,7 @@ def register_backend(name: str = NAME) -> None:
         paceline.register_backend()
         assert "paceline" in dist.Backend.backend_list  # so now: dist.init_process_group("paceline")
     """
-    if not hasattr(dist.Backend, name.upper()):
-        dist.Backend.register_backend(
-            name, functools.partial(_create_for_torch, name), extended_api=True, devices=["cpu"]
-        )
+    add_backend(name, functools.partial(_create_for_torch, name))
 
 
 _recorder: list[FlightRecorder] = []  # of the run whose worker this process is: none or one
