@@ -17,7 +17,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "reference" / "private-parts.md"
 OTHERS = ("compat/keras/", "cli/", "sweep/", "monitor/export/")  # their private names are those of other packages
 OWN_WORDS = {"_idx", "_of_", "_paceline_rows", "_proj_weight", "_replica_", "_worker_"}  # parts of names of ours
 NOT_TORCH = ("sys", "os", "atexit", "threading", "subprocess")
-NAME = re.compile("_[a-z][a-z_]+")
+NAME = re.compile("_[a-z][a-z_]+|_[A-Z][A-Z_]+")
 ROW = re.compile(r"^\| `([^`]+)` \| ([^|]+) \| [^|]{10,} \|$", re.MULTILINE)
 
 

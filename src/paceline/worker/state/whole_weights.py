@@ -20,6 +20,7 @@ from paceline.checkpoint.safetensors_file import TensorInfo
 from paceline.comm.group import WorkerGroup
 from paceline.comm.sharded_tensors import whole_shape
 from paceline.errors import CheckpointError
+from paceline.worker.state.adapter_weights import adapter_names, has_adapters, write_adapters
 from paceline.worker.state.prepared_models import PreparedModels
 from paceline.worker.state.state_registry import StateRegistry, model_entries, tied_names
 from paceline.worker.topology.parallel_groups import ParallelGroups
@@ -60,6 +61,18 @@ class WholeWeights:
                 found = {name: found[name] for name in contents.order}
         return found
 
+    def _write_adapters(self, model: nn.Module, contents: WeightContents, folder: Path) -> None:
+        """The same for a model of peft and a folder: its adapters alone, in peft's form."""
+        names = adapter_names(model, contents.order)
+        kept = list(dict.fromkeys(contents.ties.get(name, name) for name in names))
+        weights = {
+            name: tensor.to("cpu", copy=True)
+            for name, tensor in self._tensors(model, contents, [name for name in kept if name in contents.tensors])
+            if tensor is not None
+        }
+        if self._group.index == 0:
+            write_adapters(model, {name: weights[contents.ties.get(name, name)] for name in names}, folder)
+
     def save(self, model: nn.Module, path: Path, *, step: int) -> list[str]:
         """Have the first worker write the whole weights; returns there the names of extra states that were left out.
 
@@ -70,9 +83,13 @@ class WholeWeights:
         problem: str | None = None
         if self._group.index < self._axes.each:
             contents = self._contents(model)
+            is_adapters = has_adapters(model) and (path.is_dir() or not path.suffix)
             left_out = [name for name, value in contents.extra.items() if not isinstance(value, Tensor)]
             try:
-                self._write(model, contents, path, step=step)
+                if is_adapters:
+                    self._write_adapters(model, contents, path)
+                else:
+                    self._write(model, contents, path, step=step)
             except (CheckpointError, OSError) as error:
                 problem = str(error)
         problem = self._group.broadcast_object(problem)
