@@ -90,12 +90,21 @@ class RemoteCheckpoints:
         self.uncommit(step)
         self.store.delete(f"{folder_of(step)}/{name}" for name in sorted(names) if name != COMMIT_MARKER)
 
-    def prune(self, *, keep: int, committed: CommitMarker, here: Collection[int], is_first_of_fresh: bool) -> None:
+    def prune(
+        self,
+        *,
+        keep: int,
+        committed: CommitMarker,
+        here: Collection[int],
+        busy: Collection[int],
+        is_first_of_fresh: bool,
+    ) -> None:
         """Delete what is beyond the `keep` newest complete ones, and what was left unfinished.
 
-        committed: what was just written, and always stays. here: steps that the run has on its disk, or is uploading. A
-        later step that was saved earlier is one that the run has gone back from, and goes, too. is_first_of_fresh: the
-        run has started over, so that nothing stays that it does not have. Those of a newer format stay in all cases.
+        committed: what was just written, and always stays. here: steps that the run has on its disk; busy: that are
+        being uploaded. A later step that was saved earlier is one that the run has gone back from, and goes, too.
+        is_first_of_fresh: the run has started over, so that nothing stays that it does not have. Those of a newer
+        format stay in all cases.
         """
         num_good = 0
         for one in reversed(self.look()):
@@ -104,9 +113,9 @@ class RemoteCheckpoints:
             is_given_up = one.step not in here and (is_first_of_fresh or _is_given_up(one, committed))
             if one.step == committed.step or (one.problem is None and not is_given_up and num_good < keep):
                 num_good += 1
-            elif one.problem is None or one.step not in here:
+            elif one.step not in busy:
                 self.remove(one.step, one.files)
-        folders = {folder_of(step) for step in here}
+        folders = {folder_of(step) for step in busy}
         abort_uploads(self.store, lambda name: bool(_OBJECT.fullmatch(name)) and name.split("/")[0] not in folders)
 
     def _about(self, step: int, files: Mapping[str, int]) -> RemoteCheckpoint:

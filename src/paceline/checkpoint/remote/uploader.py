@@ -216,14 +216,15 @@ class Uploader:
 
     def _prune(self, committed: CommitMarker) -> str | None:
         """Delete what is beyond; returns what went wrong. It is tried again after the next upload."""
-        here = {*self._local(), *staged_steps(self._run_dir), committed.step}
+        busy = set(staged_steps(self._run_dir))
         is_first, self._is_first = self._is_first, False
         keep = committed.about.get("keep")  # as the workers' script says it
         try:
             self._remote.prune(
                 keep=keep if isinstance(keep, int) and keep > 0 else self._keep,
                 committed=committed,
-                here=here,
+                here={*self._local(), *busy, committed.step},
+                busy=busy,
                 is_first_of_fresh=self._is_fresh and is_first,
             )
         except StorageError as error:
