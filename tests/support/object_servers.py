@@ -74,6 +74,7 @@ class FaultyProxy:
     is_away: bool = False  # every request finds the connection closed
     pause_s: float = 0.0  # before each request is passed on
     most_part_bytes: int | None = None  # larger requests than this one are held up until `let_go` is set
+    num_large: int = 0  # of these that are passed on before
     let_go: threading.Event = dataclasses.field(default_factory=threading.Event)
     held: threading.Event = dataclasses.field(default_factory=threading.Event)  # set once one is held up
     requests: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # method and path of each
@@ -106,9 +107,10 @@ def faulty_proxy(server: str, *, seed: int = 0) -> Iterator[FaultyProxy]:
             if fault in ("500", "503"):
                 self._answer(int(fault), {"Content-Type": "application/xml"}, ERRORS[fault])
                 return
-            if proxy.most_part_bytes is not None and len(body) > proxy.most_part_bytes:
+            if self._is_held(len(body)):
                 proxy.held.set()
                 proxy.let_go.wait(60)
+                return
             time.sleep(0.3 if fault == "slow" else proxy.pause_s)
             connection = http.client.HTTPConnection(host, int(port), timeout=60)
             try:
@@ -122,6 +124,13 @@ def faulty_proxy(server: str, *, seed: int = 0) -> Iterator[FaultyProxy]:
             if fault == "lost answer":
                 return
             self._answer(reply.status, dict(reply.getheaders()), data, cut=fault == "cut answer")
+
+        def _is_held(self, num_bytes: int) -> bool:
+            if proxy.most_part_bytes is None or num_bytes <= proxy.most_part_bytes or proxy.let_go.is_set():
+                return False
+            with lock:
+                proxy.num_large -= 1
+                return proxy.num_large < 0
 
         def _body(self) -> bytes:
             if "chunked" not in self.headers.get("Transfer-Encoding", ""):

@@ -108,7 +108,6 @@ def _listen(is_over: threading.Event) -> None:
         with contextlib.suppress(ValueError):
             if read_object(line).get("end"):
                 is_over.set()
-                return
     os._exit(1)  # the run's process is gone; what is sent stays there, and the next start goes on
 
 
