@@ -67,7 +67,7 @@ def check_address(address: str, *, option: str) -> str:
         raise PlanError(f"{option} has '?' or '#' in it; it must be a plain address such as 's3://bucket/runs/first'.")
     if protocol not in LOCAL and (not place or not path.strip("/")):
         raise PlanError(
-            f"{option} is {address!r}; it must name a folder of the run's own in a bucket, such as "
+            f"{option} is {address!r}; it must name a bucket and a place of its own in it, such as "
             f"'{protocol}://{place or 'bucket'}/runs/first'."
         )
     _require_package(protocol, option)

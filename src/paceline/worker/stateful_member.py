@@ -83,7 +83,8 @@ class StatefulMember(RunMember):
         """Write the whole weights of a prepared model as safetensors; the first worker writes, and all call it.
 
         `path`: a file that ends with .safetensors, or a folder, which gets `model.safetensors` (large models: several
-        files and an index) and, for models of transformers, `config.json`: `from_pretrained(path)` reads it. `model`:
+        files and an index) and, for models of transformers, `config.json`: `from_pretrained(path)` reads it. Either may
+        be in object storage: "s3://bucket/model.safetensors". `model`:
         which one, where several are prepared. Weights have the names and shapes of the user's own model, under every
         layout, and are written tensor by tensor. A tied tensor is stored once. A file appears whole or not at all.
 

@@ -33,8 +33,8 @@ def test_names_are_put_below_an_address() -> None:
     ("address", "said"),
     [
         ("bucket/path", "must be an address such as"),
-        ("s3://bucket", "a folder of the run's own"),
-        ("s3://", "a folder of the run's own"),
+        ("s3://bucket", "a place of its own"),
+        ("s3://", "a place of its own"),
         ("s3://key:secret@bucket/path", "leave them out here"),
         ("s3://bucket/path?key=1", "plain address"),
         ("nosuch://bucket/path", "cannot use nosuch://"),

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load
 
 from object_servers import CREDENTIALS, faulty_proxy, s3_server
 from paceline.checkpoint.remote.remote_checkpoints import RemoteCheckpoints
@@ -130,6 +131,35 @@ def test_a_store_that_goes_away_costs_the_run_nothing_and_gets_all_at_the_next_s
     assert checkpoints(tmp_path / "away") == [4, 8] and complete_steps(remote_of(address)) == []
     code, output = run(*PACELINE, "run", train, "--run-dir", "away", "--remote-dir", address)
     assert code == 0 and complete_steps(remote_of(address)) == [4, 8], output
+
+
+def test_weights_are_exported_to_a_store_and_from_one(tmp_path: Path) -> None:
+    train, address = write_program(tmp_path), "s3://bucket/runs/exported"
+    text = train.read_text().replace(
+        '    return {"step"', '    worker.save_model("s3://bucket/saved/model.safetensors")\n    return {"step"'
+    )
+    train.write_text(text)
+    code, output = run(*PACELINE, "run", train, "--run-dir", "run", "--remote-dir", address)
+    assert code == 0, output
+    store = ObjectStore("s3://bucket")
+    saved = load(store.read("saved/model.safetensors"))
+    for words in (
+        (address, "s3://bucket/exported/model.safetensors"),
+        ("run", "s3://bucket/exported/folder"),
+        (f"{address}/step_00000008", "model.safetensors"),
+    ):
+        code, output = run(*PACELINE, "export", *words)
+        assert code == 0 and "model.safetensors" in output, output
+    found = [store.read("exported/model.safetensors"), store.read("exported/folder/model.safetensors")]
+    for data in (*found, (tmp_path / "model.safetensors").read_bytes()):
+        assert {name: value.tolist() for name, value in load(data).items()} == {
+            name: value.tolist() for name, value in saved.items()
+        }
+    store.write("exported/folder/model-00001-of-00002.safetensors", b"")
+    code, output = run(*PACELINE, "export", "run", "s3://bucket/exported/folder")
+    assert code == 1 and "has other weights already" in output, output
+    code, output = run(*PACELINE, "export", "s3://bucket/nothing", "none.safetensors")
+    assert code == 1 and "neither a checkpoint nor a run" in output, output
 
 
 def test_a_store_that_cannot_be_used_is_found_before_anything_starts(tmp_path: Path) -> None:
