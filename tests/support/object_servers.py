@@ -157,7 +157,7 @@ def faulty_proxy(server: str, *, seed: int = 0) -> Iterator[FaultyProxy]:
 
         do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _pass_on  # as http.server names them
 
-        def log_message(self, *_: Any) -> None:
+        def log_message(self, format: str, *args: Any) -> None:
             pass
 
     class _Server(http.server.ThreadingHTTPServer):

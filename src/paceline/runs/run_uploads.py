@@ -225,7 +225,9 @@ class RunUploads:
     def _why(self) -> str:
         """What is known of the end of the process."""
         process = self._process
-        code = None if process is None else process.wait(5)
+        code: int | None = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = None if process is None else process.wait(5)
         with contextlib.suppress(OSError):
             lines = (self._run_dir / LOG).read_text(errors="replace").strip().splitlines()
             if lines:

@@ -145,6 +145,10 @@ def _first_wrong(mark: CommitMarker, files: Mapping[str, int]) -> str | None:
 def _is_given_up(one: RemoteCheckpoint, committed: CommitMarker) -> bool:
     if one.mark is None:
         return True
-    saved_at, committed_at = one.mark.about.get("saved_at"), committed.about.get("saved_at")
-    times_are_known = isinstance(saved_at, (int, float)) and isinstance(committed_at, (int, float))
-    return one.step > committed.step and times_are_known and saved_at < committed_at
+    saved_at, committed_at = _saved_at(one.mark), _saved_at(committed)
+    return one.step > committed.step and saved_at is not None and committed_at is not None and saved_at < committed_at
+
+
+def _saved_at(mark: CommitMarker) -> float | None:
+    said = mark.about.get("saved_at")
+    return float(said) if isinstance(said, (int, float)) else None

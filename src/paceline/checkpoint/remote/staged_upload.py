@@ -24,7 +24,7 @@ from paceline.errors import CheckpointError
 from paceline.plain_data import read_object
 from paceline.regular_files import read_regular
 
-__all__ = ["UPLOADS", "FileNote", "StagedUpload", "staged_steps"]
+__all__ = ["UPLOADS", "FileNote", "StagedUpload", "locked", "staged_steps"]
 
 UPLOADS = "uploads"
 NOTES = ".notes"
@@ -87,8 +87,7 @@ class StagedUpload:
         are not as they were written, OSError where they cannot be held.
         """
         if checkpoint is not None:
-            self.directory.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(self.directory.parent / ".lock"):  # another host may be at the same
+            with locked(self.directory.parent / ".lock"):  # another host may be at the same
                 marker = read_regular(checkpoint / COMMIT_MARKER)
                 if self._held_marker() != marker:
                     self.drop()
@@ -155,8 +154,9 @@ def _link(path: Path, to: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Keep other processes out, as far as the disk has locks."""
+def locked(path: Path) -> Iterator[None]:
+    """Keep other processes out, as far as the disk has locks; the folder is made."""
+    path.parent.mkdir(exist_ok=True)
     with open(path, "ab") as file:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)

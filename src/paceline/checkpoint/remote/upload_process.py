@@ -28,9 +28,11 @@ from typing import Any
 from paceline.checkpoint.remote.download import fetch_newest
 from paceline.checkpoint.remote.remote_checkpoints import RemoteCheckpoints, folder_of
 from paceline.checkpoint.remote.run_identity import SupersededError, claim
+from paceline.checkpoint.remote.staged_upload import UPLOADS, locked
 from paceline.checkpoint.remote.uploader import Uploader
 from paceline.errors import PacelineError
 from paceline.plain_data import read_object
+from paceline.private_files import make_run_directory
 from paceline.storage.object_store import ObjectStore
 from paceline.storage.probe import probe
 
@@ -45,7 +47,8 @@ def main() -> int:
     """Serve one run; returns the exit status."""
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
-    asked = read_object(sys.stdin.readline())
+    asked, is_over = read_object(sys.stdin.readline()), threading.Event()
+    threading.Thread(target=_listen, args=(is_over,), name="listen", daemon=True).start()
     run_dir = Path(str(asked["run_dir"]))
     store = ObjectStore(str(asked["address"]))
     remote = RemoteCheckpoints(store)
@@ -55,7 +58,9 @@ def main() -> int:
         own = claim(store, run_dir, remote=found, is_fresh=bool(asked["fresh"])) if asked["alone"] else None
         step = None
         if asked["fetch"] and not asked["fresh"]:
-            step = fetch_newest(run_dir / "checkpoints", remote, found=found, say=_note)
+            make_run_directory(run_dir)
+            with locked(run_dir / UPLOADS / ".lock"):  # of hosts that share the disk one downloads
+                step = fetch_newest(run_dir / "checkpoints", remote, found=found, say=_note)
     except (PacelineError, OSError) as error:
         _tell(says="refused", text=str(error))
         return 1
@@ -69,8 +74,6 @@ def main() -> int:
     if asked["fresh"]:
         uploader.drop_all()
     _tell(says="ready", step=step)
-    is_over = threading.Event()
-    threading.Thread(target=_listen, args=(is_over,), name="listen", daemon=True).start()
     try:
         left = _serve(uploader, is_over)
     except SupersededError as error:

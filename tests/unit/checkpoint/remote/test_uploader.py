@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -261,8 +263,8 @@ def test_hosts_that_share_the_disk_divide_the_files(
         second = Uploader(run_dir, RemoteCheckpoints(other), keep=1)
         with held.taking("__2_0.distcp") as again:
             assert again is None
-        assert second._send(held, second_sender := _Sender(), "__2_0.distcp") is False
-        assert second_sender.sent == []
+        sender: Any = _CountingSender()
+        assert second._send(held, sender, "__2_0.distcp") is False and sender.sent == []
         mine.write({"is_done": True})
         store.send("step_00000010/__2_0.distcp", str(held.directory / "__2_0.distcp"))
     assert upload_all(Uploader(run_dir, RemoteCheckpoints(other), keep=1)) == [10]
@@ -270,7 +272,7 @@ def test_hosts_that_share_the_disk_divide_the_files(
     assert complete_steps(remote) == [10]
 
 
-class _Sender:
+class _CountingSender:
     """Counts what it is asked to send."""
 
     def __init__(self) -> None:
@@ -278,6 +280,22 @@ class _Sender:
 
     def send(self, path: Path, name: str, note: object) -> None:
         self.sent.append(name)
+
+
+def test_a_full_disk_fails_the_upload_and_nothing_else(
+    run_dir: Path, remote: RemoteCheckpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_checkpoint(run_dir, 10)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    uploader = Uploader(run_dir, remote, keep=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", full)
+        report = uploader.turn()
+    assert report is not None and "No space left" in str(report.reason) and complete_steps(remote) == []
+    assert upload_all(uploader) == [10] and complete_steps(remote) == [10]
 
 
 def test_disks_without_hard_links_get_copies(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
