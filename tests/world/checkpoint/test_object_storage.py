@@ -97,7 +97,7 @@ def test_a_kill_during_an_upload_costs_no_part_that_is_there(tmp_path: Path, ser
         with command(*words, environment=environment) as program:
             assert proxy.held.wait(60)
             until = time.monotonic() + 60
-            while proxy.body_bytes < 16 << 20 and time.monotonic() < until:  # one part is there
+            while proxy.body_bytes < 13 << 20 and time.monotonic() < until:  # one part is there, whichever
                 time.sleep(0.02)
             os.kill(program.process.pid, signal.SIGKILL)
             program.process.wait()
@@ -108,7 +108,7 @@ def test_a_kill_during_an_upload_costs_no_part_that_is_there(tmp_path: Path, ser
         code, output = run(*words, "--no-save-at-end", environment=environment)
         assert code == 0, output
         (size,) = [one.num_bytes for one in remote_of(address).look()]
-        assert size > 40 << 20 and (proxy.body_bytes - before) < size - (15 << 20), output
+        assert size > 40 << 20 and (proxy.body_bytes - before) < size - (13 << 20), output
         assert proxy.count("POST", "?uploads") == uploads == 1  # the upload that was begun is the one that ended
     assert complete_steps(remote_of(address)) == checkpoints(tmp_path / "large")
     assert [path.name for path in (tmp_path / "large" / "uploads").glob("step_*")] == []
