@@ -133,6 +133,7 @@ def test_a_store_that_goes_away_costs_the_run_nothing_and_gets_all_at_the_next_s
     assert code == 0 and complete_steps(remote_of(address)) == [4, 8], output
 
 
+@pytest.mark.further  # tests/unit/checkpoint/test_export_remote.py has the command's part
 def test_weights_are_exported_to_a_store_and_from_one(tmp_path: Path) -> None:
     train, address = write_program(tmp_path), "s3://bucket/runs/exported"
     text = train.read_text().replace(
