@@ -65,6 +65,9 @@ class Uploader:
         self._stuck: int | None = None  # a step of which the last try has sent nothing
         self._is_first = True
         self._sent, self._counting = 0, threading.Lock()
+        self._given_up: frozenset[bytes] = frozenset()  # markers of what a run that starts over has on its disk
+        if is_fresh:
+            self._given_up = frozenset(marker for _, marker in self._local().values())
 
     def waiting(self) -> list[int]:
         """Return the steps that are to be uploaded, the next one first.
@@ -144,7 +147,8 @@ class Uploader:
                 key = about.st_ino, about.st_mtime_ns
                 if self._seen.get(path, (None,))[0] != key and is_whole(path):
                     self._seen[path] = key, read_regular(path / COMMIT_MARKER)
-                if path in self._seen and self._seen[path][0] == key:
+                is_known = path in self._seen and self._seen[path][0] == key
+                if is_known and self._seen[path][1] not in self._given_up:
                     found[step_of(path)] = path, self._seen[path][1]
         return found
 

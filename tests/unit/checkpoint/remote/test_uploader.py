@@ -218,9 +218,21 @@ def test_of_a_run_that_starts_over_nothing_old_stays(run_dir: Path, tmp_path: Pa
         put_checkpoint(run_dir, step)
     upload_all(Uploader(run_dir, remote, keep=3))
     shutil.rmtree(run_dir)
+    uploader = Uploader(run_dir, remote, keep=3, is_fresh=True)
     put_checkpoint(run_dir, 25, saved_at=100.0)
-    upload_all(Uploader(run_dir, remote, keep=3, is_fresh=True))
+    upload_all(uploader)
     assert complete_steps(remote) == [25]
+
+
+def test_what_lies_on_the_disk_of_a_run_that_starts_over_is_not_uploaded(
+    run_dir: Path, remote: RemoteCheckpoints
+) -> None:
+    for step in (10, 20):
+        put_checkpoint(run_dir, step)
+    uploader = Uploader(run_dir, remote, keep=3, is_fresh=True)
+    assert uploader.waiting() == []
+    put_checkpoint(run_dir, 5, saved_at=100.0)
+    assert upload_all(uploader) == [5] and complete_steps(remote) == [5]
 
 
 def test_a_later_start_ends_the_uploads_of_an_earlier_one(
