@@ -7,6 +7,9 @@ runs in a process of its own, in turns; medians are over all rounds. Printed per
     stall        seconds that a later save call takes
     lost         stall, and what the steps until the checkpoint is complete took longer than steps without one
 
+"paceline_uploaded" also sends each checkpoint to a store, a folder unless REMOTE_DIR names another one
+(s3://bucket/path); its saves are over when they are there.
+
     python benchmarks/checkpoint_stall.py [--rounds 3] [--saves 4] [--megabytes 400] [--threads 1] [--directory DIR]
 """
 
@@ -143,6 +146,40 @@ def paceline_writer(model: Any, optimizer: Any, directory: Path, *, warm: bool =
     return Contender(save=save, is_written=is_written, finish=finish)
 
 
+def paceline_uploaded(model: Any, optimizer: Any, directory: Path) -> Contender:
+    """A save is over when it is in the store, so that steps beside the upload count as lost where they are slower."""
+    from paceline.events import Event, UploadDone
+    from paceline.plan import Job
+    from paceline.runs.run_uploads import RunUploads
+
+    address = os.environ.get("REMOTE_DIR", f"file://{directory}/far/run")
+    uploads = RunUploads(Job(run_dir=str(directory), remote_dir=address, keep=1, fresh=True))
+    uploads.begin(print)
+    writer = paceline_writer(model, optimizer, directory / "checkpoints")
+    there: set[int] = set()
+    last = 0
+
+    def note(event: Event) -> None:
+        if isinstance(event, UploadDone):
+            there.add(event.step)
+
+    def save(number: int) -> None:
+        nonlocal last
+        last = number
+        writer.save(number)
+
+    def is_written() -> bool:
+        uploads.poll(note)
+        return writer.is_written() and last in there
+
+    def finish() -> None:
+        writer.finish()
+        with uploads:
+            uploads.end("finished", note)
+
+    return Contender(save=save, is_written=is_written, finish=finish)
+
+
 def paceline_cold(model: Any, optimizer: Any, directory: Path) -> Contender:
     return paceline_writer(model, optimizer, directory, warm=False)
 
@@ -198,6 +235,7 @@ def _torch(model: Any, optimizer: Any, directory: Path, options: dict[str, Any])
 
 CONTENDERS: dict[str, Callable[[Any, Any, Path], Contender]] = {
     "paceline": paceline_writer,
+    "paceline_uploaded": paceline_uploaded,
     "paceline, not warmed": paceline_cold,
     "async_save": torch_default,
     "async_save, own stager": torch_cached,

@@ -40,6 +40,9 @@ __all__ = [
     "StepDone",
     "StepsMerged",
     "StreamOpened",
+    "UploadBegun",
+    "UploadDone",
+    "UploadFailed",
     "Warned",
     "WeightsDiffer",
     "WireJudged",
@@ -193,6 +196,35 @@ class CheckpointSaved(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointFailed(Event):
+    step: int
+    path: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UploadBegun(Event):
+    """A checkpoint is being sent to the run's `remote_dir`, behind training."""
+
+    step: int
+    path: str  # its address
+    num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UploadDone(Event):
+    """A checkpoint is complete in the run's `remote_dir`."""
+
+    step: int
+    path: str
+    num_bytes: int
+    num_sent_bytes: int  # in this try; parts that were there from an earlier one are not sent again
+    upload_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UploadFailed(Event):
+    """A checkpoint could not be sent; it is tried again, or the next one is sent in its place."""
+
     step: int
     path: str
     reason: str

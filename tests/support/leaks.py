@@ -29,6 +29,7 @@ LASTING_PIDS = set[
     int
 ]()  # of processes that serve many tests; a test that starts one registers it, and ends it with the session
 LASTING_THREADS = ("GarbageCollectorThread",)  # pyzmq
+LASTING_THREAD_NAMES = ("fsspecIO", "asyncio_")  # fsspec's, for all stores of a process: by how their names begin
 LASTING_VARIABLES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # pytest's and torch's own
 
 
@@ -130,12 +131,16 @@ def _command(process: psutil.Process) -> str:
 def _left_threads(before: Snapshot, deadline: float) -> list[str]:
     lines = []
     for thread in threading.enumerate():
-        if thread in before.threads or type(thread).__name__ in LASTING_THREADS:
+        if thread in before.threads or _is_lasting_thread(thread):
             continue
         thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
             lines.append(f"thread {thread.name}")
     return lines
+
+
+def _is_lasting_thread(thread: threading.Thread) -> bool:
+    return type(thread).__name__ in LASTING_THREADS or thread.name.startswith(LASTING_THREAD_NAMES)
 
 
 def _left_shared_memory(before: Snapshot, deadline: float) -> list[str]:

@@ -45,6 +45,7 @@ __all__ = [
     "find",
     "is_newer_format",
     "is_whole",
+    "parse_commit_marker",
     "partial_path",
     "publish",
     "read_commit_marker",
@@ -146,18 +147,15 @@ def checksum(path: Path) -> int:
 def read_commit_marker(path: Path) -> CommitMarker:
     """Read a checkpoint's marker and compare file sizes with it; raises CheckpointError that says what is wrong."""
     try:
-        mark = _marker_from(read_object(read_regular(path / COMMIT_MARKER), is_strict=True))
+        text = read_regular(path / COMMIT_MARKER)
     except FileNotFoundError:
         if not path.is_dir():
             raise CheckpointError("there is no such directory") from None
         raise CheckpointError(f"it has no {COMMIT_MARKER}: the save was not completed") from None
-    except NewerFormatError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
         raise CheckpointError(f"{COMMIT_MARKER} cannot be read: {error}") from error
+    mark = parse_commit_marker(text)
     for name, num_bytes in mark.files.items():
-        if os.path.basename(name) != name or name in ("", ".", ".."):
-            raise CheckpointError(f"{COMMIT_MARKER} names the file {name!r}, which is outside the checkpoint")
         try:
             present = (path / name).stat()
         except OSError as error:
@@ -166,6 +164,20 @@ def read_commit_marker(path: Path) -> CommitMarker:
             raise CheckpointError(f"{name} is no regular file")
         if present.st_size != num_bytes:
             raise CheckpointError(f"the file {name} has {present.st_size} bytes; {num_bytes} were written")
+    return mark
+
+
+def parse_commit_marker(text: bytes) -> CommitMarker:
+    """Read what is in a marker; raises CheckpointError where it is damaged, or names files elsewhere."""
+    try:
+        mark = _marker_from(read_object(text, is_strict=True))
+    except NewerFormatError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{COMMIT_MARKER} cannot be read: {error}") from error
+    for name in mark.files:
+        if os.path.basename(name) != name or name in ("", ".", ".."):
+            raise CheckpointError(f"{COMMIT_MARKER} names the file {name!r}, which is outside the checkpoint")
     return mark
 
 

@@ -21,7 +21,7 @@ from paceline.checkpoint.safetensors_file import TensorInfo, num_bytes_of, write
 from paceline.errors import CheckpointError
 from paceline.units import bytes_text
 
-__all__ = ["MAX_SHARD_BYTES", "export_checkpoint", "export_folder", "main_export", "write_weights"]
+__all__ = ["MAX_SHARD_BYTES", "chosen_checkpoint", "export_checkpoint", "export_folder", "main_export", "write_weights"]
 
 WHOLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 MAX_SHARD_BYTES = 5 * 10**9  # Hugging Face's own default
@@ -115,7 +115,7 @@ def main_export(
     """
     is_folder = path.is_dir() or not path.suffix
     try:
-        chosen = _chosen(checkpoint_or_run_dir)
+        chosen = chosen_checkpoint(checkpoint_or_run_dir)
         if is_folder:
             done = export_folder(chosen, path, max_shard_bytes=max_shard_bytes or MAX_SHARD_BYTES, config=config)
         else:
@@ -203,7 +203,7 @@ def _written(path: Path, text: str) -> Path:
     return path
 
 
-def _chosen(path: Path) -> Path:
+def chosen_checkpoint(path: Path) -> Path:
     """Return the checkpoint that is meant, after reading all of its files: damaged weights look like any others."""
     if (path / COMMIT_MARKER).exists():
         return open_checkpoint(path, verified=True).path

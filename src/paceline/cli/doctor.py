@@ -37,6 +37,9 @@ each pair of hosts once, the disk of the run's directory. Each test takes --seco
 With a script, each worker then runs it up to worker.batches() and reads its data as the call says; nothing trains."""
 
 
+WITHOUT = ("cluster", "log", "remote_dir", "remote_wait_s", "run_as", "run_for", "servers", "restart_lost")
+
+
 def add(commands: Commands) -> None:
     """Declare the command, which takes the options of `paceline run`."""
     parser = add_command(
@@ -67,7 +70,7 @@ def add(commands: Commands) -> None:
         "(engine.partition=gpu); may be given many times",
     )
     parser.add_argument("--on", metavar="ENGINE", help="have an engine start it on its hosts, as for paceline run")
-    run_command.add_job_options(parser, without=("cluster", "log", "run_as", "run_for", "servers", "restart_lost"))
+    run_command.add_job_options(parser, without=WITHOUT)
     parser.set_defaults(run=run)
 
 

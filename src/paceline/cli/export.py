@@ -8,6 +8,7 @@ from pathlib import Path
 
 from paceline.cli.arguments import Commands, add_command
 from paceline.errors import PlanError
+from paceline.storage.address import plain_path
 
 __all__ = ["add", "run"]
 
@@ -32,13 +33,21 @@ def add(commands: Commands) -> None:
         "tensor at a time is in memory.",
         examples="  paceline export RUN model.safetensors\n"
         "  paceline export RUN/checkpoints/step_00000100 model.safetensors\n"
-        "  paceline export RUN exported/ --config config.json --max-shard-size 2GB",
+        "  paceline export RUN exported/ --config config.json --max-shard-size 2GB\n"
+        "  paceline export RUN s3://bucket/model.safetensors\n"
+        "  paceline export s3://bucket/runs/first model.safetensors",
     )
     parser.add_argument(
-        "source", metavar="RUN|CHECKPOINT", type=Path, help="directory of a run or of one of its checkpoints"
+        "source",
+        metavar="RUN|CHECKPOINT",
+        type=Path,
+        help="directory of a run or of one of its checkpoints, or its address (s3://bucket/path)",
     )
     parser.add_argument(
-        "target", metavar="FILE|FOLDER", type=Path, help="the safetensors file to write, or the folder (no suffix)"
+        "target",
+        metavar="FILE|FOLDER",
+        type=Path,
+        help="the safetensors file to write, or the folder (no suffix), or an address",
     )
     parser.add_argument(
         "--max-shard-size", metavar="SIZE", help="of a folder's files, such as 500MB or 2GB (default: 5GB)"
@@ -58,6 +67,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise PlanError(
             f"{target} is one file: --max-shard-size and --config are for a folder, such as {target.stem}/."
         )
+    if plain_path(arguments.source) is not None or plain_path(target) is not None:
+        from paceline.checkpoint.export_remote import main_remote_export
+
+        return main_remote_export(arguments.source, target, max_shard_bytes=size, config=arguments.config)
     folders = target.parents if is_file else [target, *target.parents]
     absent = [folder for folder in reversed(folders) if not folder.exists()]
     from paceline.checkpoint.export import main_export

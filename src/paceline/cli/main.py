@@ -14,7 +14,21 @@ import sys
 from collections.abc import Sequence
 
 from paceline import clock
-from paceline.cli import dashboard, doctor, existing_runs, export, host, import_, migrate, plan, pool, run, sweep, ui
+from paceline.cli import (
+    checkpoints,
+    dashboard,
+    doctor,
+    existing_runs,
+    export,
+    host,
+    import_,
+    migrate,
+    plan,
+    pool,
+    run,
+    sweep,
+    ui,
+)
 from paceline.cli.arguments import Commands, Parser, split_script
 from paceline.cli.drill import command as drill
 from paceline.cli.parity import command as parity
@@ -26,7 +40,23 @@ from paceline.units import printable
 __all__ = ["main"]
 
 STARTS_A_SCRIPT = ("run", "doctor", "parity", "drill")  # and a script has arguments of its own
-COMMANDS = (run, plan, doctor, parity, drill, pool, sweep, existing_runs, ui, export, import_, migrate, dashboard, host)
+COMMANDS = (
+    run,
+    plan,
+    doctor,
+    parity,
+    drill,
+    pool,
+    sweep,
+    existing_runs,
+    ui,
+    checkpoints,
+    export,
+    import_,
+    migrate,
+    dashboard,
+    host,
+)
 
 EXAMPLES = """\
 examples:

@@ -76,6 +76,11 @@ OPTIONS = {
     ),
     "save_at_end": ("", "save no checkpoint after the last step"),
     "keep": ("N", "newest complete checkpoints that are kept (default: 3)"),
+    "remote_dir": (
+        "ADDRESS",
+        "copy checkpoints to object storage, and continue from there: s3://bucket/path, gs://, az:// (default: do not)",
+    ),
+    "remote_wait_s": ("SECONDS", "at the end, so long for checkpoints that are not there yet (default: 600)"),
     "timeout_s": ("SECONDS", "how long a worker waits for the others before it gives up (default: 600)"),
     "restart_lost": (
         "",
@@ -220,6 +225,10 @@ def run(arguments: argparse.Namespace) -> int:
         from paceline.runs.run_loggers import check_trackers
 
         check_trackers(job)
+    if job.remote_dir:
+        from paceline.runs.run_uploads import check_remote_dir
+
+        check_remote_dir(job)
     if is_auto:
         plan = _chosen_plan(job, plan, arguments.overrides)
         arguments.command_started = clock.now()  # the run's start-up is what comes from here on

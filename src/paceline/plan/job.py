@@ -92,6 +92,9 @@ class Job:
     save_every_s: float = 300.0  # without save_every: least seconds between checkpoints; 0: only worker.save()
     save_at_end: bool = True  # one more checkpoint after the last step
     keep: int = 3  # newest complete checkpoints that are kept
+    remote_dir: str | None = None  # an address in object storage, "s3://bucket/runs/first": checkpoints are copied
+    # there behind training, and a run_dir without newer ones continues from there
+    remote_wait_s: float = 600.0  # at the run's end, so long for checkpoints that are not there yet
     timeout_s: float = 600.0  # a worker waits this long for its peers
     restart_lost: bool = False  # a program with a loop of its own: start all workers again after one was lost
     balance: bool = False  # give persistently slower workers fewer micro-batches of each step
@@ -120,7 +123,7 @@ class Job:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlanError(f"Job.{name} is {value}; it must be at least 1.")
-        for name in ("timeout_s", "silence_s", "patience_s", "grace_s"):
+        for name in ("timeout_s", "silence_s", "patience_s", "grace_s", "remote_wait_s"):
             if getattr(self, name) <= 0:
                 raise PlanError(f"Job.{name} is {getattr(self, name)}; it must be more than 0 seconds.")
         if self.save_every_s < 0:
@@ -135,6 +138,11 @@ class Job:
             raise PlanError(
                 "head='auto' has the hosts meet in the run directory: use run_dir='...' (--run-dir), the same on all, "
                 "on a disk that they share."
+            )
+        if self.remote_dir is not None and self.hosts > 1 and self.run_dir is None:
+            raise PlanError(
+                "remote_dir on several hosts needs a run_dir (--run-dir), the same on all: what is downloaded lies "
+                "there before the hosts meet."
             )
         if self.cluster is not None and not self.cluster.strip():
             raise PlanError(
@@ -203,7 +211,8 @@ class Job:
 
 # Fields that are about steps and saves, which another framework's program takes by itself.
 OF_STEPS = (
-    "fresh", "save_every", "save_every_s", "save_at_end", "keep", "balance", "noise_scale", "max_steps", "capture_dir",
+    "fresh", "save_every", "save_every_s", "save_at_end", "keep", "remote_dir", "balance", "noise_scale", "max_steps",
+    "capture_dir",
 )  # fmt: skip
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Job)}
 

@@ -17,7 +17,7 @@ from paceline import environment, run_lock
 from paceline.checkpoint.retention import tidy
 from paceline.elastic.membership_messages import TOO_FEW
 from paceline.errors import LaunchError, PlanError, WorkerError, writing
-from paceline.events import Event, EventLog, Note, RunStarted, Warned
+from paceline.events import Event, EventLog, Note, RunStarted, UploadFailed, Warned
 from paceline.host_memory import memory_limit_bytes, oom_kills, oom_likely
 from paceline.launch.coordinator.coordinator import Coordinator
 from paceline.launch.coordinator.head_register import HeadRegister
@@ -26,10 +26,12 @@ from paceline.launch.coordinator.rendezvous import RetainedHostState
 from paceline.launch.coordinator.takeover import Takeover
 from paceline.launch.fork.warm_parent_client import WarmParent
 from paceline.launch.fork.worker_locks import wait_until_workers_ended
+from paceline.launch.io.signals import StopSignals
 from paceline.launch.job.outcome import STUCK, JobOutcome, WorkerExit
 from paceline.launch.job.restart_plan import RestartPlan
 from paceline.launch.local import launch
 from paceline.monitor.attempt_end import AttemptEnd
+from paceline.monitor.console.event_lines import event_line
 from paceline.monitor.hang.hang_monitor import HangMonitor
 from paceline.monitor.records.failure import Failure, explain, root_cause
 from paceline.monitor.records.run_record import RUNNING, RunRecord
@@ -38,6 +40,7 @@ from paceline.plan import CommandPlan, Job, Plan
 from paceline.private_files import make_run_directory, read_private, replace_private
 from paceline.runs.run_loggers import RunLoggers
 from paceline.runs.run_predictor import RunPredictor
+from paceline.runs.run_uploads import RunUploads
 from paceline.runs.told_rows import ToldRows
 from paceline.runs.unpicklable import pickled_function
 from paceline.units import printable
@@ -78,6 +81,7 @@ class Attempt:
         takeover: Takeover | None = None,
         predictor: RunPredictor | None = None,
         loggers: RunLoggers | None = None,
+        uploads: RunUploads | None = None,
         screen: Screen | None = None,
     ) -> None:
         """`job` has its workers and its run_dir; with `follow` the coordinator's run_dir replaces the latter.
@@ -85,7 +89,8 @@ class Attempt:
         `function` is the function of `paceline.run(fn)` with the Job fields of that call. `restart_plan`: workers of
         the previous attempt were lost, and all restart in this way; `asked` is the job as the user started it.
         `takeover`: the attempt is under way, and this process takes over from its lost coordinator. `predictor`
-        predicts the run, and is closed by the caller. `loggers`: the run's trackers.
+        predicts the run, and is closed by the caller. `loggers`: the run's trackers. `uploads`: what copies its
+        checkpoints, begun and closed by the caller.
         `screen`: that the attempt before has left.
         """
         self.job = job
@@ -95,6 +100,8 @@ class Attempt:
         self._restart_plan, self.asked, self.takeover = restart_plan, asked or job, takeover
         self._predictor = predictor or RunPredictor(None)
         self._loggers = loggers or RunLoggers(job)
+        self._uploads = uploads or RunUploads(dataclasses.replace(job, remote_dir=None))
+        self._signals: StopSignals | None = None
         self._screen = screen
         self._made_s = time.monotonic()
         self.next: RestartPlan | None = None  # after `run`: how the next attempt starts
@@ -134,6 +141,7 @@ class Attempt:
         all hosts, and the next attempt reports to the user.
         """
         kills_before = oom_kills()
+        self._signals = None if retained is None else retained.signals
         outcome, restart_plan = JobOutcome(state="failed", exit_code=1), self._restart_plan
         try:
             outcome = launch(
@@ -197,6 +205,7 @@ class Attempt:
             restart_plan=restart_plan,
             predictor=self._predictor,
             loggers=self._loggers,
+            uploads=self._uploads,
             screen=None if self._watch is None else self._watch.lasting_screen,
         )
 
@@ -209,6 +218,7 @@ class Attempt:
         if text := self._predictor.poll():
             self.emit(Note(text=text))
         self._loggers.poll(self._warn)
+        self._uploads.poll(self._uploaded)
         if self.takeover is not None:
             with contextlib.suppress(OSError):  # a coordinator that stood still, or was slow to leave, had it until now
                 run_lock.hold(self.run_dir)
@@ -373,12 +383,33 @@ class Attempt:
         if self._record is not None and self._writes_nobody(outcome):
             with contextlib.suppress(OSError):  # left for the next start, which says so
                 tidy(self.run_dir / "checkpoints")
+        if self.next is None:
+            self._end_uploads(outcome.state)
         exit_code = end.close(outcome.state, outcome.exit_code, failures, goes_on=self.next is not None)
         if self.next is None:
             self._loggers.end(outcome.state, self._warn)
         if self._watch is not None:
             self.failures = self._watch.failures
         return exit_code
+
+    def _end_uploads(self, state: str) -> None:
+        """Wait for checkpoints that are not uploaded yet; another signal cuts that short."""
+
+        def poll() -> None:
+            if self._watch is not None:
+                self._watch.poll()
+
+        def is_interrupted() -> bool:
+            return self._signals is not None and bool(self._signals.take())
+
+        self._uploads.end(state, self._uploaded, poll=poll, is_interrupted=is_interrupted)
+
+    def _uploaded(self, event: Event) -> None:
+        """Record what has become of an upload; a host that keeps no record shows what went wrong."""
+        if self._log is not None:
+            self.emit(event)
+        elif isinstance(event, UploadFailed | Warned) and (line := event_line(event)):
+            self.say(line)
 
     def _warn(self, text: str) -> None:
         self.say(f"warning: {text}")

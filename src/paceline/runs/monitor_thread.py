@@ -32,6 +32,7 @@ from paceline.plan.job import Assignment, Job
 from paceline.private_files import make_run_directory
 from paceline.runs.attempt import run_started
 from paceline.runs.run_loggers import RunLoggers
+from paceline.runs.run_uploads import RunUploads
 
 __all__ = ["monitoring_thread", "note_end", "note_failure", "note_left", "reporting_thread"]
 
@@ -64,6 +65,7 @@ def monitoring_thread(
     program: str,
     launcher: str,
     loggers: RunLoggers,
+    uploads: RunUploads,
 ) -> Iterator[None]:
     """Watch the run from a thread beside worker 0. `launcher` names what started the workers; `record` is what this
     process has begun.
@@ -105,6 +107,7 @@ def monitoring_thread(
         now = record.now()
         if now.state != RUNNING:  # it is noted already, perhaps by another worker
             state, exit_code = now.state, now.exit_code or 0
+        uploads.end(state, log.emit, poll=watch.poll)
         AttemptEnd(directory, log=log, watch=watch, record=now, since=assignment.command_started).close(
             state, exit_code
         )
@@ -116,6 +119,7 @@ def monitoring_thread(
         hang_monitor.poll(now)
         watch.poll()
         loggers.poll(warn)
+        uploads.poll(log.emit)
         if control.is_due(now):
             is_doomed = assignment.rank in control.doomed  # this very process does not come to its end by itself
             control.doomed.discard(assignment.rank)

@@ -40,6 +40,7 @@ from paceline.runs.restart_loop import run_with_restarts
 from paceline.runs.run_directory import new_run_dir
 from paceline.runs.run_loggers import RunLoggers, check_trackers
 from paceline.runs.run_predictor import RunPredictor, run_predictor
+from paceline.runs.run_uploads import RunUploads, check_remote_dir
 from paceline.units import printable, shell_text
 
 if TYPE_CHECKING:
@@ -80,6 +81,8 @@ def run(
     save_every_s: float | None = None,
     save_at_end: bool | None = None,
     keep: int | None = None,
+    remote_dir: str | None = None,
+    remote_wait_s: float | None = None,
     device: Literal["auto", "cpu", "cuda"] | None = None,
     threads: int | None = None,
     on: str | Engine | None = None,
@@ -131,6 +134,9 @@ def run(
         the time; 0: only `worker.save()` saves (300).
     :param save_at_end: save one more checkpoint after the last step (True).
     :param keep: how many of the newest complete checkpoints are kept (3).
+    :param remote_dir: an address in object storage, such as "s3://bucket/runs/first": checkpoints are copied there
+        behind training, and a `run_dir` without newer ones continues from there (none).
+    :param remote_wait_s: seconds at the run's end for checkpoints that are not there yet (600).
     :param device: "cpu", "cuda", or "auto": a GPU for each worker if the host has enough, else the CPU ("auto").
     :param threads: CPU threads of each worker (cores of the host divided by the workers on it).
     :param on: an engine that starts the hosts: "slurm", "ssh", or one with settings, `Slurm(partition="gpu")`. The call
@@ -207,6 +213,7 @@ def run(
     open_missing_streams()
     if wanted.log:
         check_trackers(wanted)
+    check_remote_dir(wanted)
     world = environment.detect()
     if engine is not None and world is None and environment.engine() is None:
         from paceline.runs.run_on_engine import run_on_engine
@@ -241,6 +248,8 @@ def start(
         settled = _settled(job, plan, script=script)
         predictor = stack.enter_context(_predictor(settled, plan, script=script, args=job.args))
         wait_for_orphans(settled, say=_tell)
+        uploads = stack.enter_context(RunUploads(settled))
+        uploads.begin(_tell)
         attempt = Attempt(
             settled,
             plan=plan,
@@ -249,6 +258,7 @@ def start(
             follow=job.run_dir is None,
             predictor=predictor,
             loggers=RunLoggers(settled, arguments=job.args),
+            uploads=uploads,
         )
         attempt, outcome = run_with_restarts(attempt, warm, listener=_given_listener())
     if words and outcome.state != "finished" and outcome.exit_code != 2:
@@ -287,6 +297,8 @@ def _run_function(
         script = own_script() if is_first else None  # a look at it ends at its first run
         predictor = stack.enter_context(_predictor(settled, own_plan, script=script, args=sys.argv[1:]))
         wait_for_orphans(settled, say=_tell)
+        uploads = stack.enter_context(RunUploads(settled))
+        uploads.begin(_tell)
         attempt = Attempt(
             settled,
             plan=own_plan,
@@ -295,6 +307,7 @@ def _run_function(
             function=(function, fields),
             predictor=predictor,
             loggers=RunLoggers(settled, loggers, arguments=sys.argv[1:] if is_program() else ()),
+            uploads=uploads,
         )
         try:
             attempt, outcome = run_with_restarts(attempt, warm, listener=_given_listener())
@@ -367,15 +380,21 @@ def joining_world(
         _tell(f"workers={job.workers} is not used: {world.source} started {world.workers} workers")
 
     begun: list[RunRecord] = []  # on worker 0
+    copying: list[RunUploads] = []
 
     def choose() -> tuple[Path, int]:
         asked = dataclasses.replace(job, workers=world.workers)
         settled = _settled(asked, CommandPlan(whole=plan), script=own_script())
         directory = Path(str(settled.run_dir))
+        copying.append(uploads.enter_context(RunUploads(settled)))
+        copying[-1].begin(_tell)
         begun.append(begin_record(directory, settled, workers=world.workers, plan=plan))
         return directory, begun[-1].attempt
 
-    with join_external_world(world, job, run_dir=choose, command_started=started_at(), log=_tell) as place:
+    with (
+        contextlib.ExitStack() as uploads,
+        join_external_world(world, job, run_dir=choose, command_started=started_at(), log=_tell) as place,
+    ):
         own = place.assignment
         watched: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if own.rank == 0:
@@ -388,6 +407,7 @@ def joining_world(
                 program=program,
                 launcher=world.source,
                 loggers=RunLoggers(own.job, loggers, arguments=sys.argv[1:]),
+                uploads=copying[-1],
             )
         elif own.rank in {ranks[0] for ranks in place.hosts}:
             watched = reporting_thread(own, hosts=place.hosts, store=place.store)

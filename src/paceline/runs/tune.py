@@ -35,7 +35,7 @@ __all__ = ["tune_trainable"]
 RUN = "run"  # directory of the trial
 LOOK_S = 1.0  # between two looks for checkpoints: steps may be fast
 SAVE_S = 10.0  # a result of a step that is saved waits as long for its checkpoint (the run does not wait)
-TAKEN = frozenset({"program", "args", "run_dir", "fresh", "head", "slots", "launcher"})
+TAKEN = frozenset({"program", "args", "run_dir", "remote_dir", "fresh", "head", "slots", "launcher"})
 
 
 def tune_trainable(

@@ -55,6 +55,7 @@ INCIDENTS = (
     "ServerReplaced",
     "MicroBatchHalved",
     "CheckpointFailed",
+    "UploadFailed",
 )
 
 

@@ -294,6 +294,11 @@ def _refuse_capture(plan: Plan, job: Job) -> None:
 def merge_job(assignment: Assignment, fields: Mapping[str, Any]) -> Job:
     """The assignment's job, with the script's fields where the command did not set them."""
     free = {name: value for name, value in fields.items() if name not in assignment.given and name not in PLACE_FIELDS}
+    if free.get("remote_dir", assignment.job.remote_dir) != assignment.job.remote_dir:
+        raise PlanError(
+            f"The script says remote_dir={free['remote_dir']!r}, which is to be known before workers start: give it to "
+            f"the command, --remote-dir {free['remote_dir']}, or start the script with `python`."
+        )
     return dataclasses.replace(assignment.job, **free)
 
 

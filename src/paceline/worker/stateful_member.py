@@ -84,9 +84,11 @@ class StatefulMember(RunMember):
 
         `path`: a file that ends with .safetensors, or a folder, which gets `model.safetensors` (large models: several
         files and an index) and, for models of transformers, `config.json`: `from_pretrained(path)` reads it. Of a model
-        of peft a folder gets its adapters alone, as `PeftModel.from_pretrained(base, path)` reads them. `model`: which
-        one, where several are prepared. Weights have the names and shapes of the user's own model, under every
-        layout, and are written tensor by tensor. A tied tensor is stored once. A file appears whole or not at all.
+        of peft a folder gets its adapters alone, as `PeftModel.from_pretrained(base, path)` reads them. Either may be
+        in object storage: "s3://bucket/model.safetensors". `model`: which one, where several are prepared.
+
+        Weights have the names and shapes of the user's own model, under every layout, and are written tensor by tensor.
+        A tied tensor is stored once. A file appears whole or not at all.
 
         Raises ValueError for a model that was not prepared and for other suffixes, CheckpointError, on all workers, if
         the file cannot be written, RuntimeError inside a step, and SyncError when a peer is missing.

@@ -65,6 +65,8 @@ OPTION_VALUES: dict[str, tuple[list[str], object]] = {
     "save_every_s": (["--save-every-s", "60"], 60.0),
     "save_at_end": (["--no-save-at-end"], False),
     "keep": (["--keep=5"], 5),
+    "remote_dir": (["--remote-dir", "file:///far/run"], "file:///far/run"),
+    "remote_wait_s": (["--remote-wait-s", "5"], 5.0),
     "timeout_s": (["--timeout-s", "30"], 30.0),
     "restart_lost": (["--restart-lost"], True),
     "balance": (["--balance"], True),

@@ -229,6 +229,7 @@ def _run(trial: ParityTrial, request: ParityRequest, directory: Path, warm: Warm
         "save_every": None,
         "save_every_s": 0.0,
         "save_at_end": False,
+        "remote_dir": None,
         "tensorboard": False,
         "metrics_port": None,
         "max_steps": request.steps,

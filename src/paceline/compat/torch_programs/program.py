@@ -42,7 +42,7 @@ from paceline.worker.run_member import parts_of
 __all__ = ["prepare_program"]
 
 BACKSTOP_S = 15.0  # beyond Job.timeout_s: the supervisor can report more of a hang than the worker that waits
-UNUSED = ("save_every", "save_every_s", "save_at_end", "keep", "max_steps", "balance")  # options about Paceline's loop
+UNUSED = ("save_every", "save_every_s", "save_at_end", "keep", "remote_dir", "max_steps", "balance")  # about our loop
 _joined_here: list[int] = []  # the process that this module has joined as a worker, once it has
 
 

@@ -23,6 +23,8 @@ from paceline.events import (
     SpikeSeen,
     TaskLost,
     TaskStarted,
+    UploadDone,
+    UploadFailed,
     WeightsDiffer,
     WireJudged,
     WorkerJoined,
@@ -69,6 +71,10 @@ def event_line(event: Event) -> str | None:
             return f"step {step}  checkpoint saved ({bytes_text(num_bytes)}; training waited {duration_text(stall_s)})"
         case CheckpointFailed(step=step, path=path, reason=reason):
             return f"step {step}  CHECKPOINT FAILED: {local_path(path)}: {reason}"
+        case UploadDone(step=step, path=path, num_sent_bytes=sent, upload_s=upload_s):
+            return f"step {step}  checkpoint uploaded to {path} ({bytes_text(sent)} in {duration_text(upload_s)})"
+        case UploadFailed(step=step, reason=reason):
+            return f"step {step}  UPLOAD FAILED, training goes on: {reason}"
         case CheckpointSkipped(path=path, reason=reason):
             return f"checkpoint {local_path(path)} was passed over: {reason}"
         case WorkerLost(reason=reason):  # of one that was not at work yet: members are reported by `Regrouped`

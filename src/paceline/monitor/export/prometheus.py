@@ -12,7 +12,15 @@ from collections.abc import Collection
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Summary
 
-from paceline.events import CheckpointFailed, CheckpointSaved, Evaluated, Record, WorkerStarted
+from paceline.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    Evaluated,
+    Record,
+    UploadDone,
+    UploadFailed,
+    WorkerStarted,
+)
 from paceline.monitor.export.scrape_server import ScrapeServer
 from paceline.monitor.records.steps import Step, parts_of
 
@@ -40,10 +48,14 @@ class PrometheusEndpoint:
         self._raw = Counter("paceline_raw_bytes", about, registry=registry)
         about = "Seconds between two commits, mean over workers, by phase; the phases add up to the whole."
         self._seconds = Summary("paceline_step_seconds", about, ["phase"], registry=registry)
-        about = "Seconds of a checkpoint, by part: stall (training stood still) or write (in the background)."
+        about = "Seconds of a checkpoint, by part: stall (training stood still), write and upload (in the background)."
         self._checkpoint = Summary("paceline_checkpoint_seconds", about, ["part"], registry=registry)
         self._checkpoint_bytes = Gauge("paceline_checkpoint_bytes", "Size of the newest checkpoint.", registry=registry)
         self._failures = Counter("paceline_checkpoint_failures", "Checkpoints that failed.", registry=registry)
+        about = "What was sent to the run's remote_dir."
+        self._uploaded_bytes = Counter("paceline_uploaded_bytes", about, registry=registry)
+        about = "Checkpoints that could not be sent to the run's remote_dir, each time."
+        self._upload_failures = Counter("paceline_upload_failures", about, registry=registry)
         self._loss = Gauge("paceline_loss", "Loss of the last step, over its global batch.", registry=registry)
         self._noise: Gauge | None = None  # once it is known
         about = "Last value of a reported metric, mean over the workers that reported it; and of lr and grad_norm."
@@ -74,6 +86,11 @@ class PrometheusEndpoint:
                 self._checkpoint.labels("write").observe(write_s)
             case CheckpointFailed():
                 self._failures.inc()
+            case UploadDone(num_sent_bytes=sent, upload_s=upload_s):
+                self._uploaded_bytes.inc(sent)
+                self._checkpoint.labels("upload").observe(upload_s)
+            case UploadFailed():
+                self._upload_failures.inc()
             case WorkerStarted(rank=worker, startup_s=startup_s):
                 if self._workers.started(worker, startup_s):
                     so_far = self._registry.get_sample_value("paceline_startup_seconds") or 0.0

@@ -27,6 +27,8 @@ from paceline.events import (
     StepsMerged,
     TaskLost,
     TaskStarted,
+    UploadDone,
+    UploadFailed,
     WireJudged,
     WorkerFinished,
     WorkerJoined,
@@ -76,6 +78,8 @@ class Summary:
         self._num_undone = self._rolled_back_at = 0  # steps that rollbacks undid; the step of the last one
         self._resumed_from_step = 0
         self._num_checkpoints = self._num_failed_checkpoints = 0
+        self._uploaded: UploadDone | None = None
+        self._num_uploads = self._num_failed_uploads = 0
         self._peaks: dict[int, int] = {}
         self._state_bytes: dict[int, int] = {}
         self._epochs: set[int] = set()  # that are not in the next one
@@ -101,6 +105,11 @@ class Summary:
                 self._num_checkpoints += 1
             case CheckpointFailed():
                 self._num_failed_checkpoints += 1
+            case UploadDone() as uploaded:
+                self._uploaded = uploaded
+                self._num_uploads += 1
+            case UploadFailed():
+                self._num_failed_uploads += 1
             case WorkerFinished(rank=worker, peak_memory_bytes=peak, state_bytes=state):
                 self.peak_memory(worker, peak)
                 self._state_bytes[worker] = state
@@ -222,6 +231,9 @@ class Summary:
             "checkpoint_step": self.checkpoint.step if self.checkpoint else None,
             "checkpoints_saved": self._num_checkpoints,
             "checkpoints_failed": self._num_failed_checkpoints,
+            "uploaded_checkpoint": self._uploaded.path if self._uploaded else None,
+            "uploads": self._num_uploads,
+            "uploads_failed": self._num_failed_uploads,
             "run_dir": str(self.run_dir),
             "log_dir": str(self.run_dir / f"attempt_{self.attempt}"),
         }

@@ -107,6 +107,7 @@ class CheckpointSaver:
             "plan": str(self._plan),
             "workers": self._group.size,
             "torch": torch.__version__,
+            "keep": self._files.keep,  # also of copies elsewhere
         }
         plain: dict[str, Any] = dict(state.plain)
         owners = self._contents.registry.owners

@@ -7,6 +7,7 @@ what the caller keeps. Other replicas have the same numbers, and send nothing.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from paceline.checkpoint.safetensors_file import TensorInfo
 from paceline.comm.group import WorkerGroup
 from paceline.comm.sharded_tensors import whole_shape
 from paceline.errors import CheckpointError
+from paceline.storage.address import check_address, is_address, plain_path
 from paceline.worker.state.adapter_weights import adapter_names, has_adapters, write_adapters
 from paceline.worker.state.prepared_models import PreparedModels
 from paceline.worker.state.state_registry import StateRegistry, model_entries, tied_names
@@ -71,7 +73,8 @@ class WholeWeights:
             if tensor is not None
         }
         if self._group.index == 0:
-            write_adapters(model, {name: weights[contents.ties.get(name, name)] for name in names}, folder)
+            with _written_to(folder) as local:
+                write_adapters(model, {name: weights[contents.ties.get(name, name)] for name in names}, local)
 
     def save(self, model: nn.Module, path: Path, *, step: int) -> list[str]:
         """Have the first worker write the whole weights; returns there the names of extra states that were left out.
@@ -106,15 +109,16 @@ class WholeWeights:
         coming = self._tensors(model, contents, order)
         try:
             if self._group.index == 0:
-                write_weights(
-                    path,
-                    about,
-                    read=lambda name: extra[name] if name in extra else _next(coming, name),
-                    ties=contents.ties,
-                    step=step,
-                    max_shard_bytes=MAX_SHARD_BYTES,
-                    config=_config_of(model),
-                )
+                with _written_to(path) as local:
+                    write_weights(
+                        local,
+                        about,
+                        read=lambda name: extra[name] if name in extra else _next(coming, name),
+                        ties=contents.ties,
+                        step=step,
+                        max_shard_bytes=MAX_SHARD_BYTES,
+                        config=_config_of(model),
+                    )
         finally:
             for _ in coming:  # the others send all of them, whether or not the first worker can write
                 pass
@@ -181,6 +185,14 @@ class WholeWeights:
             yield name, whole if self._group.index == 0 else None
 
 
+def _written_to(path: Path) -> contextlib.AbstractContextManager[Path]:
+    if plain_path(path) is None:
+        return contextlib.nullcontext(path)
+    from paceline.storage.exports import written_to  # its package is of an extra
+
+    return written_to(path)
+
+
 def weights_path(path: str | Path) -> Path:
     """Return the path of a safetensors file, or of a folder for one. Raises ValueError for another kind of file."""
     found = Path(path)
@@ -190,6 +202,8 @@ def weights_path(path: str | Path) -> Path:
             "folder. For another format take weights = worker.state_dict(model) on all workers, and on the first one "
             "torch.save(weights, path)"
         )
+    if is_address(str(path)):
+        check_address(str(path), option=f"worker.save_model({str(path)!r})")
     return found
 
 

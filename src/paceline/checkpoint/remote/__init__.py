@@ -1,0 +1,1 @@
+"""Copies of a run's checkpoints in object storage: upload behind training, retention, download at a start."""
