@@ -31,6 +31,7 @@ from paceline.worker.state.checkpoint_saving import CheckpointSaver
 from paceline.worker.state.codec_state import CodecState
 from paceline.worker.state.memory_checkpointing import MemoryCheckpointer
 from paceline.worker.state.model_context import ModelContext
+from paceline.worker.state.owner_splits import OwnerSplits
 from paceline.worker.state.prepared_models import PreparedModels
 from paceline.worker.state.prepared_objects import PreparedObjects
 from paceline.worker.state.resumed_state import ResumedState
@@ -109,7 +110,12 @@ class _Builder:
         resumed = self._resumed(contents)
         saver = self._saver(contents, resumed, models)
         prepared = PreparedObjects(
-            self._plan, registry, resumed=resumed, buffers=executor.buffers, emit=self._files.emit
+            self._plan,
+            registry,
+            resumed=resumed,
+            buffers=executor.buffers,
+            emit=self._files.emit,
+            splits=OwnerSplits(self._plan.layout, registry, models, self._own.axes, executor.shards.traffic),
         )
         return WorkerParts(
             rank=self._rank,
