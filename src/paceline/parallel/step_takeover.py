@@ -14,13 +14,28 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["take_over_step", "unhooked_step"]
+__all__ = ["after_loading", "take_over_step", "unhooked_step"]
 
 
 def unhooked_step(optimizer: Optimizer) -> Callable[..., Any]:
     """An optimizer's own step, without the hooks that torch puts around it."""
     step: Any = type(optimizer).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def after_loading(optimizer: Optimizer, call: Callable[[], None]) -> None:
+    """Call `call()` whenever the optimizer has loaded a state."""
+    if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
+        optimizer.register_load_state_dict_post_hook(lambda _: call())
+        return
+    load = optimizer.load_state_dict  # a wrapper of another package that has no hooks
+
+    @functools.wraps(load)
+    def loaded(_: Optimizer, state_dict: Any) -> None:
+        load(state_dict)
+        call()
+
+    optimizer.load_state_dict = types.MethodType(loaded, optimizer)
 
 
 def take_over_step(optimizer: Optimizer, take: Callable[[], None]) -> None:

@@ -35,6 +35,7 @@ from paceline.worker.state.owner_splits import OwnerSplits
 from paceline.worker.state.prepared_models import PreparedModels
 from paceline.worker.state.prepared_objects import PreparedObjects
 from paceline.worker.state.resumed_state import ResumedState
+from paceline.worker.state.rounded_states import RoundedStates
 from paceline.worker.state.run_state import Carrier, RunState, StateContents, describe_run
 from paceline.worker.state.state_registry import StateRegistry
 from paceline.worker.step.gradient_pass import StepExecutor
@@ -116,6 +117,7 @@ class _Builder:
             buffers=executor.buffers,
             emit=self._files.emit,
             splits=OwnerSplits(self._plan.layout, registry, models, self._own.axes, executor.shards.traffic),
+            rounded=RoundedStates(self._plan, registry),
         )
         return WorkerParts(
             rank=self._rank,
@@ -148,6 +150,7 @@ class _Builder:
             parts.contents,
             losses=parts.executor.losses,
             loss_scale=parts.executor.loss_scale if parts.executor.loss_scale.is_used else None,
+            rounded=parts.prepared.rounded if parts.prepared.rounded.is_used else None,
             streams=self._loop.between.positions,
             sizes=parts.sizes,
             attempt=self._files.attempt,

@@ -145,9 +145,12 @@ def test_parts_of_any_types_and_sizes_come_together_at_their_owners_and_go_back(
     for thread in threads:
         thread.join(20.0)
     assert not problems and len(traffic) == 6
-    assert sum(one.num_bytes_sent for one in traffic) > 0
+    num_bytes = sum(one.nbytes for one in wholes)
+    sent = sum(one.num_bytes_sent for one in traffic) / 2  # of one tensor there and back, where a step moves 3
+    assert sent == pytest.approx(owner_traffic(num_bytes, [3, 2]) / 3, rel=0.2), "parts are uneven"
 
 
 def test_a_member_alone_sends_nothing_and_many_send_three_times_what_there_is() -> None:
-    assert owner_traffic(1000.0, members=1) == 0.0
-    assert owner_traffic(1000.0, members=4) == 2250.0
+    assert owner_traffic(1000.0, [1]) == 0.0
+    assert owner_traffic(1000.0, [4]) == 2250.0
+    assert owner_traffic(1000.0, [4, 2]) == 3750.0, "along both axes"

@@ -129,7 +129,7 @@ def test_the_bytes_that_parts_travel_are_counted_and_as_many_as_the_planner_says
     moved = [a - b for a, b in zip(sent_in_steps(world, size), sent_in_steps(other, size), strict=True)]
     stepped = sum(p.numel() for name, p in Net().named_parameters() if p.ndim == 2 and "words" not in name)
     idle = Net().idle.weight.numel()  # is in no step
-    expected = owner_traffic(8.0 * (stepped - idle), members=size)
+    expected = owner_traffic(8.0 * (stepped - idle), [size])
     assert moved == pytest.approx([expected] * len(moved), rel=0.05), "rows that do not divide make a small difference"
 
 

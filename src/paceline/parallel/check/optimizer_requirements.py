@@ -43,6 +43,7 @@ from paceline.parallel.check.optimizer_trial import (
 from paceline.parallel.check.parameter_kinds import kinds_of, members_of_kinds
 
 __all__ = [
+    "BY_NUMBER",
     "ParameterNeeds",
     "cannot_be_tried",
     "draws_random_numbers",
@@ -55,6 +56,9 @@ __all__ = [
 ]
 
 Scope = Literal["numbers", "rows", "whole", "unknown"]
+
+# Known to treat each number by itself, with any options: a trial takes longer than a start may. Tests try them.
+BY_NUMBER = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop)
 
 SIDE = 6  # of the first two dims of a trial's parameters; further dims are smaller
 WIDE = (160, 136)  # some treat matrices from 128 rows on in another way

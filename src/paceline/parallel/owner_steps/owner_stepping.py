@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from paceline.comm.sharded_tensors import full_tensor, is_sharded, local_part
 from paceline.errors import PlanError
 from paceline.parallel.owner_steps.part_exchange import PartExchange, SplitParameter, TrafficTotals
 from paceline.parallel.owner_steps.stand_ins import standing_in
-from paceline.parallel.step_takeover import take_over_step, unhooked_step
+from paceline.parallel.step_takeover import after_loading, take_over_step, unhooked_step
 
 __all__ = ["OwnerStepping"]
 
@@ -33,13 +33,20 @@ ROUND_BYTES = 64 << 20  # of whole parameters, for each worker: more travel in s
 class OwnerStepping:
     """Steps some of an optimizer's parameters at their owners; made once, before the optimizer's first step."""
 
-    def __init__(self, optimizer: Optimizer, split: dict[Tensor, SplitParameter], traffic: TrafficTotals) -> None:
-        """Take over the optimizer's `step`. `split`: parameters that have owners, the same ones on all workers."""
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        split: dict[Tensor, SplitParameter],
+        traffic: TrafficTotals,
+        own_step: Callable[[Optimizer], Any] | None = None,
+    ) -> None:
+        """Take over the optimizer's `step`. `split`: parameters that have owners, the same ones on all workers.
+        `own_step`: what steps in the optimizer's own way; by default its `step` without hooks."""
         self._optimizer, self._exchange = optimizer, PartExchange(traffic)
         self.split = split
-        self._own_step = unhooked_step(optimizer)
+        self._own_step = own_step or unhooked_step(optimizer)
         self._own_what_is_there()
-        optimizer.register_load_state_dict_post_hook(lambda _: self._drop_others())
+        after_loading(optimizer, self._drop_others)
         take_over_step(optimizer, self._step_at_owners)
 
     def _own_what_is_there(self) -> None:
@@ -76,6 +83,7 @@ class OwnerStepping:
                 if value is not None:
                     stand_ins[parameter] = whole = torch.nn.Parameter(value)
                     whole.grad = gradient
+                    whole.stands_for = parameter  # pyright: ignore[reportAttributeAccessIssue]  # for those who name parameters
         with standing_in(self._optimizer, stand_ins):
             self._own_step(self._optimizer)
         for some in self._rounds(moving):

@@ -12,6 +12,7 @@ from paceline.checkpoint.state_tree import freeze
 from paceline.comm.sharded_tensors import is_sharded
 from paceline.errors import PlanError
 from paceline.parallel.check.optimizer_requirements import (
+    BY_NUMBER,
     cannot_be_tried,
     draws_random_numbers,
     needs_all_parameters,
@@ -24,9 +25,6 @@ from paceline.plan import ParameterServer, Plan
 from paceline.worker.state.state_registry import StateRegistry
 
 __all__ = ["choices_of", "require_own_parameters", "require_possible_steps", "require_storable_state"]
-
-# Known to treat each number by itself, with any options: a trial takes longer than a start may. Tests try them.
-BY_NUMBER = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop)
 
 
 def require_own_parameters(optimizer: Optimizer, registry: StateRegistry) -> None:
@@ -146,6 +144,12 @@ def require_storable_state(
         )
     if not kept.is_incomplete:
         return None
+    if plan.compute.state != "fp32":
+        raise PlanError(
+            f"{name} keeps a part of what it remembers outside of its state (in attributes, or in another optimizer "
+            f"in it), but Compute(state={plan.compute.state!r}) steps some parameters after others, and it could not "
+            f"tell these from steps. Use state='fp32'. {instead}."
+        )
     if plan.layout.is_elastic:
         raise PlanError(
             f"{name} keeps a part of what it remembers outside of its state (in attributes, or in another optimizer "
@@ -182,6 +186,8 @@ def _why_apart(held: Sequence[str], split: str | None, registry: StateRegistry, 
 
 def _why_one_by_one(plan: Plan) -> str | None:
     """Why a step sees one parameter after the other; None: it sees all at once."""
+    if plan.compute.state != "fp32":
+        return f"with Compute(state={plan.compute.state!r}) the state of some is rounded before others step"
     if plan.compute.offload == "none":
         return None
     return f"with Compute(offload={plan.compute.offload!r}) one parameter's state is here at a time"

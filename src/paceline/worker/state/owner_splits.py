@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -37,8 +37,15 @@ class OwnerSplits:
         self._loads = LoadTable()
         self._steppings: dict[Optimizer, OwnerStepping] = {}
 
-    def settle(self, name: str, optimizer: Optimizer, parameters: Collection[Tensor]) -> None:
-        """Have these of an optimizer's parameters stepped by owners from now on, and no others.
+    def settle(
+        self,
+        name: str,
+        optimizer: Optimizer,
+        parameters: Collection[Tensor],
+        own_step: Callable[[Optimizer], Any] | None = None,
+    ) -> None:
+        """Have these of an optimizer's parameters stepped by owners from now on, and no others. `own_step` steps them,
+        or the optimizer's own.
 
         Raises PlanError where parameters have been stepped otherwise before.
         """
@@ -59,7 +66,7 @@ class OwnerSplits:
             return
         split = {**known, **self._placed({names[id(one)]: one for one in new})}
         if stepping is None:
-            self._steppings[optimizer] = OwnerStepping(optimizer, split, self._traffic)
+            self._steppings[optimizer] = OwnerStepping(optimizer, split, self._traffic, own_step)
         else:
             stepping.split = split
         self._models.stepped_by_owners.update(names[id(one)] for one in new)

@@ -25,6 +25,7 @@ from paceline.worker.state.optimizer_check import (
 )
 from paceline.worker.state.owner_splits import OwnerSplits
 from paceline.worker.state.resumed_state import ResumedState
+from paceline.worker.state.rounded_states import RoundedStates
 from paceline.worker.state.state_registry import StateRegistry
 from paceline.worker.state.weight_average import AverageState, ExponentialMovingAverage, state_of
 from paceline.worker.step.model_buffers import BufferAverager
@@ -47,10 +48,11 @@ class PreparedObjects:
         buffers: BufferAverager,
         emit: Callable[[Event], None],
         splits: OwnerSplits,
+        rounded: RoundedStates,
     ) -> None:
         self.registry = registry
         self._plan, self._resumed, self._buffers, self._emit = plan, resumed, buffers, emit
-        self._splits = splits
+        self._splits, self.rounded = splits, rounded
         self._choices: dict[Optimizer, tuple[object, ...]] = {}  # options of optimizers when they were tried
         self._outer: list[str] = []  # names of the optimizers between replicas
 
@@ -102,8 +104,12 @@ class PreparedObjects:
         if (text := require_storable_state(optimizer, self.registry, self._plan, whole)) is not None:
             self._emit(Warned(text=text))
         full_name = self.registry.name_for("optimizer", name)
+        if self.rounded.is_used:
+            self.rounded.add(full_name, optimizer)
         if whole:
-            self._splits.settle(full_name, optimizer, whole)
+            self._splits.settle(full_name, optimizer, whole, self.rounded.own_step(optimizer))
+        else:
+            self.rounded.take_over(optimizer)
         self.registry.optimizers[full_name] = optimizer
         if self._plan.compute.offload != "none":
             self._offload(full_name, optimizer)
@@ -117,7 +123,7 @@ class PreparedObjects:
             whole = require_possible_steps(optimizer, self.registry, self._plan)
             name = next(name for name, one in self.registry.optimizers.items() if one is optimizer)
             if whole or self._splits.has(optimizer):
-                self._splits.settle(name, optimizer, whole)
+                self._splits.settle(name, optimizer, whole, self.rounded.own_step(optimizer))
             self._choices[optimizer] = choices
 
     def _offload(self, name: str, optimizer: Optimizer) -> None:
