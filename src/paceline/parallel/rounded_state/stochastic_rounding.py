@@ -69,14 +69,11 @@ def round_stochastically(tensors: Sequence[Tensor], index: ElementIndex, key: tu
     step = max(1, PIECE // width)
     for first in range(0, len(tensors[0]), step):
         stop = min(first + step, len(tensors[0]))
-        places = index.rows(first, stop)
+        places, drawn = index.rows(first, stop), out[0]
         for number, (one, target) in enumerate(zip(tensors, out, strict=True)):
-            if number % 2 == 0:
-                drawn = random_bits(places, (key[0] + number // 2, key[1]) if number else key)
-                noise = drawn & 0xFFFF
-            else:
-                noise = (drawn >> HALF_BITS) & 0xFFFF
-            target[first:stop] = _rounded(one[first:stop], noise)
+            is_lower = number % 2 == 0
+            drawn = random_bits(places, (key[0] + number // 2, key[1])) if is_lower else drawn
+            target[first:stop] = _rounded(one[first:stop], (drawn if is_lower else drawn >> HALF_BITS) & 0xFFFF)
     return out
 
 
