@@ -116,7 +116,7 @@ class _Builder:
             resumed=resumed,
             buffers=executor.buffers,
             emit=self._files.emit,
-            splits=OwnerSplits(self._plan.layout, registry, models, self._own.axes, executor.shards.traffic),
+            splits=OwnerSplits(self._plan, registry, models, self._own.axes, executor.shards.traffic),
             rounded=RoundedStates(self._plan, registry),
         )
         return WorkerParts(

@@ -154,5 +154,5 @@ def with_state_at_once(worker: Any) -> None:
 
 
 def test_state_that_is_made_of_parts_before_is_refused(world: World) -> None:
-    with pytest.raises(WorkersFailed, match=r"Lamb has exp_avg .* when it is prepared, made of a part of it"):
+    with pytest.raises(WorkersFailed, match=r"Lamb has exp_avg .*, made of a part of it, and needs the whole"):
         world(with_state_at_once, 2, Plan(layout=Layout(shard=2)), save_at_end=False)

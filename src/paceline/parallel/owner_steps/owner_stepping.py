@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,31 +36,34 @@ class OwnerStepping:
     def __init__(
         self,
         optimizer: Optimizer,
-        split: dict[Tensor, SplitParameter],
+        split: Mapping[Tensor, SplitParameter],
         traffic: TrafficTotals,
         own_step: Callable[[Optimizer], Any] | None = None,
     ) -> None:
-        """Take over the optimizer's `step`. `split`: parameters that have owners, the same ones on all workers.
+        """Take over the optimizer's `step`. `split`: parameters that have owners, the same ones on all workers; none so
+        far, where the script may still switch an option or add a group.
         `own_step`: what steps in the optimizer's own way; by default its `step` without hooks."""
         self._optimizer, self._exchange = optimizer, PartExchange(traffic)
-        self.split = split
+        self.split: dict[Tensor, SplitParameter] = {}
         self._own_step = own_step or unhooked_step(optimizer)
-        self._own_what_is_there()
+        self.add(split)
         after_loading(optimizer, self._drop_others)
         take_over_step(optimizer, self._step_at_owners)
 
-    def _own_what_is_there(self) -> None:
-        """Some optimizers make state when they are created: have it whole at its owner."""
-        for parameter, of in self.split.items():
+    def add(self, split: Mapping[Tensor, SplitParameter]) -> None:
+        """Have owners step these, too. What state there is of them, since some optimizers make theirs when they are
+        created, is then whole at its owner."""
+        self.split.update(split)
+        for parameter, of in split.items():
             state: dict[str, Any] = self._optimizer.state.get(parameter, {})
             for key, value in state.items():
                 if isinstance(value, Tensor) and is_sharded(value):
                     state[key] = full_tensor(value)
                 if isinstance(value, Tensor) and value.numel() > 1 and tuple(state[key].shape) != of.hops[-1].shape:
                     raise PlanError(
-                        f"{type(self._optimizer).__name__} has {key} {list(value.shape)} for {of.name} when it is "
-                        "prepared, made of a part of it: make the optimizer with state that its first step creates, "
-                        "or use replicas or stages"
+                        f"{type(self._optimizer).__name__} has {key} {list(value.shape)} for {of.name}, made of a part "
+                        "of it, and needs the whole from now on: give the optimizer all options and groups, and no "
+                        "state, before worker.prepare(optimizer), or use replicas or stages"
                     )
         self._drop_others()
 

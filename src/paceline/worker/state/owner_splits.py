@@ -10,11 +10,12 @@ from torch.optim import Optimizer
 
 from paceline.comm.sharded_tensors import is_sharded
 from paceline.errors import PlanError
+from paceline.parallel.check.optimizer_requirements import BY_NUMBER
 from paceline.parallel.fully_sharded.sharded_model import ShardGroup
 from paceline.parallel.owner_steps.owner_stepping import OwnerStepping
 from paceline.parallel.owner_steps.ownership import LoadTable
 from paceline.parallel.owner_steps.part_exchange import PartHop, RowHop, SplitParameter, TrafficTotals
-from paceline.plan import Layout
+from paceline.plan import Plan
 from paceline.worker.state.prepared_models import PreparedModels
 from paceline.worker.state.state_registry import StateRegistry, WholeState
 from paceline.worker.topology.parallel_groups import ParallelGroups
@@ -27,13 +28,15 @@ class OwnerSplits:
 
     def __init__(
         self,
-        layout: Layout,
+        plan: Plan,
         registry: StateRegistry,
         models: PreparedModels,
         axes: ParallelGroups,
         traffic: TrafficTotals,
     ) -> None:
-        self._layout, self._registry, self._models, self._axes, self._traffic = layout, registry, models, axes, traffic
+        self._layout, self._registry, self._models = plan.layout, registry, models
+        self._axes, self._traffic = axes, traffic
+        self._is_here = plan.compute.offload == "none"
         self._loads = LoadTable()
         self._steppings: dict[Optimizer, OwnerStepping] = {}
 
@@ -55,27 +58,26 @@ class OwnerSplits:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         new = [one for one in parameters if one not in known]
         strays = [one for one in held if (one in known and not _has(parameters, one))]
-        strays += [one for one in new if optimizer in self._steppings and optimizer.state.get(one)]
         if strays or (new and stepping is not None and self._layout.is_elastic):
             raise PlanError(
                 f"{name} now looks at {names[id((strays or new)[0])]} in another way than when it was prepared (as a "
                 f"whole, or number by number), but under {self._layout!r} the one has its state at an owner, and the "
                 "other in parts. Give the optimizer all groups and options before worker.prepare(optimizer)"
             )
-        if not new and stepping is not None:
-            return
-        split = {**known, **self._placed({names[id(one)]: one for one in new})}
+        split = self._placed({names[id(one)]: one for one in new})
         if stepping is None:
             self._steppings[optimizer] = OwnerStepping(optimizer, split, self._traffic, own_step)
         else:
-            stepping.split = split
+            stepping.add(split)
         self._models.stepped_by_owners.update(names[id(one)] for one in new)
         for one in new:
             self._registry.whole_states[f"{name}.state.{names[id(one)]}"] = self._state_of(split[one])
 
-    def has(self, optimizer: Optimizer) -> bool:
-        """Whether owners step some of an optimizer's parameters."""
-        return optimizer in self._steppings
+    def may_own(self, optimizer: Optimizer) -> bool:
+        """Whether owners may have to step an optimizer's parameters, now or when the script has switched an option. Its
+        step must be taken over before: a step under way stays as it was."""
+        is_split = self._layout.shard > 1 or bool(self._registry.slices)
+        return is_split and self._is_here and type(optimizer) not in BY_NUMBER
 
     def _placed(self, parameters: Mapping[str, Tensor]) -> dict[Tensor, SplitParameter]:
         hops = {name: self.hops(name, one) for name, one in parameters.items()}

@@ -106,7 +106,7 @@ class PreparedObjects:
         full_name = self.registry.name_for("optimizer", name)
         if self.rounded.is_used:
             self.rounded.add(full_name, optimizer)
-        if whole:
+        if self._splits.may_own(optimizer):
             self._splits.settle(full_name, optimizer, whole, self.rounded.own_step(optimizer))
         else:
             self.rounded.take_over(optimizer)
@@ -122,7 +122,7 @@ class PreparedObjects:
         if self._choices.setdefault(optimizer, choices) != choices:
             whole = require_possible_steps(optimizer, self.registry, self._plan)
             name = next(name for name, one in self.registry.optimizers.items() if one is optimizer)
-            if whole or self._splits.has(optimizer):
+            if self._splits.may_own(optimizer):
                 self._splits.settle(name, optimizer, whole, self.rounded.own_step(optimizer))
             self._choices[optimizer] = choices
 
