@@ -72,7 +72,7 @@ CASES = [
     ("muon", Layout(tensor=2)),
     ("muon", Layout(shard=2, tensor=2)),
     ("lamb", Layout(replicas=2, shard=2)),
-    ("shampoo", Layout(shard=2, zero=1)),
+    quick.further("shampoo", Layout(shard=2, zero=1)),
     quick.further("muon", Layout(shard=2, stages=2, zero=2)),
     quick.further("muon", Layout(shard=2, context=2)),
     quick.further("lamb", Layout(stages=2, tensor=2)),
