@@ -36,6 +36,9 @@ class Compute(PlanPart):
     optimizer state lies in unnamed, memory-mapped files in that directory on each worker's host (best a fast local
     disk). On the CPU only a path helps, since the host's memory is the device's. Nothing moves between workers.
 
+    state "bf16" keeps the optimizer's state in half the memory: averages and momentum are rounded after each step,
+    stochastically (Gupta et al. 2015). Which way a number is rounded depends on the seed, the step and its place only.
+
     Raises PlanError for a relative `offload_path`, or one without `offload`; for a loss scale without "fp16", or one
     that is no positive number; and for options of a dynamic scale beside one that stays.
 
@@ -50,6 +53,7 @@ class Compute(PlanPart):
     offload: Literal["none", "optimizer", "all"] = "none"
     offload_path: str | None = None
     compile: bool = False
+    state: Literal["fp32", "bf16"] = "fp32"
     loss_scale: Literal["dynamic"] | float = "dynamic"
     loss_scale_start: float = 65536.0
     loss_scale_window: int = 2000
@@ -59,6 +63,19 @@ class Compute(PlanPart):
         check_fields(self)
         self._check_loss_scale()
         self._check_offload_path()
+        self._check_state()
+
+    def _check_state(self) -> None:
+        if self.state == "bf16" and self.precision == "fp64":
+            raise PlanError(
+                "Compute.state is 'bf16', but precision='fp64' keeps everything in fp64: use state='fp32', or another "
+                "precision."
+            )
+        if self.state == "bf16" and self.offload != "none":
+            raise PlanError(
+                f"Compute.state is 'bf16', but offload={self.offload!r} keeps the state outside of the device's memory "
+                "as it is: use one of the two."
+            )
 
     def _check_loss_scale(self) -> None:
         given = {name: value for name, value in non_defaults(self).items() if name.startswith("loss_scale")}

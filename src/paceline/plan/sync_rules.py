@@ -241,6 +241,15 @@ SYNC_RULES = (
         fix=lambda facts: "Use offload='none'.",
     ),
     Rule(
+        name="parameter-server-rounds-no-state",
+        broken_when=lambda facts: _has_servers(facts) and facts.plan.compute.state != "fp32",
+        says=lambda facts: (
+            f"ParameterServer(...) with Compute(state={facts.plan.compute.state!r}): optimizers run on the servers, "
+            "which keep their state in fp32."
+        ),
+        fix=lambda facts: "Use state='fp32', or sync=AllReduce().",
+    ),
+    Rule(
         name="parameter-server-does-not-roll-back",
         broken_when=_server_would_roll_back,
         says=lambda facts: (

@@ -43,6 +43,7 @@ class Case:
     wire: Wire | None = None
     offload: Offload = "none"
     on_disk: bool = False  # what is offloaded lies in files
+    state: Literal["fp32", "bf16"] = "fp32"  # of the optimizer
 
     def __post_init__(self) -> None:
         if self.micro_batch <= 0 or self.micro_batches < 1:
@@ -50,6 +51,11 @@ class Case:
                 f"A worker runs {self.micro_batches:g} micro-batches of {self.micro_batch:g} samples; give at least 1 "
                 "of more than 0."
             )
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of optimizer state of a trained parameter."""
+        return self.model.optimizer_bytes / (2 if self.state == "bf16" else 1)
 
     @property
     def value_bytes(self) -> float:

@@ -16,6 +16,7 @@ from paceline.planner.case import Case
 from paceline.planner.collectives import Parted, exchange_s, gather_s, latency_s, sum_s
 from paceline.planner.constants import Constants
 from paceline.planner.offloading import offloading_of
+from paceline.planner.owner_steps import owner_steps_s
 from paceline.planner.wire_costs import NUMBER_BYTES, WireTraffic, coding, traffic
 
 __all__ = ["Passes", "data_parallel_s", "sent_bytes", "served_apart"]
@@ -78,6 +79,7 @@ def data_parallel_s(case: Case, constants: Constants, passes: Passes) -> dict[st
             data += exposed(passes.slot_s, between.push_s(constants, replicas=mirrored))
             data += between.pull_s(constants, replicas=replicas)
             coded = between.coding_s
+    data += owner_steps_s(case, constants)
     moving = offloading_of(case)
     offload = moving.optimizer_s
     offload += case.micro_batches * (
@@ -306,5 +308,5 @@ def _optimizer_s(case: Case) -> float:
     if case.offload == "all":
         return offloading_of(case).on_host_s
     held = case.trained_split / (case.sync.servers if isinstance(case.sync, ParameterServer) else 1)
-    each = 2 * (case.model.optimizer_bytes + MASTER_BYTES) + STEP_BYTES
+    each = 2 * (case.state_bytes + MASTER_BYTES) + STEP_BYTES
     return held * each / case.cluster.device.memory_bandwidth

@@ -146,7 +146,7 @@ def predict_memory(case: Case, factor: float = 1.0, *, state: float | None = Non
 
 def _state(case: Case) -> float:
     """Bytes of weights, gradients and Adam on the device; what is offloaded, or on servers, is not there."""
-    axes, software, model = case.axes, case.software, case.model
+    axes, software = case.axes, case.software
     if case.offload == "all":
         return 0.0
     group = axes.shard * axes.context  # rows of experts are split among these, all others also among `experts`
@@ -162,7 +162,7 @@ def _state(case: Case) -> float:
             copied_bytes=VALUE if is_half else 0.0,  # gradients in 32 bit, less those in 16 bit
             keeps_gathered=software.keeps_gathered and axes.stages > 1,
             frozen=frozen,
-            optimizer_bytes=model.optimizer_bytes,
+            optimizer_bytes=case.state_bytes,
         )
         for held, frozen, members in (
             (case.held_dense, case.frozen_dense, group * axes.experts),

@@ -135,6 +135,7 @@ class ModelCosts:
     tied: bool = False  # embedding and head are one matrix
     rest: Block | None = None
     optimizer_bytes: float = ADAM_BYTES  # state of a trained parameter
+    stepped_whole: float = 0.0  # share of the trained parameters that the optimizer looks at as wholes
 
     @property
     def count(self) -> int:

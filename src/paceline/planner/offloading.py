@@ -37,7 +37,7 @@ class Offloading:
 
 def optimizer_bytes(case: Case) -> float:
     """Return the bytes of a worker's part of the optimizer's state."""
-    return case.model.optimizer_bytes * case.trained_split
+    return case.state_bytes * case.trained_split
 
 
 def offloading_of(case: Case) -> Offloading:

@@ -46,6 +46,7 @@ def case_of(plan: Plan, model: ModelCosts, cluster: Cluster, *, workers: int) ->
         wire=plan.wire,
         offload=plan.compute.offload,
         on_disk=plan.compute.offload_path is not None,
+        state=plan.compute.state,
     )
 
 

@@ -31,9 +31,11 @@ from paceline.worker.state.checkpoint_saving import CheckpointSaver
 from paceline.worker.state.codec_state import CodecState
 from paceline.worker.state.memory_checkpointing import MemoryCheckpointer
 from paceline.worker.state.model_context import ModelContext
+from paceline.worker.state.owner_splits import OwnerSplits
 from paceline.worker.state.prepared_models import PreparedModels
 from paceline.worker.state.prepared_objects import PreparedObjects
 from paceline.worker.state.resumed_state import ResumedState
+from paceline.worker.state.rounded_states import RoundedStates
 from paceline.worker.state.run_state import Carrier, RunState, StateContents, describe_run
 from paceline.worker.state.state_registry import StateRegistry
 from paceline.worker.step.gradient_pass import StepExecutor
@@ -109,7 +111,13 @@ class _Builder:
         resumed = self._resumed(contents)
         saver = self._saver(contents, resumed, models)
         prepared = PreparedObjects(
-            self._plan, registry, resumed=resumed, buffers=executor.buffers, emit=self._files.emit
+            self._plan,
+            registry,
+            resumed=resumed,
+            buffers=executor.buffers,
+            emit=self._files.emit,
+            splits=OwnerSplits(self._plan, registry, models, self._own.axes, executor.shards.traffic),
+            rounded=RoundedStates(self._plan, registry),
         )
         return WorkerParts(
             rank=self._rank,
@@ -142,6 +150,7 @@ class _Builder:
             parts.contents,
             losses=parts.executor.losses,
             loss_scale=parts.executor.loss_scale if parts.executor.loss_scale.is_used else None,
+            rounded=parts.prepared.rounded if parts.prepared.rounded.is_used else None,
             streams=self._loop.between.positions,
             sizes=parts.sizes,
             attempt=self._files.attempt,

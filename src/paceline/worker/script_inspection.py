@@ -26,7 +26,12 @@ from torch.utils.data import default_collate
 
 from paceline import config
 from paceline.errors import PlanError, Reason
-from paceline.parallel.check.memory_estimate import MemoryEstimate, estimate_memory, optimizer_bytes_each
+from paceline.parallel.check.memory_estimate import (
+    MemoryEstimate,
+    estimate_memory,
+    optimizer_bytes_each,
+    share_stepped_whole,
+)
 from paceline.parallel.check.model_check import check_model, is_too_large_to_run
 from paceline.parallel.check.model_hints import ModelHints
 from paceline.parallel.check.remarks import Remark, remarks
@@ -258,7 +263,8 @@ class InspectionWorker:
                     self._findings.not_counted[name] = self._findings.not_counted[name] or _first_line(error)
             each = optimizer_bytes_each(model, self._optimizers)
             if each is not None and name in self._findings.costs:
-                costs = dataclasses.replace(self._findings.costs[name], optimizer_bytes=each)
+                whole = share_stepped_whole(model, self._optimizers)
+                costs = dataclasses.replace(self._findings.costs[name], optimizer_bytes=each, stepped_whole=whole)
                 self._findings.costs[name] = costs
             if look.errors:
                 continue  # no worker holds any of it

@@ -283,6 +283,8 @@ paceline.run(train)
         ("shard=2", 2304, 2304, 4608 + 64, 2304 + 2304 + 4608 + 64 + 3 * 576),
         ("shard=2+zero=2", 2304, 2304, 4608 + 64, 2304 + 2304 + 4608 + 64 + 4608 + 2 * 576),
         ("shard=2+zero=1", 2304, 2304, 4608 + 64, 2304 + 4608 + 64 + 4608 + 4608),
+        # In bf16 there are two bytes of a number, and four of a count, as before.
+        ("compute(state=bf16)", 4608, 4608, 4608 + 64, 4608 + 4608 + 4608 + 64),
         # Elsewhere is the optimizer's state but for that of one parameter, or all but what is gathered.
         ("compute(offload=optimizer)", 4608, 4608, 9216 + 64, 4608 + 4608 + 2 * 4 * 8 * 16 + 4),
         ("shard=2+compute(offload=optimizer,offload_path=/x)", 2304, 2304, 4608 + 64, 2 * 2304 + 3 * 576 + 512 + 4),

@@ -26,9 +26,9 @@ from pytorch_optimizer import (
 
 import paceline
 from paceline.checkpoint.state_tree import freeze
+from paceline.parallel.check.optimizer_requirements import BY_NUMBER as KNOWN
 from paceline.parallel.check.optimizer_requirements import needs_all_parameters, needs_of, needs_whole_parameters
 from paceline.parallel.check.optimizer_state import KeptState, kept_state
-from paceline.worker.state import optimizer_check
 
 ROOT = Path(__file__).parents[3]
 
@@ -98,7 +98,7 @@ def test_optimizers_that_treat_each_number_by_itself_need_no_whole_parameters(op
 
 
 def test_those_that_are_prepared_without_a_trial_are_among_them() -> None:
-    assert {type(one) for one in BY_NUMBER} >= set(optimizer_check.BY_NUMBER)
+    assert {type(one) for one in BY_NUMBER} >= set(KNOWN)
 
 
 @pytest.mark.parametrize("optimizer", AS_A_WHOLE, ids=lambda one: type(one).__name__)

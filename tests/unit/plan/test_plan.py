@@ -336,3 +336,13 @@ def test_a_sharded_layout_counts_its_workers_and_reads_back_from_one_line() -> N
     assert str(Plan(layout=layout)) == "replicas=2+shard=4+zero=2"
     assert Plan.parse(str(Plan(layout=layout))) == Plan(layout=layout)
     assert Plan(layout=Layout(shard=2)).resolve(6).layout == Layout(replicas=3, shard=2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [({"precision": "fp64"}, "keeps everything in fp64"), ({"offload": "all"}, "use one of the two")],
+)
+def test_state_in_bf16_is_refused_beside_what_keeps_it_otherwise(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        Compute(state="bf16", **fields)
+    assert Plan.parse("compute(state=bf16)").compute.state == "bf16"

@@ -49,6 +49,7 @@ BREAKS: dict[str, tuple[Plan, dict[str, Any]]] = {
     "not-all-are-backup-workers": (Plan(sync=ParameterServer(drop=2)), {"workers": 2}),
     "parameter-server-sums-plain-gradients": (Plan(sync=ParameterServer(), wire=Int8()), {}),
     "parameter-server-holds-optimizer-state": (Plan(sync=ParameterServer(), compute=Compute(offload="optimizer")), {}),
+    "parameter-server-rounds-no-state": (Plan(sync=ParameterServer(), compute=Compute(state="bf16")), {}),
     "parameter-server-does-not-roll-back": (Plan(sync=ParameterServer(), guard=Guard(snapshot_every=2)), {}),
     "pipeline-parallel-is-not-compiled": (Plan(layout=Layout(stages=2), compute=Compute(compile=True)), {}),
     "fragments-need-fixed-replicas": (

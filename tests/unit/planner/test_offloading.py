@@ -98,3 +98,23 @@ def test_on_a_cpu_only_files_gain_anything(offload: str, path: str | None) -> No
         case_of(plan(offload, path), GPT, where, workers=1)
     moved = predicted(plan("optimizer", "/disk"), where).parts["offload"]
     assert moved == pytest.approx(2 * ADAM / where.disk)
+
+
+def test_state_in_bf16_is_half_of_what_the_optimizer_keeps() -> None:
+    kept = [Plan(batch=Batch(size=32, micro=4), compute=Compute(state=one)) for one in ("fp32", "bf16")]
+    exact, rounded = (case_of(one, GPT, cluster(), workers=1) for one in kept)
+    whole, half = (predict_memory(one).parts["state"] for one in (exact, rounded))
+    assert whole - half == pytest.approx(ADAM / 2)
+    assert predicted(kept[1], cluster()).parts["optimizer"] < predicted(kept[0], cluster()).parts["optimizer"]
+
+
+def test_parameters_that_owners_step_cost_an_exchange_along_each_axis_that_splits_them() -> None:
+    matrices = dataclasses.replace(GPT, stepped_whole=1.0)
+    where = dataclasses.replace(Cluster.of(SLOW, 4, devices_per_host=4))
+    for layout, is_split in ((Layout(replicas=4), False), (Layout(shard=4), True), (Layout(shard=2, tensor=2), True)):
+        one = Plan(layout=layout, batch=Batch(size=32, micro=4))
+        plain, whole = (
+            Workload(case_of(one, costs, where, workers=4)).predict(Constants()).parts["data"]
+            for costs in (GPT, matrices)
+        )
+        assert (whole > plain) is is_split, layout

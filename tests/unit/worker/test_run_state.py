@@ -49,10 +49,20 @@ class Run:
         self.contents = StateContents(registry, codecs)
         self.parts = {
             name: Sampler()
-            for name in ("losses", "loss_scale", "streams", "sizes", "loop", "guard", "memory_checkpointer", "second")
+            for name in (
+                "losses",
+                "loss_scale",
+                "rounded",
+                "streams",
+                "sizes",
+                "loop",
+                "guard",
+                "memory_checkpointer",
+                "second",
+            )
         }
         listed: dict[str, Any] = {name: part for name, part in self.parts.items() if name != "second"}
-        listed |= {} if scales_losses else {"loss_scale": None}
+        listed |= {} if scales_losses else {"loss_scale": None, "rounded": None}
         describe_run(self.contents, attempt=3, **listed)
         self.contents.add("second_sampler", self.parts["second"].state_dict, self.parts["second"].load_state_dict)
 
@@ -124,6 +134,7 @@ def test_a_rollback_gives_back_the_same_list_but_for_what_only_goes_forward() ->
         assert found == {
             "losses": 7,
             "loss_scale": 8,
+            "rounded": 7,
             "second": 7,
             "streams": 8,
             "sizes": 8,

@@ -1,4 +1,4 @@
-"""Optimizers that look at whole parameters: right where workers have these, or rows of them; refused where parts."""
+"""Optimizers that look at whole parameters: right where workers have these, or rows of them; else refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from pytorch_optimizer import LARS, Lamb, Prodigy
+from pytorch_optimizer import LARS, Kron, Lamb, Prodigy
 
 from forked import WorkersFailed, World
 from layout_runs import EXACT, RESUME, Net, Text, assert_same, next_word
@@ -19,6 +19,7 @@ from paceline.plan import Compute, Layout, ParameterServer, Plan
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "lars": lambda parameters: LARS(parameters, lr=0.5, trust_coefficient=0.1, foreach=False),
     "lamb": lambda parameters: Lamb(parameters, lr=0.05),
+    "kron": lambda parameters: Kron(parameters, lr=0.01),
     "prodigy": lambda parameters: Prodigy(parameters),
 }
 
@@ -58,10 +59,10 @@ def test_whole_parameters_and_rows_take_the_steps_of_one_process(tmp_path: Path,
 @pytest.mark.parametrize(
     "kind, plan, says",
     [
-        ("lars", Plan(layout=Layout(tensor=2)), "LARS looks at parameters as a whole.*Use shard or stages"),
         ("prodigy", Plan(layout=Layout(tensor=2)), "Prodigy, as it was made here, looks at all.*only a part of"),
         ("prodigy", Plan(layout=Layout(stages=2)), r"Prodigy.*under Layout\(stages=2\) each stage has only its own"),
-        ("lamb", Plan(layout=Layout(shard=2)), "Lamb was tried on sharded parameters, but"),
+        ("kron", Plan(layout=Layout(tensor=2)), "Kron draws random numbers in its step.*only a part of"),
+        ("kron", Plan(layout=Layout(shard=2)), "Kron was tried on sharded parameters, but.*no worker can step whole"),
         ("prodigy", Plan(sync=ParameterServer(servers=2)), r"with ParameterServer\(servers=2\) each server"),
     ],
 )

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from paceline.errors import PlanError
 from paceline.host_memory import memory_limit_bytes
-from paceline.parallel.check.memory_estimate import estimate_memory, optimizer_bytes_each
+from paceline.parallel.check.memory_estimate import estimate_memory, optimizer_bytes_each, share_stepped_whole
 from paceline.parallel.check.model_check import check_model, is_too_large_to_run
 from paceline.parallel.check.model_hints import ModelHints
 from paceline.parallel.expert.find_experts import routed_experts
@@ -126,7 +126,8 @@ def fits(
     costs = _costs(model, None if sample is None else as_sample(sample))
     each = None if optimizer is None else optimizer_bytes_each(model, [optimizer])
     if each is not None:
-        costs = dataclasses.replace(costs, optimizer_bytes=each)
+        whole = 0.0 if optimizer is None else share_stepped_whole(model, [optimizer])
+        costs = dataclasses.replace(costs, optimizer_bytes=each, stepped_whole=whole)
     calibration = built_in()
     found = price(resolved, costs, where, calibration, workers=count, state=state)
     advice = "" if found.fits == "fits" else remedy(resolved, costs, where, calibration, workers=count)

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from paceline.comm.sharded_tensors import rows_of
 from paceline.parallel.check.model_check import ModelCheck
+from paceline.parallel.check.optimizer_requirements import BY_NUMBER, parameters_needed_whole
 from paceline.parallel.fully_sharded.sharded_units import units_of
 from paceline.parallel.meta.meta_device import USER_ERRORS
 from paceline.parallel.offload.optimizer_state import brought_bytes
@@ -26,7 +27,7 @@ from paceline.parallel.tensor.split_shapes import num_held
 from paceline.plan import Layout, Plan
 from paceline.schedule.pipeline import build
 
-__all__ = ["MemoryEstimate", "estimate_memory", "optimizer_bytes_each"]
+__all__ = ["MemoryEstimate", "estimate_memory", "optimizer_bytes_each", "share_stepped_whole"]
 
 Shape = tuple[int, ...]
 
@@ -54,7 +55,8 @@ def estimate_memory(
 
 
 def optimizer_bytes_each(model: nn.Module, optimizers: Sequence[Optimizer]) -> float | None:
-    """Return the bytes of optimizer state of a trained parameter, on average; None where they are not known before."""
+    """Return the bytes of optimizer state of a trained parameter, on average, where all of it is kept as it is made;
+    None where they are not known before."""
     trained = [one for one in model.parameters() if one.requires_grad]
     own = {id(one) for one in trained}
     known = [one for one in optimizers if any(id(p) in own for group in one.param_groups for p in group["params"])]
@@ -62,6 +64,18 @@ def optimizer_bytes_each(model: nn.Module, optimizers: Sequence[Optimizer]) -> f
     if not known or not trained or states is None:
         return None
     return sum(num_bytes for num_bytes, _ in states) / sum(one.numel() for one in trained)
+
+
+def share_stepped_whole(model: nn.Module, optimizers: Sequence[Optimizer]) -> float:
+    """Return the share of the model's trained parameters that optimizers look at as wholes, where a worker could not
+    step a part of one by itself."""
+    trained = {id(one): one.numel() for one in model.parameters() if one.requires_grad}
+    found = 0
+    for optimizer in optimizers if trained else ():
+        held = [one for group in optimizer.param_groups for one in group["params"] if id(one) in trained]
+        if held and type(optimizer) not in BY_NUMBER:
+            found += sum(trained[id(one)] for one in parameters_needed_whole(optimizer, held))
+    return found / max(1, sum(trained.values()))
 
 
 def _on_worker(
@@ -78,7 +92,7 @@ def _on_worker(
     gradients_whole = sum(_bytes(one, gathered[id(one)]) for one in named.values() if one.requires_grad)
     parameters = sum(_bytes(one, rows[id(one)]) for one in named.values())
     gradients = sum(_bytes(one, rows[id(one)]) for one in named.values() if one.requires_grad)
-    states = _state_bytes(optimizers, rows)
+    states = _state_bytes(optimizers, rows, is_rounded=plan.compute.state == "bf16")
     optimizer = None if states is None else sum(num_bytes for num_bytes, _ in states)
     is_gathered = layout.shard > 1 or offload == "all"
     in_step = 0
@@ -166,10 +180,13 @@ def _gathered_in_step(
     return whole + 2 * largest if layout.zero == 2 else 3 * largest
 
 
-def _state_bytes(optimizers: Sequence[Optimizer], shapes: Mapping[int, Shape]) -> list[tuple[int, int]] | None:
+def _state_bytes(
+    optimizers: Sequence[Optimizer], shapes: Mapping[int, Shape], *, is_rounded: bool = False
+) -> list[tuple[int, int]] | None:
     """Return the optimizer state per parameter, as (bytes, bytes that a step brings in if it is offloaded).
 
-    A copy of each optimizer takes a step on parameters without data. None where that fails, so nothing is known
+    A copy of each optimizer takes a step on parameters without data. `is_rounded`: what is of the parameter's shape and
+    in fp32 is kept in bf16. None where that fails, so nothing is known
     beforehand.
     """
     found: list[tuple[int, int]] = []
@@ -188,7 +205,11 @@ def _state_bytes(optimizers: Sequence[Optimizer], shapes: Mapping[int, Shape]) -
         except USER_ERRORS:
             return None
         for parameter, state in trial.state.items():
-            num_bytes = sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
+            kept = [value for value in state.values() if isinstance(value, Tensor)]
+            num_bytes = sum(value.nbytes for value in kept)
+            if is_rounded and parameter.dtype == torch.float32:
+                alike = [one for one in kept if one.dtype == torch.float32 and one.shape == parameter.shape]
+                num_bytes -= sum(one.nbytes // 2 for one in alike)
             found.append((num_bytes, brought_bytes(optimizer, parameter, num_bytes)))
     return found
 

@@ -40,18 +40,25 @@ from paceline.parallel.check.optimizer_trial import (
     preserved_randomness,
     wants_closure,
 )
+from paceline.parallel.check.parameter_kinds import kinds_of, members_of_kinds
 
 __all__ = [
+    "BY_NUMBER",
     "ParameterNeeds",
+    "cannot_be_tried",
     "draws_random_numbers",
     "needs_all_parameters",
     "needs_of",
     "needs_whole_parameters",
+    "parameters_needed_whole",
     "steps_by_closure",
     "why_not_by_rows",
 ]
 
 Scope = Literal["numbers", "rows", "whole", "unknown"]
+
+# Known to treat each number by itself, with any options: a trial takes longer than a start may. Tests try them.
+BY_NUMBER = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop)
 
 SIDE = 6  # of the first two dims of a trial's parameters; further dims are smaller
 WIDE = (160, 136)  # some treat matrices from 128 rows on in another way
@@ -72,17 +79,17 @@ class ParameterNeeds:
 
 def needs_of(optimizer: Optimizer) -> ParameterNeeds:
     """Return what an optimizer looks at in the parameters that it holds; it stays as it is."""
-    watched = [_watch(optimizer, *one) for one in _kinds(optimizer, None)]
+    watched = [_watch(optimizer, *one) for one in kinds_of(optimizer)]
     error = next((one.error for one in watched if one.error), "")
     across = next((one.across for one in watched if one.across), "")
     scope: Scope
     if error and not across:
         scope = "unknown"
-    elif all(_is_same_in_halves(optimizer, *one, 1) for one in _kinds(optimizer, None) if one[1] > 1):
-        is_same = all(_is_same_in_halves(optimizer, *one, 0) for one in _kinds(optimizer, None))
+    elif all(_is_same_in_halves(optimizer, *one, 1) for one in kinds_of(optimizer) if one[1] > 1):
+        is_same = all(_is_same_in_halves(optimizer, *one, 0) for one in kinds_of(optimizer))
         scope = "numbers" if is_same and not across else "whole"
     else:
-        scope = "rows" if all(_is_same_in_halves(optimizer, *one, 0) for one in _kinds(optimizer, None)) else "whole"
+        scope = "rows" if all(_is_same_in_halves(optimizer, *one, 0) for one in kinds_of(optimizer)) else "whole"
     return ParameterNeeds(
         scope,
         needs_all=needs_all_parameters(optimizer),
@@ -97,7 +104,7 @@ def steps_by_closure(optimizer: Optimizer) -> bool:
         return True
     if type(optimizer).__module__.startswith("torch."):
         return False
-    for group, dim in _kinds(optimizer, None)[:1]:
+    for group, dim in kinds_of(optimizer)[:1]:
         value, gradient = _numbers(_shape(dim), 1).to(torch.float32)
         for with_closure in (False, True):
             try:
@@ -118,18 +125,31 @@ def needs_whole_parameters(optimizer: Optimizer, parameters: Collection[Tensor] 
     """
     if wants_closure(optimizer):
         return True
-    for group, dim in _kinds(optimizer, parameters):
-        watched = _watch(optimizer, group, dim, stops=True)
-        if watched.across or watched.draws or watched.error:
-            return True
-        if any(not _is_same_in_halves(optimizer, group, dim, along) for along in range(min(dim, 2))):
-            return True
-    return False
+    return any(_needs_whole(optimizer, *one) for one in kinds_of(optimizer, parameters))
+
+
+def parameters_needed_whole(optimizer: Optimizer, parameters: Collection[Tensor]) -> list[Tensor]:
+    """Return those of these parameters of the optimizer that it looks at as wholes, in the same sense."""
+    kinds = members_of_kinds(optimizer, parameters)
+    return [one for kind, members in kinds.items() if _needs_whole(optimizer, *kind) for one in members]
+
+
+def _needs_whole(optimizer: Optimizer, group: int, dim: int) -> bool:
+    watched = _watch(optimizer, group, dim, stops=True)
+    if watched.across or watched.draws or watched.error:
+        return True
+    return any(not _is_same_in_halves(optimizer, group, dim, along) for along in range(min(dim, 2)))
+
+
+def cannot_be_tried(optimizer: Optimizer, parameters: Collection[Tensor]) -> bool:
+    """Return whether nothing is known of how the optimizer steps some of these; it stays as it is."""
+    watched = (_watch(optimizer, *one) for one in kinds_of(optimizer, parameters))
+    return any(one.error and not one.across for one in watched)
 
 
 def draws_random_numbers(optimizer: Optimizer) -> bool:
     """Return whether a step draws random numbers, one parameter after the other; the optimizer stays as it is."""
-    return any(_watch(optimizer, *one).draws for one in _kinds(optimizer, None))
+    return any(_watch(optimizer, *one).draws for one in kinds_of(optimizer))
 
 
 def needs_all_parameters(optimizer: Optimizer) -> bool:
@@ -140,8 +160,8 @@ def needs_all_parameters(optimizer: Optimizer) -> bool:
     """
     if wants_closure(optimizer):
         return True
-    for group, _ in {one[0]: one for one in _kinds(optimizer, None)}.values():
-        dims = [one[1] for one in _kinds(optimizer, None) if one[0] == group]
+    for group, _ in {one[0]: one for one in kinds_of(optimizer)}.values():
+        dims = [one[1] for one in kinds_of(optimizer) if one[0] == group]
         for lowers in (False, True) if has_counts(optimizer, group) else (False,):
             try:
                 if _differs_beside_another(optimizer, group, 2 if 2 in dims else dims[0], lowers_counts=lowers):
@@ -283,23 +303,6 @@ def _numbers(shape: Sequence[int], num_gradients: int, *, seed: int = 0) -> Tens
 
 def _shape(num_dims: int) -> tuple[int, ...]:
     return (SIDE, SIDE, 3, 3, *[2] * num_dims)[:num_dims]
-
-
-def _kinds(optimizer: Optimizer, parameters: Collection[Tensor] | None) -> list[tuple[int, int]]:
-    """Return the kinds of parameters that are treated apart: the number of a group, and how many dims they have.
-
-    Groups count as one where their options are equal, but for rates and how strong a decay is. `parameters`: of which
-    the kinds are wanted; None: of all.
-    """
-    wanted = None if parameters is None else {id(one) for one in parameters}
-    found: dict[tuple[str, int], int] = {}
-    for number, options in enumerate(optimizer.param_groups):
-        told = {key: value for key, value in options.items() if key not in ("params", "param_names", "name")}
-        told.update({key: bool(told[key]) for key in ("lr", "initial_lr", "weight_decay") if key in told})
-        for one in options["params"]:
-            if wanted is None or id(one) in wanted:
-                found.setdefault((repr(sorted(told.items(), key=lambda item: item[0])), one.dim()), number)
-    return [(number, dim) for (_, dim), number in found.items() if dim]  # a single number is whole anywhere
 
 
 ROWS, COLUMNS = 5, 3

@@ -7,6 +7,7 @@ they leave its operations (`.numpy()`, tensors of their own). All workers of a r
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -22,15 +23,17 @@ COLUMNS, ROWS_EACH, NUM_STEPS = 6, 2, 6
 ROUNDING = 0.05  # some multiply in bfloat16
 
 
-def why_not_sharded(optimizer: Optimizer) -> str | None:
+def why_not_sharded(optimizer: Optimizer, apart_from: Collection[Tensor] = ()) -> str | None:
     """Return why an optimizer cannot step on its sharded parameters; None if it can, or has none. It stays as it is.
 
+    `apart_from`: parameters that do not matter.
     All workers that hold rows of the parameters must call it.
     """
+    apart = {id(one) for one in apart_from}
     for group, options in enumerate(optimizer.param_groups):
         like: dict[int, Tensor] = {}
         for parameter in options["params"]:
-            if is_sharded(parameter) and parameter.dim() in (1, 2):
+            if is_sharded(parameter) and parameter.dim() in (1, 2) and id(parameter) not in apart:
                 like.setdefault(parameter.dim(), parameter)
         for dim, parameter in sorted(like.items()):
             if (why := _why_not(optimizer, group, dim, parameter)) is not None:

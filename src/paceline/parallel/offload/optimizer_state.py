@@ -11,8 +11,6 @@ What is per parameter small (counts of steps, say) stays where it is.
 from __future__ import annotations
 
 import collections
-import functools
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -24,6 +22,7 @@ from paceline.comm.sharded_tensors import is_sharded, local_part
 from paceline.errors import PlanError
 from paceline.host_memory import give_back_freed
 from paceline.parallel.offload.memory import OffloadMemory, room_for
+from paceline.parallel.step_takeover import take_over_step, unhooked_step
 
 __all__ = ["OffloadedState", "brought_bytes", "state_bytes"]
 
@@ -64,12 +63,12 @@ class OffloadedState:
         self._homes: dict[Tensor, dict[str, Tensor]] = {}  # of each parameter: what this worker has of its state
         self._taken: dict[Tensor, dict[str, Tensor]] = {}  # to be the optimizer's at its next load_state_dict
         self._num_moved = 0  # bytes that came home from the CPU's own memory, and may not have been given back yet
-        self._own_step = _unhooked(type(optimizer).step)
+        self._own_step = unhooked_step(optimizer)
         self._is_elementwise = type(optimizer) in ELEMENTWISE
         memory.reserve(state_bytes(optimizer, self._own_step))
         self._settle()
         optimizer.register_load_state_dict_post_hook(lambda _: self._settle())
-        optimizer.step = self._blockwise_step(optimizer)
+        take_over_step(optimizer, self._step_in_blocks)
 
     def take(self, parameter: Tensor, key: str, value: Tensor) -> None:
         """Copy a tensor of a parameter's state home; it becomes the optimizer's at its next `load_state_dict`.
@@ -85,24 +84,6 @@ class OffloadedState:
     def release(self) -> None:
         """Nothing of the state is needed before the next step."""
         self.memory.release_all()
-
-    def _blockwise_step(self, optimizer: Optimizer) -> Callable[..., Any]:
-        """The optimizer's new `step`, as a method, with torch's hooks around it."""
-
-        @functools.wraps(self._own_step)
-        def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            # A scheduler notes here that step() was called, where it was made before this method was.
-            optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]  # an attribute that torch sets and does not declare
-            self._step_in_blocks()
-            return loss
-
-        hooked: Any = Optimizer.profile_hook_step(step)
-        hooked._wrapped_by_lr_sched = True  # one that is made later need not wrap this once more
-        return types.MethodType(hooked, optimizer)
 
     @torch.no_grad()
     def _step_in_blocks(self) -> None:
@@ -260,11 +241,6 @@ def _stand_ins(locals_: list[Tensor]) -> list[Tensor]:
 def _room(state: Mapping[Any, Mapping[str, Any]]) -> int:
     tensors = [local_part(v) for values in state.values() for v in values.values() if isinstance(v, Tensor)]
     return sum(room_for(tensor) for tensor in tensors if _is_kept(tensor))
-
-
-def _unhooked(step: Any) -> Callable[..., Any]:
-    """An optimizer's step without the hooks that torch puts around it."""
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def _is_kept(local: Tensor) -> bool:

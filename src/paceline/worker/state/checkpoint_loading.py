@@ -153,12 +153,15 @@ def load_optimizer(
     split = {names[id(p)]: p for p in held if is_sharded(p) or names[id(p)] in registry.slices}
     absent = {names[id(p)] for p in held if p.is_meta}
     is_parted = any(names[id(p)] in registry.owners for p in held)
-    state = {key: values for key, values in state.items() if not held[key].is_meta}
+    elsewhere = absent | {key for key in split if _is_owned_elsewhere(name, key, registry)}
+    state = {key: values for key, values in state.items() if names[id(held[key])] not in elsewhere}
     offloaded, by_name = registry.offloaded.get(name), {names[id(p)]: p for p in held}
     one_by_one = offloaded is not None or is_parted
-    for key, tensor in _optimizer_tensors(name, checkpoint, group, split, registry.slices, one_by_one=one_by_one):
+    in_parts = {key: one for key, one in split.items() if f"{name}.state.{key}" not in registry.whole_states}
+    one_by_one = one_by_one or len(in_parts) < len(split)
+    for key, tensor in _optimizer_tensors(name, checkpoint, group, in_parts, registry.slices, one_by_one=one_by_one):
         parameter, entry = _key_parts(name, key)
-        if parameter in absent:
+        if parameter in elsewhere:
             continue
         if offloaded is not None and tensor.dim():
             offloaded.take(by_name[parameter], entry, tensor)
@@ -170,6 +173,12 @@ def load_optimizer(
         groups.append({**options, "params": list(range(first, first + len(options["params"])))})
         first += len(options["params"])
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _is_owned_elsewhere(name: str, parameter: str, registry: StateRegistry) -> bool:
+    """Whether another worker steps a parameter, and has its state."""
+    whole = registry.whole_states.get(f"{name}.state.{parameter}")
+    return whole is not None and not whole.is_here
 
 
 def _optimizer_tensors(

@@ -27,7 +27,7 @@ from paceline.worker.state.checkpoint_shards import CheckpointShardWriter
 from paceline.worker.state.codec_state import GatheredCodecState
 from paceline.worker.state.resumed_state import ResumedState
 from paceline.worker.state.run_state import OBJECTS, Carrier, RunState, StateContents
-from paceline.worker.state.state_registry import merge_replica_states
+from paceline.worker.state.state_registry import merge_owned_values, merge_replica_states
 from paceline.worker.topology.parallel_groups import ParallelGroups
 
 __all__ = ["CheckpointSaver"]
@@ -110,6 +110,9 @@ class CheckpointSaver:
             "keep": self._files.keep,  # also of copies elsewhere
         }
         plain: dict[str, Any] = dict(state.plain)
+        if self._contents.registry.whole_states:
+            for group in (self._axes.shard_group, self._axes.tensor, self._axes.experts):
+                plain[OBJECTS] = merge_owned_values(group.gather_objects(plain[OBJECTS]))
         owners = self._contents.registry.owners
         if owners:
             places = {name: self._axes.place_of(owner) for name, owner in owners.items()}

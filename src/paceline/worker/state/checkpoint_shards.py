@@ -151,6 +151,8 @@ class CheckpointShardWriter:
     def _is_first(self, owner: StateOwner) -> bool:
         """Whether this worker writes what is whole."""
         axes = self._axes
+        if owner.is_here is not None:
+            return owner.is_here
         same = axes.shard_group if axes.expert_rows is None else axes.expert_rows.group  # their rows are of one tensor
         at = (owner.expert or 0, owner.tensor or 0)
         return same.index == 0 and at == (axes.experts.index, axes.tensor.index)

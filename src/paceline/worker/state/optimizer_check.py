@@ -9,21 +9,22 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.checkpoint.state_tree import freeze
+from paceline.comm.sharded_tensors import is_sharded
 from paceline.errors import PlanError
 from paceline.parallel.check.optimizer_requirements import (
+    BY_NUMBER,
+    cannot_be_tried,
     draws_random_numbers,
     needs_all_parameters,
-    needs_whole_parameters,
+    parameters_needed_whole,
 )
 from paceline.parallel.check.optimizer_state import kept_state
 from paceline.parallel.check.sharded_steps import why_not_sharded
+from paceline.parallel.owner_steps.stand_ins import why_not_by_owners
 from paceline.plan import ParameterServer, Plan
 from paceline.worker.state.state_registry import StateRegistry
 
 __all__ = ["choices_of", "require_own_parameters", "require_possible_steps", "require_storable_state"]
-
-# Known to treat each number by itself, with any options: a trial takes longer than a start may. Tests try them.
-BY_NUMBER = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop)
 
 
 def require_own_parameters(optimizer: Optimizer, registry: StateRegistry) -> None:
@@ -39,49 +40,70 @@ def require_own_parameters(optimizer: Optimizer, registry: StateRegistry) -> Non
         )
 
 
-def require_possible_steps(optimizer: Optimizer, registry: StateRegistry, plan: Plan) -> None:
-    """Raise PlanError where an optimizer needs whole parameters, or all of them, and this worker has only a part.
+def require_possible_steps(optimizer: Optimizer, registry: StateRegistry, plan: Plan) -> list[Tensor]:
+    """Return those parameters of which workers have parts while the optimizer needs the whole: owners step them.
 
-    The parts of tensor and expert parallel are plain tensors, so the optimizer cannot see the whole. Fully sharded
-    parameters are DTensors: torch gives the optimizer norms and products of the whole.
+    Raises PlanError where an optimizer needs more than one parameter at a time, and no worker has it. It may be that
+    fully sharded parameters, which are DTensors, still give it that: torch computes norms and products of the whole.
     """
     if type(optimizer) in BY_NUMBER:
-        return
+        return []
     names = registry.parameter_names()
     held = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
-    split = {name: p for name, p in held.items() if name in registry.slices}
+    cut = {name: p for name, p in held.items() if name in registry.slices}
     layout, name = plan.layout, type(optimizer).__name__
-    apart = _why_apart(list(held), next(iter(split), None), registry, plan)
-    why = apart or _why_one_by_one(plan)
-    if why is not None and needs_all_parameters(optimizer):
+    apart = _why_apart(list(held), next(iter(cut), None), registry, plan)
+    why, needs_all = apart or _why_one_by_one(plan), needs_all_parameters(optimizer)
+    if why is not None and needs_all:
         raise PlanError(
             f"{name}, as it was made here, looks at all its parameters together (their norm, or how far all have "
             f"come), but {why}: each part would take other steps. Use replicas or shard without that, or an "
             "optimizer that looks at one parameter at a time, such as AdamW."
         )
-    if apart is not None and not split and draws_random_numbers(optimizer):
+    if apart is not None and draws_random_numbers(optimizer):
         raise PlanError(
             f"{name} draws random numbers in its step, one parameter after the other, but {apart}, and so each would "
             "draw others than one process does. Use replicas without that, or add the noise to gradients in a hook "
             "(parameter.register_hook), drawn from a generator of each parameter's own."
-        )
-    if split and needs_whole_parameters(optimizer, list(split.values())):
-        axes = " and ".join(axis for axis in ("tensor", "experts") if getattr(layout, axis) > 1)
-        raise PlanError(
-            f"{name} looks at parameters as a whole (norms, rows and columns, products), or draws random numbers, but "
-            f"under {layout!r} each worker has only a part of {next(iter(split))}, and would take other steps. Use "
-            f"shard or stages in place of {axes}, or an optimizer that treats each number by itself, such as AdamW."
         )
     if layout.shard > 1 and isinstance(optimizer, torch.optim.LBFGS):
         raise PlanError(
             f"{name} computes with all its parameters as one vector, but under {layout!r} each worker has rows of "
             "them. Use replicas in place of shard, or an optimizer that takes one parameter at a time, such as AdamW."
         )
-    if layout.shard > 1 and (why := why_not_sharded(optimizer)) is not None:
+    whole, problem = _for_owners(optimizer, [p for n, p in held.items() if n in cut or is_sharded(p)], needs_all, plan)
+    if problem and cut:
         raise PlanError(
-            f"{name} was tried on sharded parameters, but {why}. Under {layout!r} use an optimizer that treats each "
-            "number by itself, such as AdamW, or replicas, stages or tensor in place of shard."
+            f"{name} looks at parameters as a whole (norms, rows and columns, products), but under {layout!r} each "
+            f"worker has only a part of {next(iter(cut))}, and no worker can step the whole for all: {problem}. Use "
+            "shard or stages in place of tensor and experts, or an optimizer that treats each number by itself, such "
+            "as AdamW."
         )
+    if layout.shard > 1 and (why := why_not_sharded(optimizer, apart_from=whole)) is not None:
+        said = f", and no worker can step whole ones for all ({problem})" if problem else ""
+        raise PlanError(
+            f"{name} was tried on sharded parameters, but {why}{said}. Under {layout!r} use an optimizer that treats "
+            "each number by itself, such as AdamW, or replicas, stages or tensor in place of shard."
+        )
+    return whole
+
+
+def _for_owners(optimizer: Optimizer, split: Sequence[Tensor], needs_all: bool, plan: Plan) -> tuple[list[Tensor], str]:
+    """Return the parameters, of those that are split, that owners have to step; or why they cannot, and none."""
+    whole = parameters_needed_whole(optimizer, split) if split else []
+    if not whole:
+        return [], ""
+    if needs_all:
+        return [], "it looks at all parameters together"
+    if cannot_be_tried(optimizer, whole):
+        return [], "its step cannot be tried on small tensors"
+    if plan.compute.offload != "none":
+        return [], f"Compute(offload={plan.compute.offload!r}) steps what is here, one parameter at a time"
+    if draws_random_numbers(optimizer):
+        return [], "it draws random numbers, one parameter after the other"
+    if (why := why_not_by_owners(optimizer, whole)) is not None:
+        return [], why
+    return whole, ""
 
 
 def choices_of(optimizer: Optimizer) -> tuple[object, ...]:
@@ -92,8 +114,12 @@ def choices_of(optimizer: Optimizer) -> tuple[object, ...]:
     )
 
 
-def require_storable_state(optimizer: Optimizer, registry: StateRegistry, plan: Plan) -> str | None:
+def require_storable_state(
+    optimizer: Optimizer, registry: StateRegistry, plan: Plan, whole: Sequence[Tensor] = ()
+) -> str | None:
     """Raise PlanError where what an optimizer keeps cannot be in a checkpoint; returns what is to be warned of.
+
+    `whole`: parameters whose state is whole, on their owners.
 
     torch's own optimizers keep tensors in the shapes of parameters, single numbers and plain values.
     """
@@ -108,9 +134,8 @@ def require_storable_state(optimizer: Optimizer, registry: StateRegistry, plan: 
             f"None. {instead}."
         )
     names = registry.parameter_names()
-    split = [
-        names[id(p)] for group in optimizer.param_groups for p in group["params"] if names[id(p)] in registry.slices
-    ]
+    held, owned = [p for group in optimizer.param_groups for p in group["params"]], {id(p) for p in whole}
+    split = [names[id(p)] for p in held if names[id(p)] in registry.slices and id(p) not in owned]
     if kept.odd_tensors and split:
         raise PlanError(
             f"{name} keeps {kept.odd_tensors[0]}, but under {plan.layout!r} each worker has only a part of {split[0]}, "
@@ -119,6 +144,12 @@ def require_storable_state(optimizer: Optimizer, registry: StateRegistry, plan: 
         )
     if not kept.is_incomplete:
         return None
+    if plan.compute.state != "fp32":
+        raise PlanError(
+            f"{name} keeps a part of what it remembers outside of its state (in attributes, or in another optimizer "
+            f"in it), but Compute(state={plan.compute.state!r}) steps some parameters after others, and it could not "
+            f"tell these from steps. Use state='fp32'. {instead}."
+        )
     if plan.layout.is_elastic:
         raise PlanError(
             f"{name} keeps a part of what it remembers outside of its state (in attributes, or in another optimizer "
@@ -155,6 +186,8 @@ def _why_apart(held: Sequence[str], split: str | None, registry: StateRegistry, 
 
 def _why_one_by_one(plan: Plan) -> str | None:
     """Why a step sees one parameter after the other; None: it sees all at once."""
+    if plan.compute.state != "fp32":
+        return f"with Compute(state={plan.compute.state!r}) the state of some is rounded before others step"
     if plan.compute.offload == "none":
         return None
     return f"with Compute(offload={plan.compute.offload!r}) one parameter's state is here at a time"

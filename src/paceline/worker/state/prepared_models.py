@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from paceline.comm.remote_tensors import is_remote
 from paceline.comm.sharded_tensors import TensorSlice, full_tensor
 from paceline.errors import PlanError
+from paceline.parallel.owner_steps.part_exchange import SliceHop
 from paceline.plan import ParameterServer
 from paceline.sync.allreduce.buckets import NamedParameter
 from paceline.worker.state.gradient_reducers import GradientReducers
@@ -37,6 +38,7 @@ class PreparedModels:
         self._plan, self._axes, self._tables = context.plan, context.axes, context.tables
         self._names: dict[nn.Module, str] = {}
         self._parameters: dict[nn.Module, list[NamedParameter]] = {}  # of each model, as they were then
+        self.stepped_by_owners: set[str] = set()  # full names of parameters whose optimizer state is whole, on one
         self._splits: dict[str, tuple[ParameterSplit, RecordedTensorGroup]] = {}  # by full names
         self._owners: dict[str, StateOwner] = {}  # by full names
         self._shapes: dict[str, list[int]] = {}  # of what is here of each parameter, by full names
@@ -81,6 +83,8 @@ class PreparedModels:
 
         What has not the parameter's own shape here (a count of steps, say) is the same on all workers of a split.
         """
+        if name in self.stepped_by_owners:
+            value = self._of_any(value)
         split, _ = self._splits.get(name, (None, None))
         if split is None or value is None or list(value.shape) == self._shapes.get(name):
             return self.whole(name, value)
@@ -90,8 +94,17 @@ class PreparedModels:
     def state_keys(self, name: str, here: Sequence[str]) -> Sequence[str]:
         """What an optimizer keeps for the parameter of this name, by the worker that has it; all of the replica call
         it."""
+        if name in self.stepped_by_owners:
+            here = self._of_any(here) or ()
         owner = self._owners.get(name)
         return here if owner is None else self._axes.parted.broadcast_object(here, source=self._axes.place_of(owner))
+
+    def _of_any(self, value: Any) -> Any:
+        """What any of the workers that hold parts of a parameter has: its owner."""
+        for group in (self._axes.shard_group, self._axes.tensor, self._axes.experts):
+            found = group.gather_objects(value)
+            value = next((one for one in found if isinstance(one, Tensor) or one), None)
+        return value
 
     def gathered(self, name: str, tensor: Tensor) -> tuple[Tensor, TensorSlice | None]:
         """Return the whole of a parameter, or of its gradient, by its full name, and the slice of it that is here.
@@ -104,6 +117,16 @@ class PreparedModels:
         split, holders = self._splits[name]
         cut = TensorSlice(split.shape, split.dim, split.ranges(holders.index))
         return split.gathered(complete, holders), cut
+
+    def slice_hop(self, name: str) -> SliceHop | None:
+        """How the parts of a parameter that tensor or expert parallelism has split come together, by its full name."""
+        if name not in self._splits:
+            return None
+        split, holders = self._splits[name]
+        is_expert = holders is self._axes.expert_parallel_group
+        group = self._axes.experts if is_expert else self._axes.tensor
+        slices = [TensorSlice(split.shape, split.dim, split.ranges(member)) for member in range(group.size)]
+        return SliceHop("experts" if is_expert else "tensor", group, tuple(split.shape), slices)
 
     def routed_experts(self) -> tuple[str, ...]:
         """The full names of modules of whose experts each worker has some."""

@@ -23,7 +23,9 @@ from paceline.worker.state.optimizer_check import (
     require_possible_steps,
     require_storable_state,
 )
+from paceline.worker.state.owner_splits import OwnerSplits
 from paceline.worker.state.resumed_state import ResumedState
+from paceline.worker.state.rounded_states import RoundedStates
 from paceline.worker.state.state_registry import StateRegistry
 from paceline.worker.state.weight_average import AverageState, ExponentialMovingAverage, state_of
 from paceline.worker.step.model_buffers import BufferAverager
@@ -45,9 +47,12 @@ class PreparedObjects:
         resumed: ResumedState,
         buffers: BufferAverager,
         emit: Callable[[Event], None],
+        splits: OwnerSplits,
+        rounded: RoundedStates,
     ) -> None:
         self.registry = registry
         self._plan, self._resumed, self._buffers, self._emit = plan, resumed, buffers, emit
+        self._splits, self.rounded = splits, rounded
         self._choices: dict[Optimizer, tuple[object, ...]] = {}  # options of optimizers when they were tried
         self._outer: list[str] = []  # names of the optimizers between replicas
 
@@ -94,11 +99,17 @@ class PreparedObjects:
     def optimizer(self, optimizer: Optimizer, name: str | None) -> None:
         """Register an optimizer, and fill it."""
         require_own_parameters(optimizer, self.registry)
-        require_possible_steps(optimizer, self.registry, self._plan)
+        whole = require_possible_steps(optimizer, self.registry, self._plan)
         self._choices[optimizer] = choices_of(optimizer)
-        if (text := require_storable_state(optimizer, self.registry, self._plan)) is not None:
+        if (text := require_storable_state(optimizer, self.registry, self._plan, whole)) is not None:
             self._emit(Warned(text=text))
         full_name = self.registry.name_for("optimizer", name)
+        if self.rounded.is_used:
+            self.rounded.add(full_name, optimizer)
+        if self._splits.may_own(optimizer):
+            self._splits.settle(full_name, optimizer, whole, self.rounded.own_step(optimizer))
+        else:
+            self.rounded.take_over(optimizer)
         self.registry.optimizers[full_name] = optimizer
         if self._plan.compute.offload != "none":
             self._offload(full_name, optimizer)
@@ -109,7 +120,10 @@ class PreparedObjects:
         as `prepare` does. Rates and counts may change in every step, and are not looked at."""
         choices = choices_of(optimizer)
         if self._choices.setdefault(optimizer, choices) != choices:
-            require_possible_steps(optimizer, self.registry, self._plan)
+            whole = require_possible_steps(optimizer, self.registry, self._plan)
+            name = next(name for name, one in self.registry.optimizers.items() if one is optimizer)
+            if self._splits.may_own(optimizer):
+                self._splits.settle(name, optimizer, whole, self.rounded.own_step(optimizer))
             self._choices[optimizer] = choices
 
     def _offload(self, name: str, optimizer: Optimizer) -> None:

@@ -123,6 +123,7 @@ def describe_run(
     *,
     losses: StatePart,
     loss_scale: StatePart | None,
+    rounded: StatePart | None,
     streams: StatePart,
     sizes: StatePart,
     attempt: int,
@@ -131,11 +132,13 @@ def describe_run(
     memory_checkpointer: StatePart,
 ) -> None:
     """List all plain values beside those of prepared objects. Checkpoints have the keys in this order. `loss_scale`:
-    None where the plan scales no losses."""
+    None where the plan scales no losses. `rounded`: None where it rounds no optimizer state."""
     contents.add("random", random_state.capture_random_state, random_state.restore_random_state)
     contents.add("losses", losses.state_dict, losses.load_state_dict)
     if loss_scale is not None:  # a rollback does not bring back one that has proved too large
         contents.add("loss_scale", loss_scale.state_dict, loss_scale.load_state_dict, carriers=Carrier.RESTART)
+    if rounded is not None:
+        contents.add("rounded_steps", rounded.state_dict, rounded.load_state_dict, when=When.ARRIVED)
     # Training data only goes forward, so a rollback leaves the streams where they are.
     contents.add("streams", streams.state_dict, streams.load_state_dict, carriers=Carrier.RESTART, when=When.ARRIVED)
     # Nor does a rollback bring back micro-batches for which the memory was too little.

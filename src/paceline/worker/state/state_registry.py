@@ -7,6 +7,7 @@ parameters.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,9 @@ from paceline.worker.topology.parallel_groups import StateOwner
 __all__ = [
     "CPU",
     "StateRegistry",
+    "WholeState",
     "is_extra_state",
+    "merge_owned_values",
     "merge_replica_states",
     "model_entries",
     "parameter_name",
@@ -33,6 +36,14 @@ __all__ = [
 
 CPU = torch.device("cpu")
 EXTRA = "_extra_state"  # what torch calls, in a module's state, that which its `get_extra_state` returns
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WholeState:
+    """Where an optimizer's state of a parameter is, which is split although the state is whole."""
+
+    is_here: bool
+    is_stored_here: bool  # this worker writes it: the first of those that have it
 
 
 class StateRegistry:
@@ -48,6 +59,8 @@ class StateRegistry:
         self.owners: dict[str, StateOwner] = {}
         # By a parameter's full name: what this worker holds of it, where it is split.
         self.slices: dict[str, TensorSlice] = {}
+        # By an optimizer's and a parameter's name ("optimizer.state.model.weight"): the state is whole, on one worker.
+        self.whole_states: dict[str, WholeState] = {}
         # ids of tensors that optimizers hold in place of parameters, and the names of these.
         self.stand_ins: dict[int, str] = {}
         self.tables: set[str] = set()  # full names of parameters of which servers have the rows, once they are there
@@ -135,9 +148,13 @@ class StateRegistry:
         """Which worker of a replica stores each of its tensors; those of an optimizer go with their parameters."""
         found = dict(self.owners)
         parameters = self.parameter_names()
-        for prefix, optimizer in self.optimizers.items() if self.owners else ():
+        for prefix, optimizer in self.optimizers.items() if self.owners or self.whole_states else ():
             for parameter, state in optimizer.state.items():
                 name = parameter_name(parameter, parameters, prefix)
+                if (whole := self.whole_states.get(f"{prefix}.state.{name}")) is not None:
+                    owner = StateOwner(is_here=whole.is_stored_here)
+                    found.update((f"{prefix}.state.{name}.{key}", owner) for key in state)
+                    continue
                 found.update(
                     (f"{prefix}.state.{name}.{key}", self.owners[name]) for key in state if name in self.owners
                 )
@@ -151,7 +168,8 @@ class StateRegistry:
         for prefix, optimizer in self.optimizers.items() if self.slices else ():
             for parameter, state in optimizer.state.items():
                 name = parameter_name(parameter, parameters, prefix)
-                for key, value in state.items() if name in self.slices else ():
+                is_part = name in self.slices and f"{prefix}.state.{name}" not in self.whole_states
+                for key, value in state.items() if is_part else ():
                     if isinstance(value, Tensor) and value.shape == parameter.shape:
                         found[f"{prefix}.state.{name}.{key}"] = self.slices[name]
                     elif isinstance(value, Tensor) and value.numel() > 1:
@@ -195,6 +213,15 @@ def merge_replica_states(parts: Sequence[Mapping[str, Any]], places: Mapping[str
     for name, first in parts[0]["extra"].items():
         state["extra"][name] = {key: parts[places.get(f"{name}.{key}", 0)]["extra"][name][key] for key in first}
     return state
+
+
+def merge_owned_values(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the plain state of workers of which each has that of the parameters that it steps: all values together."""
+    optimizers = dict(parts[0]["optimizers"])
+    for part in parts[1:]:
+        for name, one in part["optimizers"].items():
+            optimizers[name] = {**optimizers[name], "values": {**one["values"], **optimizers[name]["values"]}}
+    return {**parts[0], "optimizers": optimizers}
 
 
 def model_entries(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:

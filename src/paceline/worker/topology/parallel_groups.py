@@ -122,6 +122,8 @@ class ParallelGroups:
 
     def is_at(self, home: StateOwner) -> bool:
         """Whether this worker has a tensor of this owner, or a part of it; all tensor parallel workers do."""
+        if home.is_here is not None:
+            return home.is_here
         return home.stage == self.stages.index and home.expert in (None, self.experts.index)
 
     @property
@@ -405,3 +407,4 @@ class StateOwner:
     stage: int = 0
     expert: int | None = 0
     tensor: int | None = 0
+    is_here: bool | None = None  # whether it is this worker, which knows it by itself; None: the indices tell

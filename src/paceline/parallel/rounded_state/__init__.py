@@ -1,0 +1,1 @@
+"""Optimizer state in bf16: rounded stochastically after each step, by numbers that any layout draws alike."""
