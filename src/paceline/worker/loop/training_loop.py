@@ -126,6 +126,9 @@ class TrainingLoop:
                 once="finished",
             )
             return
+        if stream.source.takeover:
+            text = f"the DataLoader of stream {stream.source.name!r} is taken over; {stream.source.takeover}"
+            self._files.emit(Note(text=text))
         for text in stream.notes:
             self._files.emit(Note(text=text))
 
