@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.comm.torch_backend.process_group import register_backend
+    from paceline.data.sharded_stream import ShardedStream
     from paceline.errors import (
         BadNumbersError,
         CheckpointError,
@@ -84,6 +85,7 @@ __all__ = [
     "RunFileError",
     "RunLogger",
     "ScalarPoint",
+    "ShardedStream",
     "Slurm",
     "Sparse",
     "Ssh",
@@ -103,6 +105,7 @@ __all__ = [
 
 _HOMES = {
     "paceline.comm.torch_backend.process_group": ("register_backend",),
+    "paceline.data.sharded_stream": ("ShardedStream",),
     "paceline.errors": (
         "BadNumbersError",
         "CheckpointError",

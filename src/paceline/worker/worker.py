@@ -282,6 +282,7 @@ class Worker(StatefulMember):
             drop_last=request.drop_last,
             begin_loader=request.begin_loader,
             takeover=request.takeover,
+            lanes=request.lanes,
         )
         return self._loop.open(source, timeout_s=self._parts.timeout_s)
 

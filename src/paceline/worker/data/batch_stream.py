@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from paceline.comm.group import WorkerGroup, total
+from paceline.data.sharded_stream import LaneSource
 from paceline.errors import SyncError
 from paceline.plan import Batch
 from paceline.schedule.micro_batches import (
@@ -60,6 +61,7 @@ class StreamSource:
     shuffle: bool | None = None  # None: as the plan says
     drop_last: bool | None = None  # the same
     takeover: str = ""  # what of a torch DataLoader is not the same here
+    lanes: tuple[LaneSource, ...] = ()  # of a stream that is read in lanes: those of its datasets
     begin_loader: Callable[[int], Any] | None = None  # called in each loader process first, with its number
     has_equal_runs: bool = False  # every worker runs as many micro-batches in a step; some are void
     is_endless: bool = False  # a program reads its own data: samples are numbers in order, and no epoch ends
@@ -105,7 +107,7 @@ class BatchStream:
             batch=batch.size,
             micro=batch.resolved_micro,
             drop_last=batch.drop_last,
-            **_named(source.draws),
+            **self._order_name(),
         )
         self.cursor, self.notes = resume_position(cursor, self._order, source.name)
         self.was_finished = self._is_finished()
@@ -122,6 +124,13 @@ class BatchStream:
     def about(self) -> dict[str, Any]:
         """For the ledger: the order and the steps of the samples."""
         return self._order.to_dict()
+
+    def _order_name(self) -> dict[str, str]:
+        """The fields of a SampleOrder that name an order which is no shuffle."""
+        draws = self.source.draws
+        if draws is None:
+            return {}
+        return {"weights": draws.checksum} if isinstance(draws, WeightedDraws) else {"draws": draws.name}
 
     def last_step(self, done: int) -> int | None:
         """The number of the step at which the stream ends, when `done` steps were made before it; None: not known."""
@@ -468,10 +477,3 @@ class BatchStream:
                 f"{self._batch.size}, drop_last=True) all drops: there would be no step. Use drop_last=False, or a "
                 f"size of {self.num_samples} or less"
             )
-
-
-def _named(draws: IndexOrder | None) -> dict[str, str]:
-    """The fields of a SampleOrder that name an order."""
-    if draws is None:
-        return {}
-    return {"weights": draws.checksum} if isinstance(draws, WeightedDraws) else {"draws": draws.name}

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 
+from paceline.data.sharded_stream import LaneSource, as_sharded_stream
 from paceline.plan import Batch
 from paceline.schedule.index_orders import SimilarLengths
 from paceline.schedule.sample_order import IndexOrder, WeightedDraws
@@ -40,6 +41,7 @@ class DataRequest:
     begin_loader: Callable[[int], Any] | None = None
     batch_size: int | None = None  # of a loader: samples of a step, where the plan names no size
     takeover: str = ""  # what of a loader is not the same here
+    lanes: tuple[LaneSource, ...] = ()  # of a stream that is read in lanes
 
     def within(self, batch: Batch) -> Batch:
         """The plan's batch, with what a loader says of the size and the order."""
@@ -76,6 +78,8 @@ def read_request(
     request = _taken_over(dataset, batch, seed) if isinstance(dataset, DataLoader) else DataRequest(dataset=dataset)
     own: dict[str, Any] = {"collate": collate, "loaders": loaders, "prefetch": prefetch}
     request = dataclasses.replace(request, **{name: value for name, value in own.items() if value is not None})
+    if not is_map_style(request.dataset) and (stream := as_sharded_stream(request.dataset)) is not None:
+        request = dataclasses.replace(request, lanes=(stream,))
     if weights is None and lengths is None:
         return request
     if request.draws is not None or request.shuffle is False:
@@ -108,7 +112,7 @@ def _taken_over(loader: DataLoader[Any], batch: Batch, seed: int) -> DataRequest
             shuffle = False
             said = ["samples come in their order, as batch(shuffle=false) of the plan says"]
     loaders = loader.num_workers
-    if is_stream and loaders > 1 and not _has_lanes(loader.dataset):
+    if is_stream and loaders > 1 and as_sharded_stream(loader.dataset) is None:
         said.append(f"one loader process reads the stream, not {loaders}")
         loaders = 1
     if loader.generator is not None:
@@ -169,10 +173,6 @@ def _refuse_unfit(loader: DataLoader[Any]) -> None:
             "the stream: leave it out, and see `docs/how-to/stream-data-with-exact-resume.md` for streams that are "
             "divided"
         )
-
-
-def _has_lanes(dataset: Any) -> bool:
-    return False
 
 
 def options_of(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -72,17 +72,21 @@ class StreamPosition:
     epoch: int = 0
     position: int = 0
     of: SampleOrder | None = None
+    lanes: Callable[[], dict[str, Any]] | None = None  # how far the lanes of an open stream have come at this position
+    saved_lanes: Mapping[str, Any] | None = None  # the same, of a checkpoint
 
     @staticmethod
     def from_state_dict(saved: Mapping[str, Any]) -> StreamPosition:
         """Read what `state_dict` returned."""
         fields = dict(saved)
-        return StreamPosition(fields.pop("epoch"), fields.pop("position"), SampleOrder(**fields))
+        epoch, position, lanes = fields.pop("epoch"), fields.pop("position"), fields.pop("lanes", None)
+        return StreamPosition(epoch, position, SampleOrder(**fields), saved_lanes=lanes)
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint: plain values."""
         order = {} if self.of is None else self.of.to_dict()
-        return {"epoch": self.epoch, "position": self.position, **order}
+        lanes = {} if self.lanes is None else {"lanes": self.lanes()}
+        return {"epoch": self.epoch, "position": self.position, **order, **lanes}
 
 
 class StreamPositions:
