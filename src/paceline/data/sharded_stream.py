@@ -21,6 +21,7 @@ class LaneSource(Protocol):
     """What gives the lanes of one dataset."""
 
     num_lanes: int
+    opens_copies: bool  # a lane may be open twice, so that its state can be tried
 
     def open(self, lane: int, epoch: int, count: int, state: Any) -> OpenLane:
         """Open a lane in an epoch of its own, where its state after `count` items was this; None: it had none."""
@@ -35,6 +36,9 @@ class ShardedStream:
     read again up to where it was. `set_epoch(epoch)` is called where it exists. The number of shards is a part of the
     order of samples, and no number of workers: 64 keep up to 64 workers busy.
 
+    The first state is tried: a copy that begins from it must give the same samples, else the loop ends with an error.
+    With `uses_state=False` states are left alone, and parts are read again up to where they were.
+
     Raises ValueError for less than one shard. Pass it to `worker.batches`.
 
     Example::
@@ -46,10 +50,12 @@ class ShardedStream:
         assert sorted(sample for shard in range(8) for sample in stream.make(shard, 8)) == list(range(1000))
     """
 
-    def __init__(self, make: Callable[[int, int], Iterable[Any]], *, shards: int) -> None:
+    opens_copies = True
+
+    def __init__(self, make: Callable[[int, int], Iterable[Any]], *, shards: int, uses_state: bool = True) -> None:
         if shards < 1:
             raise ValueError(f"ShardedStream(shards={shards}): give at least 1, better one for each worker or more")
-        self.make, self.num_lanes = make, shards
+        self.make, self.num_lanes, self.uses_state = make, shards, uses_state
 
     @classmethod
     def of_files(
@@ -69,7 +75,8 @@ class ShardedStream:
 
     def open(self, lane: int, epoch: int, count: int, state: Any) -> OpenLane:
         """Open a lane; see `LaneSource`."""
-        return OpenLane(self.make(lane, self.num_lanes), epoch=epoch, count=count, state=state)
+        dataset = self.make(lane, self.num_lanes)
+        return OpenLane(dataset, epoch=epoch, count=count, state=state, uses_state=self.uses_state)
 
 
 class FileSequence:
@@ -101,16 +108,17 @@ class FileSequence:
 class OpenLane:
     """A lane that is being read: `count` items of its epoch were taken."""
 
-    def __init__(self, dataset: Iterable[Any], *, epoch: int, count: int, state: Any) -> None:
+    def __init__(self, dataset: Iterable[Any], *, epoch: int, count: int, state: Any, uses_state: bool = True) -> None:
+        state = state if uses_state else None
         self.epoch, self.count = epoch, count if state is not None else 0
         set_epoch = getattr(dataset, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
-        is_own = has_state(dataset)
+        is_own = uses_state and has_state(dataset)
         if state is not None and is_own:
             dataset.load_state_dict(state)  # type: ignore[attr-defined]  # it has one
         self._items = iter(dataset)
-        self._holder: Any = dataset if is_own else self._items if has_state(self._items) else None
+        self._holder: Any = dataset if is_own else self._items if uses_state and has_state(self._items) else None
         if state is not None and not is_own:
             if self._holder is None:
                 raise ValueError(
@@ -143,7 +151,7 @@ class OpenLane:
 class _WholeStream:
     """A stateful iterable that cannot be cut: one lane, which each worker reads."""
 
-    num_lanes = 1
+    num_lanes, opens_copies = 1, False
 
     def __init__(self, dataset: Any) -> None:
         self._dataset, self._fresh = dataset, dataset.state_dict()

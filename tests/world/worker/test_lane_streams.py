@@ -182,6 +182,39 @@ def test_shards_that_differ_between_workers_are_an_error_on_all(world: World) ->
     assert all("a shard must give the same items wherever it is read" in text for text in failed.value.errors.values())
 
 
+class Buffered:
+    """Its state lacks what it has read ahead."""
+
+    def __init__(self, shard: int, num_shards: int) -> None:
+        self.given, self.numbers = 0, Numbers(400)
+
+    def __iter__(self) -> Iterator[Any]:
+        ahead = [self.numbers[self.given + one] for one in range(4)]
+        self.given += 4
+        while self.given < 400:
+            ahead.append(self.numbers[self.given])
+            self.given += 1
+            yield ahead.pop(0)
+        yield from ahead
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given = state["given"]
+
+
+def test_a_state_that_does_not_bring_back_the_samples_is_refused(world: World) -> None:
+    def run(worker: Any, **options: Any) -> Any:
+        return seen(worker, ShardedStream(Buffered, shards=1, **options))
+
+    with pytest.raises(WorkersFailed, match=r"does not bring back the samples behind it.*uses_state=False"):
+        world(run, 1, PLAN, save_at_end=False)
+    plain = merged(world(lambda worker: run(worker, uses_state=False), 1, PLAN, max_steps=12, fresh=True))
+    rest = merged(world(lambda worker: run(worker, uses_state=False), 2, PLAN))
+    assert joined({**plain, **rest}.values()) == list(range(400))
+
+
 def test_drop_last_drops_the_short_step_of_each_epoch(world: World) -> None:
     plan = Plan(batch=Batch(size=10, micro=2, drop_last=True))
     found = merged(world(stream, 2, plan))

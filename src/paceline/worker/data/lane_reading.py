@@ -7,6 +7,7 @@ draws is the same wherever and whenever it is read.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from paceline.schedule.micro_batches import MicroBatch, split_evenly
 from paceline.worker.data import random_state
 from paceline.worker.data.data_loading import ReadOptions, StepItems
 from paceline.worker.data.lane_table import LaneKey, LaneState, LaneTable, StepDeal
+from paceline.worker.data.state_probe import StateProbe
 
 __all__ = ["LaneItems", "LaneReader", "Shares"]
 
@@ -62,6 +64,8 @@ class LaneReader(IterableDataset[Any]):
         self._num_parts = num_parts
         self._open: dict[LaneKey, OpenLane] = {}
         self._states: Mapping[LaneKey, LaneState] = {}
+        self._probe: tuple[LaneKey, StateProbe] | None = None
+        self._is_tried = False  # a state of a lane was
 
     @property
     def dataset(self) -> Any:
@@ -124,6 +128,7 @@ class LaneReader(IterableDataset[Any]):
         key = block.source, block.lane
         if states is not None and key not in states:
             states[key] = block.epoch, lane.count, lane.state()
+            self._begin_probe(key, states[key])
         items: list[Any] = []
         while lane.count < block.first + block.count:
             number = lane.count
@@ -153,7 +158,29 @@ class LaneReader(IterableDataset[Any]):
 
     def _next(self, lane: OpenLane, block: LaneBlock) -> Any:
         self._seed(block, lane.count)
-        return next(lane, _END)  # type: ignore[call-overload]  # it has __next__
+        item = next(lane, _END)  # type: ignore[call-overload]  # it has __next__
+        if self._probe is not None and self._probe[0] == (block.source, block.lane):
+            probe = self._probe[1]
+            if item is _END or probe.note(item):
+                self._probe = None
+                probe.require_same(self._read_again(block, probe), block.lane)
+        return item
+
+    def _begin_probe(self, key: LaneKey, state: LaneState) -> None:
+        """Try the first state that a lane has."""
+        if not self._is_tried and state[2] is not None and self._sources[key[0]].opens_copies:
+            self._is_tried, self._probe = True, (key, StateProbe(*state))
+
+    def _read_again(self, block: LaneBlock, probe: StateProbe) -> list[Any]:
+        """What a second copy of the lane gives, from the probe's state on."""
+        self._seed(block, probe.count)
+        again = self._sources[block.source].open(block.lane, probe.epoch, probe.count, copy.deepcopy(probe.state))
+        items: list[Any] = []
+        for _ in probe.given:
+            self._seed(block, again.count)
+            items.append(next(again, _END))  # type: ignore[call-overload]  # as above
+        again.close()
+        return items
 
     def _seed(self, block: LaneBlock, count: int) -> None:
         random_state.seed_all(self._reading.seed, ITEM, block.source, block.epoch, block.lane, count)
