@@ -1,7 +1,7 @@
 """Streams of samples that are cut into lanes: `ShardedStream`, and what becomes one by itself.
 
 A lane is a part of the stream that can only be read forwards, such as some of its files. It is the same part whichever
-worker reads it, so lanes are dealt to workers anew at any time. A lane with a state goes on from it at once; one
+worker reads it, so lanes are given to other workers at any time. A lane with a state goes on from it at once; one
 without is read again up to where it was.
 """
 
@@ -190,7 +190,8 @@ def as_sharded_stream(dataset: Any) -> LaneSource | None:
             "the dataset was split by split_dataset_by_node(), and its shards are divided among workers here: pass the "
             "whole dataset"
         )
-    shard, num_shards = getattr(dataset, "shard", None), getattr(dataset, "num_shards", None)
+    shard: Any = getattr(dataset, "shard", None)
+    num_shards = getattr(dataset, "num_shards", None)
     if callable(shard) and isinstance(num_shards, int) and num_shards > 0:
         return ShardedStream(
             lambda index, count: shard(num_shards=count, index=index), shards=min(num_shards, MOST_LANES)

@@ -4,8 +4,8 @@ A stream without random access is cut into lanes, each of which can only be read
 from each lane that still has some, as far as that divides. So a worker that runs a part of the step's micro-batches
 reads a part of the lanes, and which one reads which lane does not change the samples.
 
-How many items a lane has is known when somebody has read its end. Until then it is dealt as if it had enough. Where it
-had too few, the same step is dealt again, with that end known. A later end changes no step that was dealt before it.
+How many items a lane has is known when somebody has read its end. Until then it is treated as if it had enough. Where
+it had too few, the same step is divided again, with that end known. A later end changes no step before it.
 """
 
 from __future__ import annotations

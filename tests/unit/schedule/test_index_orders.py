@@ -109,7 +109,7 @@ def test_lengths_of_any_number_of_samples_are_a_permutation(count: int) -> None:
         (lambda: SubsetOrder([0, 9], 9), "gives the index 9, and the dataset has 9 samples"),
         (lambda: SubsetOrder([], 9), "no list of indices"),
         (lambda: ListedOrder(lambda seed, epoch: [-1], 9, seed=0), "gives the index -1"),
-        (lambda: SimilarLengths([[1.0]], batch=2, micro=1), r"shape \[1, 1\]"),
+        (lambda: SimilarLengths(np.ones((1, 1)), batch=2, micro=1), r"shape \[1, 1\]"),
         (lambda: SimilarLengths([1.0, float("nan")], batch=2, micro=1), "not finite"),
     ],
 )

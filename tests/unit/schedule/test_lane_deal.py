@@ -1,4 +1,4 @@
-"""Lanes: each item once, whole steps to the end, and the same steps whoever finds out when that a lane ends."""
+"""Lanes: each item once, whole steps to the end, and the same steps whenever it is found that a lane ends."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from paceline.schedule.lane_deal import LaneBlock, LaneEnds, SourceProgress, dea
 Key = tuple[int, int, int]
 
 
-def dealt(
+def settled(
     lengths: list[int], need: int, known: dict[Key, int], progress: SourceProgress
 ) -> tuple[tuple[LaneBlock, ...], SourceProgress]:
-    """A step, dealt again until nobody finds a lane too short: as workers do."""
+    """A step, divided again until nobody finds a lane too short: as workers do."""
     while True:
         blocks, after = deal(0, progress, known, need, repeats=False)
         short = {
@@ -32,7 +32,7 @@ def steps_of(lengths: list[int], need: int, *, knows: bool) -> list[tuple[LaneBl
     known: dict[Key, int] = {(0, 0, lane): length for lane, length in enumerate(lengths)} if knows else {}
     progress, found = SourceProgress.begin(len(lengths)), list[tuple[LaneBlock, ...]]()
     while True:
-        blocks, progress = dealt(lengths, need, known, progress)
+        blocks, progress = settled(lengths, need, known, progress)
         if not blocks:
             return found
         found.append(blocks)

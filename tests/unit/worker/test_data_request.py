@@ -208,11 +208,12 @@ def test_a_plain_batch_sampler_is_a_batch_size() -> None:
 
 @pytest.mark.parametrize("option", ["weights", "lengths"])
 def test_two_orders_are_refused(option: str) -> None:
+    by: Any = {option: [1.0] * 40}
     with pytest.raises(ValueError, match=f"{option}= is an order of samples, and the DataLoader's sampler is another"):
-        read_request(DataLoader(DATA, 32), PLAN, **{option: [1.0] * 40})
+        read_request(DataLoader(DATA, 32), PLAN, **by)
     with pytest.raises(ValueError, match="give one of them"):
         read_request(DATA, PLAN, weights=[1.0] * 40, lengths=[1.0] * 40)
-    assert read_request(DataLoader(DATA, 32, shuffle=True), PLAN, **{option: [1.0] * 40}).draws is not None
+    assert read_request(DataLoader(DATA, 32, shuffle=True), PLAN, **by).draws is not None
 
 
 def test_other_things_of_a_loader_that_differ_are_named() -> None:

@@ -60,7 +60,7 @@ class Opened(Numbers):
 
 
 def open_file(number: int) -> None:
-    info = get_worker_info()
+    info: Any = get_worker_info()
     assert info is not None and info.id == number
     info.dataset.scale = 2.0  # as a worker_init_fn opens a file of the dataset
 

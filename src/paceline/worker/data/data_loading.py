@@ -12,7 +12,7 @@ import functools
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -97,6 +97,15 @@ class MapReader(Dataset[Any]):
                 )
             self._block = (epoch, number, indices.tolist())
         return self._block[2][offset]
+
+
+class DataReader(Protocol):
+    """Reads micro-batches in a loader process, or in this one."""
+
+    @property
+    def dataset(self) -> Any:
+        """The user's."""
+        ...
 
 
 class RequestList(Sampler[MicroBatchRequest]):
@@ -213,7 +222,7 @@ def fetch_samples(dataset: Any, indices: list[int]) -> list[Any]:
 
 
 def open_loader(
-    reader: MapReader | StreamReader,
+    reader: DataReader,
     requests: Iterable[MicroBatchRequest] | None,
     *,
     loaders: int,
@@ -225,7 +234,7 @@ def open_loader(
     """Start reading ahead; `loaders` processes (0: in this process), each `prefetch` micro-batches ahead. `begin`:
     called in each process first, with its number."""
     loader = DataLoader(
-        reader,
+        cast("Dataset[Any]", reader),
         batch_size=None,  # requests are whole micro-batches already
         sampler=None if requests is None else RequestList(lambda: iter(requests)),
         collate_fn=_as_is,
@@ -243,7 +252,7 @@ def _as_is(data: Any) -> Any:
     return data
 
 
-def _beginning(reader: MapReader | StreamReader, begin: Callable[[int], Any] | None) -> Callable[[int], None]:
+def _beginning(reader: DataReader, begin: Callable[[int], Any] | None) -> Callable[[int], None]:
     return functools.partial(_begin_loader, str(loader_directory()), reader.dataset, begin)
 
 

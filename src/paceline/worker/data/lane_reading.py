@@ -39,7 +39,7 @@ class LaneItems(StepItems):
 
 
 class LaneReader(IterableDataset[Any]):
-    """Reads steps from a position on, until a lane is found to end before its share: the step is then dealt again."""
+    """Reads steps from a position on, until a lane is found to end before its share: the step is then divided again."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class LaneReader(IterableDataset[Any]):
 
     def _next(self, lane: OpenLane, block: LaneBlock) -> Any:
         self._seed(block, lane.count)
-        item = next(lane, _END)  # type: ignore[call-overload]  # it has __next__
+        item = next(lane, _END)
         if self._probe is not None and self._probe[0] == (block.source, block.lane):
             probe = self._probe[1]
             if item is _END or probe.note(item):
@@ -178,7 +178,7 @@ class LaneReader(IterableDataset[Any]):
         items: list[Any] = []
         for _ in probe.given:
             self._seed(block, again.count)
-            items.append(next(again, _END))  # type: ignore[call-overload]  # as above
+            items.append(next(again, _END))
         again.close()
         return items
 

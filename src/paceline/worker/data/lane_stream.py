@@ -1,7 +1,7 @@
 """The distributed sampler of a stream that is read in lanes: each worker opens only those that its micro-batches need.
 
 Before each step all workers compare how much they read, and tell each other which lanes have ended; the step is then
-dealt again. Every few steps they exchange the states of their lanes. So any worker can go on with any lane: after a
+divided again. Every few steps they exchange the states of their lanes. So any worker can go on with any lane: after a
 resume, on another number of workers, or when a worker was lost.
 """
 

@@ -62,7 +62,7 @@ class LaneTable:
         self.ends: dict[tuple[int, int, int], int] = {}
         begin = tuple(SourceProgress.begin(count) for count in num_lanes)
         self._places = [_Place(0, 0, begin, {})]
-        self._reached: _Place | None = None  # the newest step that is settled, so that nothing is dealt twice
+        self._reached: _Place | None = None  # the newest step that is settled, so that nothing is divided twice
 
     def begin_epoch(self, epoch: int, *, after: tuple[SourceProgress, ...]) -> None:
         """The stream's next epoch begins, where the last one has ended with this progress."""
@@ -146,9 +146,9 @@ class LaneTable:
         needs = [0] * len(progress)
         for source in sources:
             needs[source] += 1
-        dealt = [
+        parts = [
             deal(source, one, self.ends, needs[source], repeats=self._repeats) for source, one in enumerate(progress)
         ]
         return StepDeal(
-            start, start + size, tuple(blocks for blocks, _ in dealt), sources, tuple(after for _, after in dealt)
+            start, start + size, tuple(blocks for blocks, _ in parts), sources, tuple(after for _, after in parts)
         )

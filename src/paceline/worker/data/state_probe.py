@@ -1,7 +1,7 @@
 """Tries once whether a lane's state brings back its samples: a second copy begins from it, and must give the same ones.
 
-Some streams have a state that does not: a shuffle buffer, for example, may be filled anew. A resume would then use other
-samples, and nobody would notice.
+Some streams have a state that does not: a shuffle buffer, for example, may be filled anew. A resume would then use
+other samples, and nobody would notice.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class StateProbe:
 def differ(one: Any, other: Any) -> bool:
     """Whether two samples have different values; what cannot be compared is taken to be the same."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return not np.array_equal(
-            one.detach().cpu().float().numpy(), other.detach().cpu().float().numpy(), equal_nan=True
-        )
+        return differ(one.detach().cpu().double().numpy(), other.detach().cpu().double().numpy())
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        return one.shape != other.shape or (one.dtype.kind in "biufSU" and bool((one != other).any()))
+        if one.shape != other.shape or one.dtype.kind not in "biufSU" or other.dtype.kind not in "biufSU":
+            return one.shape != other.shape
+        return bool(((one != other) & ((one == one) | (other == other))).any())  # not a number is like itself
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() != other.keys() or any(differ(value, other[key]) for key, value in one.items())
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
