@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.comm.torch_backend.process_group import register_backend
+    from paceline.data.mixture import Mixture
     from paceline.data.sharded_stream import ShardedStream
     from paceline.errors import (
         BadNumbersError,
@@ -73,6 +74,7 @@ __all__ = [
     "Layout",
     "LocalSGD",
     "LoggedRun",
+    "Mixture",
     "Nesterov",
     "OneBit",
     "PacelineError",
@@ -105,6 +107,7 @@ __all__ = [
 
 _HOMES = {
     "paceline.comm.torch_backend.process_group": ("register_backend",),
+    "paceline.data.mixture": ("Mixture",),
     "paceline.data.sharded_stream": ("ShardedStream",),
     "paceline.errors": (
         "BadNumbersError",

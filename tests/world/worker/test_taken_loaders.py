@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler, get_worker_info
 
 from forked import WorkersFailed, World
+from paceline.data.mixture import Mixture
 from paceline.events import Note, decode
 from paceline.monitor.audit.audit import audit
 from paceline.plan import Batch, Plan
@@ -99,3 +100,17 @@ def test_weights_and_lengths_go_with_a_loader(world: World) -> None:
     for epoch in (0, 1):
         steps = [sorted(values) for (e, _), values in alone.items() if e == epoch]
         assert sorted(steps) == [[float(8 * part + one) for one in range(8)] for part in range(4)]
+
+
+def test_a_mixture_is_the_same_on_any_workers_and_across_a_resume(world: World) -> None:
+    plan = Plan(batch=Batch(size=8, micro=2))
+
+    def train(worker: Any) -> Any:
+        mixture = Mixture({"a": Numbers(40), "b": Numbers(3)}, weights={"a": 1, "b": 1}, size=30)
+        return seen(worker, mixture, epochs=3)
+
+    alone = merged([world.one_process(train, plan)])
+    assert {len(values) for values in alone.values()} == {8, 30 % 8}
+    before = merged(world(train, 2, plan, max_steps=6))
+    assert {**before, **merged(world(train, 3, plan))} == alone
+    assert audit(world.run_dir).is_clean

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 
+from paceline.data.mixture import Mixture
 from paceline.data.sharded_stream import LaneSource, as_sharded_stream
 from paceline.plan import Batch
 from paceline.schedule.index_orders import SimilarLengths
@@ -80,6 +81,15 @@ def read_request(
     request = dataclasses.replace(request, **{name: value for name, value in own.items() if value is not None})
     if not is_map_style(request.dataset) and (stream := as_sharded_stream(request.dataset)) is not None:
         request = dataclasses.replace(request, lanes=(stream,))
+    if isinstance(dataset, Mixture):
+        if weights is not None or lengths is not None:
+            raise ValueError("weights= and lengths= are orders of samples, and a Mixture has its own: give its weights")
+        if not batch.shuffle:
+            raise ValueError(
+                "a Mixture takes samples of its datasets at random, and Batch(shuffle=False) keeps their order: leave "
+                "out one of them"
+            )
+        return dataclasses.replace(request, draws=dataset.order)
     if weights is None and lengths is None:
         return request
     if request.draws is not None or request.shuffle is False:
