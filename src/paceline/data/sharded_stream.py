@@ -190,9 +190,9 @@ def as_sharded_stream(dataset: Any) -> LaneSource | None:
             "the dataset was split by split_dataset_by_node(), and its shards are divided among workers here: pass the "
             "whole dataset"
         )
-    shard: Any = getattr(dataset, "shard", None)
+    shard: Callable[..., Any] | None = getattr(dataset, "shard", None)
     num_shards = getattr(dataset, "num_shards", None)
-    if callable(shard) and isinstance(num_shards, int) and num_shards > 0:
+    if shard is not None and isinstance(num_shards, int) and num_shards > 0:
         return ShardedStream(
             lambda index, count: shard(num_shards=count, index=index), shards=min(num_shards, MOST_LANES)
         )

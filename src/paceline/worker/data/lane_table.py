@@ -71,10 +71,6 @@ class LaneTable:
         states = dict(self._places[-1].states) if self._repeats else {}
         self._add(_Place(epoch, 0, after, states))
 
-    def deal(self, epoch: int, start: int, size: int) -> StepDeal:
-        """Where the samples of the step of at most `size` from `start` on come from."""
-        return self.deal_from(self._progress(epoch, start, size), epoch, start, size)
-
     def states_for(self, epoch: int, position: int) -> Mapping[LaneKey, LaneState]:
         """The states from which lanes are opened that stand at this position."""
         return self._known(epoch, position).states
@@ -136,7 +132,7 @@ class LaneTable:
         return progress
 
     def deal_from(self, progress: tuple[SourceProgress, ...], epoch: int, start: int, size: int) -> StepDeal:
-        """The same, where the progress before it is known."""
+        """Where the samples of the step of at most `size` from `start` on come from, with this progress before it."""
         if self._epoch_size is not None:
             size = min(size, self._epoch_size - start)
         if self._sources_at is None:
