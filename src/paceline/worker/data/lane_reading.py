@@ -97,28 +97,27 @@ class LaneReader(IterableDataset[Any]):
         own = split_evenly(len(micros), self._num_parts)[part]
         micros = micros[own.start : own.stop]
         wanted = [(micro.start - step.start, micro.stop - step.start) for micro in micros]
-        found: list[dict[int, Any]] = []  # by source: the wanted items, by their number among the source's
+        places = [place for start, stop in wanted for place in range(start, stop)]
+        found: dict[int, Any] = {}  # the wanted items, by their place in the step
         ends: dict[tuple[int, int, int], int] = {}
         states: dict[LaneKey, LaneState] = {}
         needs_all, keeps = self._reads_all and part == 0, self._keeps_state(step.start)
         with random_state.PreservedRandomState():
-            for source, blocks in enumerate(step.blocks):
-                numbers = _numbers_of(step.sources, source, wanted)
-                found.append({})
-                first = 0
-                for block in blocks:
-                    own_numbers = numbers[bisect_left(numbers, first) : bisect_left(numbers, first + block.count)]
-                    if own_numbers or needs_all:
-                        items = self._block(block, states if keeps else None)
-                        if len(items) < block.count:
-                            ends[source, block.epoch, block.lane] = block.first + len(items)
-                        found[-1].update((number, items[number - first]) for number in own_numbers if not ends)
-                    first += block.count
+            first = 0
+            for block in step.blocks:
+                own_places = places[bisect_left(places, first) : bisect_left(places, first + block.count)]
+                if own_places or needs_all:
+                    items = self._block(block, states if keeps else None)
+                    if len(items) < block.count:
+                        ends[block.source, block.epoch, block.lane] = block.first + len(items)
+                    elif not ends:
+                        found.update((place, items[place - first]) for place in own_places)
+                first += block.count
         if ends:
             return LaneItems(step.num_samples, (), ends=ends, states=states)
         data = [
-            self._collated(_in_order(step.sources, found, span), micro)
-            for span, micro in zip(wanted, micros, strict=True)
+            self._collated([found[place] for place in range(start, stop)], micro)
+            for (start, stop), micro in zip(wanted, micros, strict=True)
         ]
         return LaneItems(step.num_samples, tuple(data), states=states)
 
@@ -192,32 +191,6 @@ class LaneReader(IterableDataset[Any]):
 
 
 _END = object()
-
-
-def _numbers_of(sources: Sequence[int] | None, source: int, spans: Sequence[tuple[int, int]]) -> list[int]:
-    """The numbers, among the samples of one source, of those at these places of the step."""
-    if sources is None:
-        return [place for start, stop in spans for place in range(start, stop)]
-    numbers, seen = dict[int, int](), 0
-    for place, one in enumerate(sources):
-        if one == source:
-            numbers[place] = seen
-            seen += 1
-    return [numbers[place] for start, stop in spans for place in range(start, stop) if place in numbers]
-
-
-def _in_order(sources: Sequence[int] | None, found: Sequence[Mapping[int, Any]], span: tuple[int, int]) -> list[Any]:
-    """The items at the places of a span."""
-    if sources is None:
-        return [found[0][place] for place in range(*span)]
-    seen = [0] * len(found)
-    for one in sources[: span[0]]:
-        seen[one] += 1
-    items: list[Any] = []
-    for one in sources[span[0] : span[1]]:
-        items.append(found[one][seen[one]])
-        seen[one] += 1
-    return items
 
 
 def _be_one_reader() -> int:

@@ -36,11 +36,7 @@ class LaneStream(BatchStream):
     def __init__(self, source: StreamSource, *args: Any, cursor: StreamPosition, **parts: Any) -> None:
         """As for `BatchStream`; the source has lanes."""
         self._lanes = source.lanes
-        self._table = LaneTable(
-            [one.num_lanes for one in source.lanes],
-            repeats=False,
-            sources_at=None,
-        )
+        self._table = LaneTable([one.num_lanes for one in source.lanes])
         super().__init__(source, *args, cursor=cursor, **parts)
         saved = cursor.lanes() if cursor.lanes is not None else cursor.saved_lanes
         is_there = (self.cursor.epoch, self.cursor.position) == (cursor.epoch, cursor.position)
@@ -76,9 +72,8 @@ class LaneStream(BatchStream):
             if items.num_samples == 0:
                 if (epoch, position) == (0, 0):
                     raise ValueError(self._empty_text())
-                after = self._table.progress_at(epoch, position, self._batch.size)
                 epoch, position = epoch + 1, 0
-                self._table.begin_epoch(epoch, after=after)
+                self._table.begin_epoch(epoch)
                 self.cursor.epoch, self.cursor.position = epoch, position
                 self._is_stale = True
                 continue

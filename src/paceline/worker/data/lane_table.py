@@ -7,7 +7,7 @@ any lane, at the cost of the few steps since. The table is part of the stream's 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.schedule.lane_deal import LaneBlock, SourceProgress, deal
@@ -21,12 +21,11 @@ KEPT = 64  # older places that steps of a round, which are not over, may still b
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepDeal:
-    """Where the samples of a step come from: blocks of lanes, for each source the samples at its places."""
+    """Where the samples of a step come from: blocks of lanes, in the order of the samples."""
 
     start: int
     stop: int
-    blocks: tuple[tuple[LaneBlock, ...], ...]  # by source
-    sources: Sequence[int] | None  # of each place in the step; None: there is one source
+    blocks: tuple[LaneBlock, ...]
     after: tuple[SourceProgress, ...]
 
     @property
@@ -47,29 +46,17 @@ class _Place:
 class LaneTable:
     """The lanes of one stream, from the oldest position that may still be read on."""
 
-    def __init__(
-        self,
-        num_lanes: Sequence[int],
-        *,
-        repeats: bool,
-        sources_at: Callable[[int, int, int], Sequence[int]] | None,
-        epoch_size: int | None = None,
-    ) -> None:
-        """`sources_at(epoch, start, stop)`: the source of each position; None: there is one. It `repeats` where sources
-        begin anew when they end, and go on over the stream's epochs, which have `epoch_size` samples."""
-        self._repeats, self._sources_at, self._num_lanes = repeats, sources_at, tuple(num_lanes)
-        self._epoch_size = epoch_size
+    def __init__(self, num_lanes: Sequence[int]) -> None:
+        """`num_lanes`: of each source of the stream; there is one."""
+        self._num_lanes = tuple(num_lanes)
         self.ends: dict[tuple[int, int, int], int] = {}
         begin = tuple(SourceProgress.begin(count) for count in num_lanes)
         self._places = [_Place(0, 0, begin, {})]
         self._reached: _Place | None = None  # the newest step that is settled, so that nothing is divided twice
 
-    def begin_epoch(self, epoch: int, *, after: tuple[SourceProgress, ...]) -> None:
-        """The stream's next epoch begins, where the last one has ended with this progress."""
-        if not self._repeats:
-            after = tuple(SourceProgress.begin(count, epoch=epoch) for count in self._num_lanes)
-        states = dict(self._places[-1].states) if self._repeats else {}
-        self._add(_Place(epoch, 0, after, states))
+    def begin_epoch(self, epoch: int) -> None:
+        """The stream's next epoch begins."""
+        self._add(_Place(epoch, 0, tuple(SourceProgress.begin(count, epoch=epoch) for count in self._num_lanes), {}))
 
     def states_for(self, epoch: int, position: int) -> Mapping[LaneKey, LaneState]:
         """The states from which lanes are opened that stand at this position."""
@@ -120,7 +107,7 @@ class LaneTable:
     def _progress(self, epoch: int, position: int, size: int) -> tuple[SourceProgress, ...]:
         place = self._known(epoch, position)
         if place.epoch != epoch:  # an epoch that has not begun here: at its first sample nothing of it is taken
-            self.begin_epoch(epoch, after=place.progress)
+            self.begin_epoch(epoch)
             place = self._places[-1]
         near = self._reached
         if near is not None and near.epoch == epoch and place.position < near.position <= position:
@@ -133,18 +120,5 @@ class LaneTable:
 
     def deal_from(self, progress: tuple[SourceProgress, ...], epoch: int, start: int, size: int) -> StepDeal:
         """Where the samples of the step of at most `size` from `start` on come from, with this progress before it."""
-        if self._epoch_size is not None:
-            size = min(size, self._epoch_size - start)
-        if self._sources_at is None:
-            blocks, after = deal(0, progress[0], self.ends, size, repeats=self._repeats)
-            return StepDeal(start, start + sum(one.count for one in blocks), (blocks,), None, (after,))
-        sources = self._sources_at(epoch, start, start + size)
-        needs = [0] * len(progress)
-        for source in sources:
-            needs[source] += 1
-        parts = [
-            deal(source, one, self.ends, needs[source], repeats=self._repeats) for source, one in enumerate(progress)
-        ]
-        return StepDeal(
-            start, start + size, tuple(blocks for blocks, _ in parts), sources, tuple(after for _, after in parts)
-        )
+        blocks, after = deal(0, progress[0], self.ends, size, repeats=False)
+        return StepDeal(start, start + sum(one.count for one in blocks), blocks, (after,))
