@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.comm.torch_backend.process_group import register_backend
+    from paceline.data.mixture import Mixture
+    from paceline.data.sharded_stream import ShardedStream
     from paceline.errors import (
         BadNumbersError,
         CheckpointError,
@@ -72,6 +74,7 @@ __all__ = [
     "Layout",
     "LocalSGD",
     "LoggedRun",
+    "Mixture",
     "Nesterov",
     "OneBit",
     "PacelineError",
@@ -84,6 +87,7 @@ __all__ = [
     "RunFileError",
     "RunLogger",
     "ScalarPoint",
+    "ShardedStream",
     "Slurm",
     "Sparse",
     "Ssh",
@@ -103,6 +107,8 @@ __all__ = [
 
 _HOMES = {
     "paceline.comm.torch_backend.process_group": ("register_backend",),
+    "paceline.data.mixture": ("Mixture",),
+    "paceline.data.sharded_stream": ("ShardedStream",),
     "paceline.errors": (
         "BadNumbersError",
         "CheckpointError",

@@ -14,8 +14,6 @@ import psutil
 from paceline.doctor.measured import ReadingRate
 from paceline.parallel.meta.tensor_tree import tensors_in
 from paceline.schedule.micro_batches import MicroBatch, micro_batches, split_evenly, step_ranges
-from paceline.schedule.sample_order import WeightedDraws
-from paceline.worker.data.batch_stream import is_map_style
 from paceline.worker.data.data_loading import (
     MapReader,
     MicroBatchRequest,
@@ -23,9 +21,9 @@ from paceline.worker.data.data_loading import (
     StepItems,
     StreamReader,
     open_loader,
-    refuse_loader,
     require_fit,
 )
+from paceline.worker.data.data_request import is_map_style
 from paceline.worker.script_inspection import ScriptData
 
 __all__ = ["reading_rate"]
@@ -44,18 +42,17 @@ def reading_rate(
     The start of loader processes and what they read ahead of it do not count. Measured for about `seconds`. Raises what
     the dataset raises; ValueError for an empty one; RuntimeError where loaders give nothing for `timeout_s`.
     """
-    refuse_loader(data.dataset)
-    started = time.perf_counter()
+    request, started = data.request, time.perf_counter()
     before = {child.pid for child in psutil.Process().children()}
     items = _items(data, index=index, readers=readers, pin=pin, timeout_s=timeout_s)
     _, num_bytes = next(items)
     first_s = time.perf_counter() - started
-    for _ in range(data.loaders * data.prefetch):
+    for _ in range(request.loaders * request.prefetch):
         if time.perf_counter() - started > FIRST_S:
             break
         next(items)
     own = psutil.Process()
-    processes = [one for one in own.children() if one.pid not in before] if data.loaders else [own]
+    processes = [one for one in own.children() if one.pid not in before] if request.loaders else [own]
     stored, busy_s = _bytes_read(processes), _processor_s(processes)
     began, samples, num_bytes = time.perf_counter(), 0, 0
     while samples == 0 or time.perf_counter() - began < seconds:
@@ -69,27 +66,28 @@ def reading_rate(
         stored_per_sample=stored / samples,
         busy_cores=busy_s / took / max(1, len(processes)),
         first_s=first_s,
-        loaders=data.loaders,
-        prefetch=data.prefetch,
-        is_iterable=not is_map_style(data.dataset),
+        loaders=request.loaders,
+        prefetch=request.prefetch,
+        is_iterable=not is_map_style(request.dataset),
     )
 
 
 def _items(data: ScriptData, *, index: int, readers: int, pin: bool, timeout_s: float) -> Iterator[tuple[int, int]]:
     """Samples and bytes of each micro-batch, without end."""
-    batch = data.plan.batch
-    num_samples = len(data.dataset) if is_map_style(data.dataset) else 0
-    draws = None if data.weights is None else WeightedDraws(data.weights)
+    batch, request = data.plan.batch, data.request
+    dataset, draws, loaders, prefetch = request.dataset, request.draws, request.loaders, request.prefetch
+    num_samples = len(dataset) if is_map_style(dataset) else 0
     if draws is not None:
         require_fit(draws, "train", num_samples=num_samples, shuffle=batch.shuffle)
-    reading = ReadOptions(data.dataset, data.collate, num_samples, batch.seed, batch.shuffle and num_samples > 0, draws)
+        num_samples = draws.num_samples
+    reading = ReadOptions(dataset, request.collate, num_samples, batch.seed, batch.shuffle and num_samples > 0, draws)
 
     def mine(start: int, stop: int) -> tuple[MicroBatch, ...]:
         micros = micro_batches(start, stop, batch.resolved_micro)
         own = split_evenly(len(micros), readers)[index]
         return micros[own.start : own.stop]
 
-    if not is_map_style(data.dataset):
+    if not is_map_style(dataset):
         reader = StreamReader(
             reading,
             size=batch.size,
@@ -100,7 +98,7 @@ def _items(data: ScriptData, *, index: int, readers: int, pin: bool, timeout_s: 
             position=0,
             mine=mine,
         )
-        loader = open_loader(reader, None, loaders=data.loaders, prefetch=data.prefetch, pin=pin, timeout_s=timeout_s)
+        loader = open_loader(reader, None, loaders=loaders, prefetch=prefetch, pin=pin, timeout_s=timeout_s)
         yield from _of_steps(loader, mine)
         return
 
@@ -113,9 +111,7 @@ def _items(data: ScriptData, *, index: int, readers: int, pin: bool, timeout_s: 
     requests, counted = itertools.tee(
         MicroBatchRequest(epoch, micro) for epoch in range(ENDLESS) for micro in of_epoch()
     )
-    loader = open_loader(
-        MapReader(reading), requests, loaders=data.loaders, prefetch=data.prefetch, pin=pin, timeout_s=timeout_s
-    )
+    loader = open_loader(MapReader(reading), requests, loaders=loaders, prefetch=prefetch, pin=pin, timeout_s=timeout_s)
     for request, micro in zip(counted, loader, strict=True):
         yield request.micro.num_samples, _num_bytes(micro)
 

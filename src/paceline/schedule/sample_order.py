@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["WeightedDraws", "mix", "sample_indices"]
+__all__ = ["IndexOrder", "WeightedDraws", "checksum_of", "mix", "sample_indices", "uniform_numbers"]
 
 UInts = NDArray[np.uint64]
 NUM_ROUNDS = 12
@@ -47,11 +47,30 @@ def sample_indices(
     return flat.astype(np.int64).reshape(places.shape)
 
 
+class IndexOrder(Protocol):
+    """An order other than a shuffle: which dataset index is at each position of an epoch. A pure function, so every
+    worker finds any sample of any step by itself, and a resume costs the same anywhere."""
+
+    num_samples: int  # positions of an epoch
+    num_indices: int  # samples of the dataset
+    checksum: str  # equal for equal orders
+
+    @property
+    def name(self) -> str:
+        """What the order goes by, with its checksum: "weights 1a2b3c4d"."""
+        ...
+
+    def indices(self, *, seed: int, epoch: int, positions: NDArray[Any]) -> NDArray[np.int64]:
+        """Return the dataset indices at `positions` of an epoch, same shape."""
+        ...
+
+
 class WeightedDraws:
     """Draws of dataset indices with replacement, each with a probability in proportion to its weight."""
 
-    def __init__(self, weights: Sequence[float] | NDArray[Any]) -> None:
-        """Raises ValueError for weights that are not one finite number of at least 0 for each sample, or all 0."""
+    def __init__(self, weights: Sequence[float] | NDArray[Any], *, num_draws: int | None = None) -> None:
+        """`num_draws`: those of an epoch; None: as many as weights. Raises ValueError for weights that are not one
+        finite number of at least 0 for each sample, or all 0."""
         values = np.asarray(weights, dtype=np.float64)
         if values.ndim != 1:
             raise ValueError(f"weights have the shape {list(values.shape)}; give one number for each sample")
@@ -64,18 +83,33 @@ class WeightedDraws:
         if not values.size or not 0 < self._sums[-1] < np.inf:
             raise ValueError("the weights' sum must be more than 0 and finite: no sample could be drawn")
         self._last = int(np.flatnonzero(values)[-1])  # that can be drawn
-        self.num_samples = len(values)
-        self.checksum = f"{zlib.crc32(values.astype('<f8').tobytes()):08x}"
+        self.num_indices = len(values)
+        self.num_samples = len(values) if num_draws is None else num_draws
+        self.checksum = checksum_of(values)
+
+    @property
+    def name(self) -> str:
+        return f"weights {self.checksum}"
 
     def indices(self, *, seed: int, epoch: int, positions: NDArray[Any]) -> NDArray[np.int64]:
         """Return the dataset indices that are drawn at `positions` of an epoch, same shape."""
-        places = np.asarray(positions, dtype=np.int64)
-        begin = np.uint64(mix(seed, epoch, NUM_ROUNDS))  # the rounds of shuffles have the numbers below
-        with np.errstate(over="ignore"):
-            numbers = _scramble(_scramble(places.astype(np.uint64) * GOLDEN + begin) + GOLDEN)
-        parts = (numbers >> np.uint64(11)).astype(np.float64) * 2.0**-53  # in [0, 1)
+        parts = uniform_numbers(seed=seed, epoch=epoch, positions=positions)
         found = np.searchsorted(self._sums, parts * self._sums[-1], side="right")
         return np.minimum(found, self._last).astype(np.int64)
+
+
+def uniform_numbers(*, seed: int, epoch: int, positions: NDArray[Any]) -> NDArray[np.float64]:
+    """Return a number in [0, 1) for each position of an epoch: a hash of all three."""
+    places = np.asarray(positions, dtype=np.int64)
+    begin = np.uint64(mix(seed, epoch, NUM_ROUNDS))  # the rounds of shuffles have the numbers below
+    with np.errstate(over="ignore"):
+        numbers = _scramble(_scramble(places.astype(np.uint64) * GOLDEN + begin) + GOLDEN)
+    return (numbers >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def checksum_of(values: NDArray[Any]) -> str:
+    """A checksum of numbers, the same on any machine."""
+    return f"{zlib.crc32(values.astype('<f8').tobytes()):08x}"
 
 
 def mix(*numbers: int) -> int:

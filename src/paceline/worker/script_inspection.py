@@ -22,7 +22,6 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import default_collate
 
 from paceline import config
 from paceline.errors import PlanError, Reason
@@ -44,6 +43,7 @@ from paceline.parallel.precision import convert
 from paceline.parallel.sample_input import SampleInput, as_sample, guess_sample
 from paceline.plan import CommandPlan, Job, Plan, read_plan
 from paceline.planner.model_costs import ModelCosts
+from paceline.worker.data.data_request import DataRequest, options_of, read_request
 
 __all__ = ["InspectionReport", "InspectionWorker", "ScriptData", "inspect_script"]
 
@@ -58,24 +58,14 @@ PACKAGE = "paceline"  # by name: its `run` is above this room
 class ScriptData:
     """What a script gives to its first `worker.batches`, under which plan."""
 
-    dataset: Any
-    collate: Callable[[list[Any]], Any]
-    loaders: int
-    prefetch: int
-    weights: Any
+    request: DataRequest
     plan: Plan
 
     @classmethod
     def of(cls, plan: Plan, dataset: Any, options: Mapping[str, Any]) -> ScriptData:
-        """Read the call's options, by either of their names."""
-        return cls(
-            dataset=dataset,
-            collate=options.get("collate") or options.get("collate_fn") or default_collate,
-            loaders=options.get("loaders") or options.get("num_workers") or 0,
-            prefetch=options.get("prefetch", 2),
-            weights=options.get("weights"),
-            plan=plan,
-        )
+        """Read the call's options, by either of their names; the plan has what a DataLoader says of its steps."""
+        request = read_request(dataset, plan.batch, seed=plan.batch.seed, **options_of(options))
+        return cls(request=request, plan=dataclasses.replace(plan, batch=request.within(plan.batch)))
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -233,7 +223,7 @@ class InspectionWorker:
         data = ScriptData.of(self.plan, dataset, kwargs)
         if self._forward is not None:
             try:
-                self._count(*self._forward, data.collate(_first(dataset)))
+                self._count(*self._forward, data.request.collate(_first(data.request.dataset)))
             except Exception as error:  # the user's code, without values
                 self._findings.not_counted[self._name_of(self._forward[0])] = _first_line(error)
         if self._at_data is not None:

@@ -7,6 +7,7 @@ keeps what was prepared.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -19,11 +20,13 @@ from paceline.errors import SyncError
 from paceline.events import Evaluated
 from paceline.parallel.check.model_hints import ModelHints
 from paceline.parallel.file_weights import keep_in_memory
-from paceline.schedule.sample_order import WeightedDraws
+from paceline.schedule.sample_order import IndexOrder
 from paceline.units import name_text
 from paceline.worker.data.batch_stream import StreamSource
 from paceline.worker.data.data_loading import Collate
+from paceline.worker.data.data_request import read_request
 from paceline.worker.data.step_batch import StepBatch
+from paceline.worker.data.stream_position import stream_seed
 from paceline.worker.loop.stepper import Stepper, make_stepper
 from paceline.worker.loop.training_loop import TrainingLoop
 from paceline.worker.parts import WorkerParts
@@ -195,9 +198,10 @@ class Worker(StatefulMember):
         epochs: int = 1,
         collate: Collate | None = None,
         loaders: int | None = None,
-        prefetch: int = 2,
+        prefetch: int | None = None,
         name: str | None = None,
         weights: Sequence[float] | Tensor | None = None,
+        lengths: Sequence[float] | Tensor | None = None,
         collate_fn: Collate | None = None,
         num_workers: int | None = None,
     ) -> Iterator[StepBatch]:
@@ -216,6 +220,13 @@ class Worker(StatefulMember):
         replacement, with a probability in proportion to its weight. Draws depend on seed and position alone, so they
         are the same on any number of workers, and after a resume.
 
+        `lengths`: a number for each sample, such as its tokens. Samples of similar length then come in one step, and
+        the most similar ones in one micro-batch, so that padding is little. Each still comes once an epoch.
+
+        `dataset` may be a torch DataLoader. Its dataset, collate_fn, sampler, num_workers, prefetch_factor, pin_memory,
+        drop_last and worker_init_fn are taken over. A note says what is not the same. Steps have the plan's samples;
+        where the plan names no batch size, the loader's batch_size over all workers.
+
         Raises ValueError for numbers out of range, weights that do not fit, a name that is taken, and an empty dataset.
         Raises TypeError for what is no dataset, such as an iterator. Raises SyncError if weights differ between
         workers; so does the loop if an iterable dataset does.
@@ -227,27 +238,51 @@ class Worker(StatefulMember):
                 if batch.ends_epoch:
                     worker.save()
         """
-        collate = _only_one("collate", collate, "collate_fn", collate_fn) or default_collate
-        loaders = _only_one("loaders", loaders, "num_workers", num_workers) or 0
+        collate = _only_one("collate", collate, "collate_fn", collate_fn)
+        loaders = _only_one("loaders", loaders, "num_workers", num_workers)
         if epochs < 1:
             raise ValueError(f"epochs is {epochs}; it must be at least 1")
-        if loaders < 0 or prefetch < 1:
+        if (loaders or 0) < 0 or (prefetch is not None and prefetch < 1):
             raise ValueError(f"loaders={loaders}, prefetch={prefetch}: loaders must be 0 or more, prefetch 1 or more")
-        draws = None if weights is None else self._draws(weights)
-        self._collectives.begin_steps(keeps=self._memory_checkpointer.is_on)
         streams = self._loop.streams
         name = name or _unused("train", streams)
-        if name in streams:
-            raise ValueError(f"a stream named {name!r} exists already; give each call of worker.batches() its own name")
-        source = StreamSource(
-            dataset=dataset,
-            epochs=epochs,
+        request = read_request(
+            dataset,
+            self._parts.sizes.planned,
+            seed=stream_seed(self.plan.batch, name),
             collate=collate,
             loaders=loaders,
             prefetch=prefetch,
-            pin=self.device.type == "cuda",
+            weights=weights,
+            lengths=lengths,
+        )
+        if request.draws is not None:
+            self._agree_on_order(request.draws)
+        self._collectives.begin_steps(keeps=self._memory_checkpointer.is_on)
+        if name in streams:
+            raise ValueError(f"a stream named {name!r} exists already; give each call of worker.batches() its own name")
+        if request.batch_size is not None:
+            if streams and request.batch_size != self._parts.sizes.batch.size:
+                raise ValueError(
+                    f"the DataLoader of stream {name!r} has batch_size={request.batch_size}, and the streams before it "
+                    f"have steps of {self._parts.sizes.batch.size} samples: name the size of all in the plan, such as "
+                    f"batch(size={request.batch_size})"
+                )
+            self._parts.sizes.adopt(dataclasses.replace(self.plan.batch, size=request.batch_size, micro=None))
+        source = StreamSource(
+            dataset=request.dataset,
+            epochs=epochs,
+            collate=request.collate,
+            loaders=request.loaders,
+            prefetch=request.prefetch,
+            pin=request.pin and self.device.type == "cuda",
             name=name,
-            draws=draws,
+            draws=request.draws,
+            shuffle=request.shuffle,
+            drop_last=request.drop_last,
+            begin_loader=request.begin_loader,
+            takeover=request.takeover,
+            lanes=request.lanes,
         )
         return self._loop.open(source, timeout_s=self._parts.timeout_s)
 
@@ -380,19 +415,18 @@ class Worker(StatefulMember):
     def __repr__(self) -> str:
         return f"<worker {self.rank} of {self.workers} on {self.device}, step {self.step}>"
 
-    def _draws(self, weights: Sequence[float] | Tensor) -> WeightedDraws:
-        """The draws by these weights, which must be equal on all workers; later newcomers could not take part."""
-        draws = WeightedDraws(weights.detach().cpu().numpy() if isinstance(weights, Tensor) else weights)
+    def _agree_on_order(self, draws: IndexOrder) -> None:
+        """Raise SyncError where the order differs between workers; later newcomers could not take part."""
         is_fixed = self._consensus.elastic is None and not self._loop.mode.is_apart
         if is_fixed or not self._collectives.has_begun:
-            found = self._collectives.gather(draws.checksum)
+            found = self._collectives.gather(draws.name)
             if len(set(found)) > 1:
+                what = draws.name.partition(" ")[0]
                 raise SyncError(
-                    "worker.batches(weights=...) got other weights on some workers (checksums "
+                    f"worker.batches() got other {what} on some workers (checksums "
                     f"{', '.join(sorted(set(found)))}), so workers would take samples of different draws: compute them "
-                    "from the dataset alone, or send them: weights = worker.gather(weights)[0]"
+                    f"from the dataset alone, or send them: {what} = worker.gather({what})[0]"
                 )
-        return draws
 
     def _prepare_model(
         self, model: nn.Module, name: str | None, hints: ModelHints, buffers: Mapping[str, str] | None

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from paceline.doctor.findings import ClusterFinding
 from paceline.doctor.loader_rates import reading_rate
@@ -138,7 +138,7 @@ def test_an_iterable_is_read_by_steps_of_which_a_worker_has_its_part() -> None:
         (Items(0), "batch(size=8,micro=2)", "gives this worker no sample"),
         (TensorDataset(torch.zeros(4, 1)), "batch(size=8,micro=2,drop_last=true)", "give worker 0 of 1 none"),
         (TensorDataset(torch.zeros(0, 1)), "batch(size=8,micro=2)", "give worker 0 of 1 none"),
-        (torch.utils.data.DataLoader(TensorDataset(torch.zeros(4, 1))), "batch(size=8)", "got a DataLoader"),
+        (DataLoader(TensorDataset(torch.zeros(4, 1)), 8, drop_last=True), "batch(size=8)", "give worker 0 of 1 none"),
     ],
 )
 def test_what_gives_nothing_is_an_error_and_no_endless_wait(dataset: Any, plan: str, says: str) -> None:
@@ -151,9 +151,9 @@ def test_both_names_of_an_option_count() -> None:
         return default_collate(items)
 
     first, second = data(Items(1), collate=own, loaders=3), data(Items(1), collate_fn=own, num_workers=3)
-    assert first.collate is second.collate is own
-    assert first.loaders == second.loaders == 3
-    assert data(Items(1)).loaders == 0
+    assert first.request.collate is second.request.collate is own
+    assert first.request.loaders == second.request.loaders == 3
+    assert data(Items(1)).request.loaders == 0
 
 
 @pytest.mark.parametrize(

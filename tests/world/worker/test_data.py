@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset, TensorDataset, default_collate
+from torch.utils.data import TensorDataset, default_collate
 
 import quick
 from forked import WorkersFailed, World
@@ -19,21 +18,7 @@ from paceline.errors import SyncError
 from paceline.events import Warned, decode
 from paceline.monitor.audit.audit import audit
 from paceline.plan import Batch, Layout, Plan
-
-
-class Numbers:
-    """Map-style without torch: only len and []."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if not 0 <= index < self.count:
-            raise IndexError(index)
-        return torch.tensor([float(index)]), torch.tensor([0.0])
+from seen_samples import Lines, Numbers, joined, merged, seen
 
 
 class Augmented(Numbers):
@@ -42,40 +27,6 @@ class Augmented(Numbers):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         noise = float(torch.rand(())) + random.random() + float(np.random.rand())
         return torch.tensor([index + noise / 10]), torch.tensor([0.0])
-
-
-class Lines(IterableDataset[Any]):
-    """The same items in the same order, each time."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for index in range(self.count):
-            yield torch.tensor([float(index)]), torch.tensor([0.0])
-
-
-def seen(worker: Any, dataset: Any, **options: Any) -> dict[tuple[int, int], list[float]]:
-    """(epoch, step) -> the inputs that this worker ran."""
-    model = worker.prepare(nn.Linear(1, 1))
-    optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
-    found: dict[tuple[int, int], list[float]] = {}
-    for batch in worker.batches(dataset, **options):
-        for x, y in batch:
-            found.setdefault((batch.epoch, batch.step), []).extend(x[:, 0].tolist())
-            worker.backward(F.mse_loss(model(x), y))
-        optim.step()
-    return found
-
-
-def joined(parts: Iterable[list[float]]) -> list[float]:
-    return [value for part in parts for value in part]
-
-
-def merged(results: list[dict[Any, list[float]]]) -> dict[Any, list[float]]:
-    """Workers hold contiguous parts, in order."""
-    keys = sorted({key for result in results for key in result})
-    return {key: joined(result.get(key, []) for result in results) for key in keys}
 
 
 SPREAD = [(2, True), (3, False), *[quick.further(*case) for case in ((1, True), (2, False), (3, True))]]
@@ -303,11 +254,11 @@ def test_names_of_torchs_loader_work_and_two_names_of_one_option_are_refused(wor
             with pytest.raises(ValueError, match="two names of one option") as refused:
                 worker.batches(data, **both)
             said.append(str(refused.value))
-        seen = [float(x.sum()) for batch in worker.batches(data, collate_fn=doubled, num_workers=1) for x, _ in batch]
-        return seen, said
+        sums = [float(x.sum()) for batch in worker.batches(data, collate_fn=doubled, num_workers=1) for x, _ in batch]
+        return sums, said
 
-    for seen, said in world(run, 1, Plan(batch=Batch(size=4, micro=4))):
-        assert seen == [24.0, 24.0]
+    for sums, said in world(run, 1, Plan(batch=Batch(size=4, micro=4))):
+        assert sums == [24.0, 24.0]
         assert "give collate" in said[0] and "loaders=1 and num_workers=2" in said[1]
 
 

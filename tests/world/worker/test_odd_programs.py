@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.ao.quantization import MinMaxObserver, MovingAverageMinMaxObserver
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 import quick
 from forked import WorkersFailed, World
@@ -264,11 +264,6 @@ def test_what_an_iterable_gives_can_be_pinned() -> None:
 
     pinned = StepItems(1, (Data(),)).pin_memory()
     assert pinned.num_samples == 1 and pinned.data[0].is_pinned
-
-
-def test_a_data_loader_is_refused_with_the_remedy(world: World) -> None:
-    with pytest.raises(WorkersFailed, match=r"TypeError.*got a DataLoader.*worker\.batches\(loader\.dataset, collate="):
-        world(lambda worker: list(worker.batches(DataLoader(dataset(), batch_size=8))), 1, SMALL)
 
 
 # Models

@@ -327,7 +327,7 @@ def _epoch_lines(epoch: EpochAudit) -> Iterator[str]:
 
 def _drawn(count: int, epoch: EpochAudit) -> str:
     """So many samples, or draws: a sample that is drawn by weights may come several times, and another not at all."""
-    return f"{count:,} draws by weights {epoch.weights}" if epoch.weights else f"{count:,} samples"
+    return f"{count:,} draws by {epoch.weights}" if epoch.weights else f"{count:,} samples"
 
 
 def _since(epoch: EpochAudit) -> str:

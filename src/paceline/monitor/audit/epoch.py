@@ -94,7 +94,7 @@ class EpochAudit:
     num_dropped: int  # came too late for their steps: handed out once, and without effect on the weights
     undone: tuple[UndoneRange, ...]
     is_permutation: bool | None  # None: not tried
-    weights: str  # a checksum of the weights by which samples were drawn; "": each sample comes once
+    weights: str  # the name of an order that is no shuffle, such as "weights 1a2b"; "": each sample comes once
     says: tuple[str, ...]  # what is wrong, in words
 
 
@@ -231,7 +231,7 @@ def _contradictions(columns: EpochColumns, reached: int, total: int) -> Iterator
     orders = {(stream.samples, stream.seed, stream.shuffle, stream.weights) for stream in columns.streams}
     if len(orders) > 1:
         told = ", ".join(
-            f"{samples} samples, seed {seed}, shuffle {shuffle}" + (f", drawn by weights {weights}" if weights else "")
+            f"{samples} samples, seed {seed}, shuffle {shuffle}" + (f", in the order of {weights}" if weights else "")
             for samples, seed, shuffle, weights in sorted(orders, key=str)
         )
         yield f"its steps do not share one order of samples ({told}): dataset or seed were changed between attempts"
@@ -265,7 +265,7 @@ def _indices(stream: StreamHeader, epoch: int, positions: NDArray[Any]) -> NDArr
 
 def _first_indices(stream: StreamHeader, epoch: int, start: int, stop: int) -> Samples:
     if stream.weights:
-        return ()  # the ledger has only a checksum of the weights
+        return ()  # the ledger has only a checksum of the order
     end = min(stop, start + MOST_INDICES, stream.samples or 0)
     return tuple(_indices(stream, epoch, np.arange(start, end)).tolist()) if end > start else ()
 

@@ -29,7 +29,7 @@ class StreamHeader:
     seed: int
     shuffle: bool
     drop_last: bool
-    weights: str = ""  # a checksum of the weights by which samples are drawn; "": each comes once
+    weights: str = ""  # the name of an order that is no shuffle, such as "weights 1a2b"; "": each comes once
     staleness: int | None = None  # by how many others an update may be behind; None: there is no bound
 
 

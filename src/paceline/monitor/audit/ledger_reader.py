@@ -400,6 +400,12 @@ def _num_dropped(run: Run) -> int:
     return sum(stop - start for start, stop in run.shape.dropped or ())
 
 
+def _order_name(line: dict[str, Any]) -> str:
+    """What an order that is no shuffle goes by; "" for one that is."""
+    weights = text_of(line.get("weights", ""))
+    return f"weights {weights}" if weights else text_of(line.get("draws", ""))
+
+
 def _stream(line: dict[str, Any]) -> StreamHeader:
     samples = line["samples"]
     return StreamHeader(
@@ -408,6 +414,6 @@ def _stream(line: dict[str, Any]) -> StreamHeader:
         seed=whole(line["seed"], most=2**63 - 1),
         shuffle=bool(line["shuffle"]),
         drop_last=bool(line["drop_last"]),
-        weights=text_of(line.get("weights", "")),
+        weights=_order_name(line),
         staleness=None if line.get("staleness") is None else whole(line["staleness"]),
     )

@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import default_collate
 
 from paceline.plan import Batch
 from paceline.schedule.micro_batches import MicroBatch, micro_batches, step_ranges
-from paceline.schedule.sample_order import WeightedDraws
 from paceline.worker.data import random_state
 from paceline.worker.data.data_loading import (
     Collate,
@@ -18,9 +16,9 @@ from paceline.worker.data.data_loading import (
     MicroBatchRequest,
     ReadOptions,
     StreamReader,
-    refuse_loader,
     require_fit,
 )
+from paceline.worker.data.data_request import is_map_style, read_request
 from paceline.worker.data.stream_position import stream_seed
 
 __all__ = ["BareBatch", "bare_batches"]
@@ -71,19 +69,20 @@ def bare_batches(
     epochs: int,
     collate: Collate | None,
     weights: Sequence[float] | Tensor | None,
+    lengths: Sequence[float] | Tensor | None = None,
     run_pass: Callable[[BareBatch], Iterator[Any]],
 ) -> Iterator[BareBatch]:
-    """Yield the steps of a dataset with len() and [], or of an iterable. `weights`: by which samples are drawn."""
-    refuse_loader(dataset)
-    collate = collate or default_collate
-    is_map = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    num_samples = len(dataset) if is_map else 0
-    draws = None
-    if weights is not None:
-        draws = WeightedDraws(weights.detach().cpu().numpy() if isinstance(weights, Tensor) else weights)
-        require_fit(draws, stream, num_samples=num_samples, shuffle=batch.shuffle)
+    """Yield the steps of a dataset with len() and [], of an iterable, or of a DataLoader. `weights` and `lengths`: as
+    for `worker.batches`."""
     seed = stream_seed(batch, stream)
-    reading = ReadOptions(dataset, collate, num_samples, seed, batch.shuffle and is_map, draws)
+    request = read_request(dataset, batch, seed=seed, collate=collate, weights=weights, lengths=lengths)
+    dataset, draws, is_map = request.dataset, request.draws, is_map_style(request.dataset)
+    batch = request.within(batch)
+    num_samples = len(dataset) if is_map else 0
+    if draws is not None:
+        require_fit(draws, stream, num_samples=num_samples, shuffle=batch.shuffle)
+        num_samples = draws.num_samples
+    reading = ReadOptions(dataset, request.collate, num_samples, seed, batch.shuffle and is_map, draws)
     steps = _map_steps(reading, batch, epochs) if is_map else _iterable_steps(reading, batch, epochs)
     for epoch, micros, read, ends_epoch in steps:
         yield BareBatch(stream, epoch, micros, read=read, run_pass=run_pass, ends_epoch=ends_epoch)

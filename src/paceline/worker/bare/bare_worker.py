@@ -123,9 +123,10 @@ class BareWorker:
         collate: Any = None,
         name: str | None = None,
         weights: Sequence[float] | Tensor | None = None,
+        lengths: Sequence[float] | Tensor | None = None,
         collate_fn: Any = None,
         loaders: int | None = None,
-        prefetch: int = 2,
+        prefetch: int | None = None,
         num_workers: int | None = None,
     ) -> Iterator[BareBatch]:
         """Yield one batch a step; this process reads the data, whatever `loaders` says."""
@@ -142,6 +143,7 @@ class BareWorker:
             epochs=epochs,
             collate=collate or collate_fn,
             weights=weights,
+            lengths=lengths,
             run_pass=self._run_plain,
         )
         return self._handed_out(found)

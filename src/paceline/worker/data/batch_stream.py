@@ -13,9 +13,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
-
 from paceline.comm.group import WorkerGroup, total
+from paceline.data.sharded_stream import LaneSource
 from paceline.errors import SyncError
 from paceline.plan import Batch
 from paceline.schedule.micro_batches import (
@@ -25,7 +24,7 @@ from paceline.schedule.micro_batches import (
     split_evenly,
     step_ranges,
 )
-from paceline.schedule.sample_order import WeightedDraws
+from paceline.schedule.sample_order import IndexOrder, WeightedDraws
 from paceline.worker.data.data_loading import (
     Collate,
     MapReader,
@@ -34,9 +33,9 @@ from paceline.worker.data.data_loading import (
     StepItems,
     StreamReader,
     open_loader,
-    refuse_loader,
     require_fit,
 )
+from paceline.worker.data.data_request import is_map_style
 from paceline.worker.data.load_balancing import LoadBalancer
 from paceline.worker.data.micro_batch_size import MicroBatchSize
 from paceline.worker.data.step_batch import StepBatch
@@ -44,7 +43,7 @@ from paceline.worker.data.stream_position import SampleOrder, StreamPosition, re
 from paceline.worker.membership.consensus import RunTogether
 from paceline.worker.topology.parallel_groups import ParallelGroups, single_worker_replicas
 
-__all__ = ["BatchStream", "StreamPosition", "StreamSource", "is_map_style"]
+__all__ = ["BatchStream", "StreamPosition", "StreamSource"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,16 +57,14 @@ class StreamSource:
     prefetch: int
     pin: bool
     name: str
-    draws: WeightedDraws | None = None  # None: each sample once an epoch
+    draws: IndexOrder | None = None  # None: each sample once an epoch
+    shuffle: bool | None = None  # None: as the plan says
+    drop_last: bool | None = None  # the same
+    takeover: str = ""  # what of a torch DataLoader is not the same here
+    lanes: tuple[LaneSource, ...] = ()  # of a stream that is read in lanes: those of its datasets
     begin_loader: Callable[[int], Any] | None = None  # called in each loader process first, with its number
     has_equal_runs: bool = False  # every worker runs as many micro-batches in a step; some are void
     is_endless: bool = False  # a program reads its own data: samples are numbers in order, and no epoch ends
-
-
-def is_map_style(dataset: Any) -> bool:
-    """Whether samples can be read by index."""
-    is_iterable_kind = isinstance(dataset, torch.utils.data.IterableDataset)
-    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not is_iterable_kind
 
 
 class BatchStream:
@@ -100,6 +97,8 @@ class BatchStream:
         self._is_stale = True  # what was read ahead is not this worker's present share
         self.num_samples = len(source.dataset) if is_map_style(source.dataset) else 0
         self._check()
+        if source.draws is not None:
+            self.num_samples = source.draws.num_samples
         batch = self._batch
         self._order = SampleOrder(
             samples=self.num_samples,
@@ -108,18 +107,30 @@ class BatchStream:
             batch=batch.size,
             micro=batch.resolved_micro,
             drop_last=batch.drop_last,
-            weights="" if source.draws is None else source.draws.checksum,
+            **self._order_name(),
         )
         self.cursor, self.notes = resume_position(cursor, self._order, source.name)
         self.was_finished = self._is_finished()
 
     @property
     def _batch(self) -> Batch:
-        return self._sizes.batch
+        batch, source = self._sizes.batch, self.source
+        if source.shuffle is None and source.drop_last is None:
+            return batch
+        shuffle = batch.shuffle if source.shuffle is None else source.shuffle
+        drop_last = batch.drop_last if source.drop_last is None else source.drop_last
+        return dataclasses.replace(batch, shuffle=shuffle, drop_last=drop_last)
 
     def about(self) -> dict[str, Any]:
         """For the ledger: the order and the steps of the samples."""
         return self._order.to_dict()
+
+    def _order_name(self) -> dict[str, str]:
+        """The fields of a SampleOrder that name an order which is no shuffle."""
+        draws = self.source.draws
+        if draws is None:
+            return {}
+        return {"weights": draws.checksum} if isinstance(draws, WeightedDraws) else {"draws": draws.name}
 
     def last_step(self, done: int) -> int | None:
         """The number of the step at which the stream ends, when `done` steps were made before it; None: not known."""
@@ -441,7 +452,6 @@ class BatchStream:
 
     def _check(self) -> None:
         s = self.source
-        refuse_loader(s.dataset)
         if s.draws is not None:
             require_fit(s.draws, s.name, num_samples=self.num_samples, shuffle=self._batch.shuffle)
         if not is_map_style(s.dataset):

@@ -12,16 +12,16 @@ import functools
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from paceline.comm.messages.socket_directory import loader_directory
 from paceline.schedule.micro_batches import MicroBatch
-from paceline.schedule.sample_order import WeightedDraws, sample_indices
+from paceline.schedule.sample_order import IndexOrder, sample_indices
 from paceline.worker.data import random_state
 
 __all__ = [
@@ -31,7 +31,6 @@ __all__ = [
     "StreamReader",
     "fetch_samples",
     "open_loader",
-    "refuse_loader",
     "require_fit",
 ]
 
@@ -57,7 +56,7 @@ class ReadOptions:
     num_samples: int = 0
     seed: int = 0
     shuffle: bool = True
-    draws: WeightedDraws | None = None  # None: each sample once an epoch
+    draws: IndexOrder | None = None  # None: each sample once an epoch, shuffled or not
 
 
 class MapReader(Dataset[Any]):
@@ -68,6 +67,11 @@ class MapReader(Dataset[Any]):
     def __init__(self, reading: ReadOptions) -> None:
         self._reading = reading
         self._block: tuple[int, int, list[int]] | None = None  # epoch, number, dataset indices
+
+    @property
+    def dataset(self) -> Any:
+        """The user's."""
+        return self._reading.dataset
 
     def __getitem__(self, request: MicroBatchRequest) -> Any:
         reading, micro = self._reading, request.micro
@@ -93,6 +97,15 @@ class MapReader(Dataset[Any]):
                 )
             self._block = (epoch, number, indices.tolist())
         return self._block[2][offset]
+
+
+class DataReader(Protocol):
+    """Reads micro-batches in a loader process, or in this one."""
+
+    @property
+    def dataset(self) -> Any:
+        """The user's."""
+        ...
 
 
 class RequestList(Sampler[MicroBatchRequest]):
@@ -141,6 +154,11 @@ class StreamReader(IterableDataset[Any]):
         self._first_epoch, self._epochs, self._position = first_epoch, epochs, position
         self._mine = mine
 
+    @property
+    def dataset(self) -> Any:
+        """The user's."""
+        return self._reading.dataset
+
     def __iter__(self) -> Iterator[StepItems]:
         for epoch in range(self._first_epoch, self._epochs):
             position = self._position if epoch == self._first_epoch else 0
@@ -177,30 +195,21 @@ class StreamReader(IterableDataset[Any]):
             return self._reading.collate(items)
 
 
-def refuse_loader(dataset: Any) -> None:
-    """Raise TypeError for torch's DataLoader, which would batch and shuffle by itself."""
-    if isinstance(dataset, DataLoader):
-        raise TypeError(
-            "worker.batches() got a DataLoader, which batches and shuffles by itself. Pass its dataset, and the "
-            "rest as arguments: worker.batches(loader.dataset, collate=loader.collate_fn, "
-            "loaders=loader.num_workers); the batch size and the shuffling belong to the plan, Batch(size=, shuffle=)"
-        )
-
-
-def require_fit(draws: WeightedDraws, stream: str, *, num_samples: int, shuffle: bool) -> None:
-    """Raise ValueError where a stream's samples cannot be drawn by these weights. `num_samples`: 0 for an iterable."""
+def require_fit(draws: IndexOrder, stream: str, *, num_samples: int, shuffle: bool) -> None:
+    """Raise ValueError where a stream's samples cannot come in this order. `num_samples`: 0 for an iterable."""
+    option = "lengths=" if draws.name.startswith("lengths") else "weights="
     if not num_samples:
         raise ValueError(
-            f"weights= for stream {stream!r}, whose dataset has no samples by number: use a dataset with len() and []"
+            f"{option} for stream {stream!r}, whose dataset has no samples by number: use a dataset with len() and []"
         )
-    if draws.num_samples != num_samples:
+    if draws.num_indices != num_samples:
         raise ValueError(
-            f"weights= has {draws.num_samples} numbers, and the dataset of stream {stream!r} has {num_samples} "
+            f"{option} has {draws.num_indices} numbers, and the dataset of stream {stream!r} has {num_samples} "
             "samples: give one number for each sample"
         )
     if not shuffle:
         raise ValueError(
-            f"weights= draws the samples of stream {stream!r} at random, and Batch(shuffle=False) keeps their order: "
+            f"{option} takes the samples of stream {stream!r} at random, and Batch(shuffle=False) keeps their order: "
             "leave out one of them"
         )
 
@@ -213,7 +222,7 @@ def fetch_samples(dataset: Any, indices: list[int]) -> list[Any]:
 
 
 def open_loader(
-    reader: MapReader | StreamReader,
+    reader: DataReader,
     requests: Iterable[MicroBatchRequest] | None,
     *,
     loaders: int,
@@ -225,14 +234,14 @@ def open_loader(
     """Start reading ahead; `loaders` processes (0: in this process), each `prefetch` micro-batches ahead. `begin`:
     called in each process first, with its number."""
     loader = DataLoader(
-        reader,
+        cast("Dataset[Any]", reader),
         batch_size=None,  # requests are whole micro-batches already
         sampler=None if requests is None else RequestList(lambda: iter(requests)),
         collate_fn=_as_is,
         num_workers=loaders,
         prefetch_factor=prefetch if loaders else None,
         pin_memory=pin,
-        worker_init_fn=functools.partial(_begin_loader, str(loader_directory()), begin) if loaders else None,
+        worker_init_fn=_beginning(reader, begin) if loaders else None,
         generator=torch.Generator(),  # its own: the user's random state is not touched
         timeout=timeout_s if loaders else 0,
     )
@@ -243,7 +252,11 @@ def _as_is(data: Any) -> Any:
     return data
 
 
-def _begin_loader(directory: str, begin: Callable[[int], Any] | None, number: int) -> None:
+def _beginning(reader: DataReader, begin: Callable[[int], Any] | None) -> Callable[[int], None]:
+    return functools.partial(_begin_loader, str(loader_directory()), reader.dataset, begin)
+
+
+def _begin_loader(directory: str, dataset: Any, begin: Callable[[int], Any] | None, number: int) -> None:
     """Set up a loader process: it exits with its worker, ignores the terminal's Ctrl-C, and uses one thread. The
     sockets through which it passes on memory lie in `directory`."""
     # Where multiprocessing looks for its directory before it makes one; there is no public way.
@@ -251,5 +264,9 @@ def _begin_loader(directory: str, begin: Callable[[int], Any] | None, number: in
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    if begin is not None:
+    info = get_worker_info()
+    if begin is not None and info is not None:
+        object.__setattr__(
+            info, "dataset", dataset
+        )  # the user's, whose files a worker_init_fn may open, not our reader
         begin(number)

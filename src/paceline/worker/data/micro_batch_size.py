@@ -22,6 +22,7 @@ class MicroBatchSize:
 
     def __init__(self, planned: Batch, *, start: int | None = None) -> None:
         """`start`: the size to begin with, where that is known to be smaller than the plan's."""
+        self.planned = planned  # as the plan says, whatever is adopted
         self._planned, self._start = planned.resolved_micro, start
         now = min(start or self._planned, self._planned)
         self.batch = dataclasses.replace(planned, micro=now)  # the plan's, in micro-batches of now

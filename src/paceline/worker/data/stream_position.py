@@ -30,19 +30,18 @@ class SampleOrder:
     batch: int
     micro: int
     drop_last: bool
-    weights: str = ""  # a checksum of the weights by which samples are drawn; "": each comes once an epoch
+    weights: str = ""  # a checksum of the weights by which samples are drawn
+    draws: str = ""  # the name of another order; "", as `weights`: each sample comes once an epoch
 
     @property
-    def order(self) -> tuple[int, int, bool, str]:
+    def order(self) -> tuple[int, int, bool, str, str]:
         """Equal for orders that have the same samples at the same positions."""
-        return self.samples, self.seed, self.shuffle, self.weights
+        return self.samples, self.seed, self.shuffle, self.weights, self.draws
 
     def to_dict(self) -> dict[str, Any]:
         """For checkpoints and the ledger: plain values."""
         found = dataclasses.asdict(self)
-        if not self.weights:
-            del found["weights"]
-        return found
+        return {name: value for name, value in found.items() if value or name not in ("weights", "draws")}
 
     @property
     def steps(self) -> tuple[int, int, bool]:
@@ -61,7 +60,9 @@ class SampleOrder:
     def __str__(self) -> str:
         samples = f"{self.samples} samples" if self.samples else "an iterable"
         order = "shuffled" if self.shuffle else "not shuffled"
-        return f"{samples}, seed {self.seed}, {f'drawn by weights {self.weights}' if self.weights else order}"
+        if self.weights:
+            order = f"drawn by weights {self.weights}"
+        return f"{samples}, seed {self.seed}, {f'in the order of {self.draws}' if self.draws else order}"
 
 
 @dataclasses.dataclass(slots=True)
@@ -71,17 +72,21 @@ class StreamPosition:
     epoch: int = 0
     position: int = 0
     of: SampleOrder | None = None
+    lanes: Callable[[], dict[str, Any]] | None = None  # how far the lanes of an open stream have come at this position
+    saved_lanes: Mapping[str, Any] | None = None  # the same, of a checkpoint
 
     @staticmethod
     def from_state_dict(saved: Mapping[str, Any]) -> StreamPosition:
         """Read what `state_dict` returned."""
         fields = dict(saved)
-        return StreamPosition(fields.pop("epoch"), fields.pop("position"), SampleOrder(**fields))
+        epoch, position, lanes = fields.pop("epoch"), fields.pop("position"), fields.pop("lanes", None)
+        return StreamPosition(epoch, position, SampleOrder(**fields), saved_lanes=lanes)
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint: plain values."""
         order = {} if self.of is None else self.of.to_dict()
-        return {"epoch": self.epoch, "position": self.position, **order}
+        lanes = {} if self.lanes is None else {"lanes": self.lanes()}
+        return {"epoch": self.epoch, "position": self.position, **order, **lanes}
 
 
 class StreamPositions:

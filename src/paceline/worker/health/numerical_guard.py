@@ -185,7 +185,7 @@ def nonfinite_loss_text(batch: StepBatch, micros: Sequence[MicroBatch], order: S
 def _samples(batch: StepBatch, micro: MicroBatch, order: SampleOrder | None) -> str:
     stop = min(micro.stop, micro.start + SAMPLES_AT_MOST)
     more = ", ..." if stop < micro.stop else ""
-    if order is None or not order.samples:
+    if order is None or not order.samples or order.weights or order.draws:
         return f"positions {micro.start} to {micro.stop - 1} of epoch {batch.epoch + 1}"
     seed, shuffle, count = order.seed, order.shuffle, order.samples
     positions = np.arange(micro.start, stop)

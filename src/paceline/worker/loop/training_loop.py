@@ -20,6 +20,7 @@ from paceline.comm.sharded_tensors import local_part
 from paceline.events import Note, StreamOpened
 from paceline.sync.allreduce.gradient_reducer import GradientReducer
 from paceline.worker.data.batch_stream import BatchStream, StreamSource
+from paceline.worker.data.lane_stream import LaneStream
 from paceline.worker.data.micro_batch_size import MicroBatchSize
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.data.stream_position import StreamPosition
@@ -92,7 +93,7 @@ class TrainingLoop:
         """
         terms = self.mode.begin_stream()
         before = self.streams.get(source.name)
-        stream = BatchStream(
+        stream = (LaneStream if source.lanes else BatchStream)(
             source,
             sizes or self._sizes,
             cursor=self.between.positions.saved(source.name) if before is None else before.cursor,
@@ -126,6 +127,9 @@ class TrainingLoop:
                 once="finished",
             )
             return
+        if stream.source.takeover:
+            text = f"the DataLoader of stream {stream.source.name!r} is taken over; {stream.source.takeover}"
+            self._files.emit(Note(text=text))
         for text in stream.notes:
             self._files.emit(Note(text=text))
 

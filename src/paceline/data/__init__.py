@@ -1,0 +1,1 @@
+"""Datasets: streams that are cut into lanes with state, mixtures; imports `schedule` only."""

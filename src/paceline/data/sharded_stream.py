@@ -1,0 +1,199 @@
+"""Streams of samples that are cut into lanes: `ShardedStream`, and what becomes one by itself.
+
+A lane is a part of the stream that can only be read forwards, such as some of its files. It is the same part whichever
+worker reads it, so lanes are given to other workers at any time. A lane with a state goes on from it at once; one
+without is read again up to where it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+__all__ = ["FileSequence", "LaneSource", "OpenLane", "ShardedStream", "as_sharded_stream", "has_state"]
+
+MOST_LANES = 64  # by default: each is open on the worker that reads it, and all are on a single one
+
+
+class LaneSource(Protocol):
+    """What gives the lanes of one dataset."""
+
+    num_lanes: int
+    opens_copies: bool  # a lane may be open twice, so that its state can be tried
+
+    def open(self, lane: int, epoch: int, count: int, state: Any) -> OpenLane:
+        """Open a lane in an epoch of its own, where its state after `count` items was this; None: it had none."""
+        ...
+
+
+class ShardedStream:
+    """A stream that is read in lanes: `make(shard, num_shards)` returns an iterable over one part of it.
+
+    All parts together are the stream; a part must not depend on the process that reads it. Where what `make` returns,
+    or its iterator, has `state_dict()` and `load_state_dict(state)`, a resume goes on from its state, else the part is
+    read again up to where it was. `set_epoch(epoch)` is called where it exists. The number of shards is a part of the
+    order of samples, and no number of workers: 64 keep up to 64 workers busy.
+
+    The first state is tried: a copy that begins from it must give the same samples, else the loop ends with an error.
+    With `uses_state=False` states are left alone, and parts are read again up to where they were.
+
+    Raises ValueError for less than one shard. Pass it to `worker.batches`.
+
+    Example::
+
+        def numbers(shard, num_shards):
+            return range(shard, 1000, num_shards)
+
+        stream = paceline.ShardedStream(numbers, shards=8)
+        assert sorted(sample for shard in range(8) for sample in stream.make(shard, 8)) == list(range(1000))
+    """
+
+    opens_copies = True
+
+    def __init__(self, make: Callable[[int, int], Iterable[Any]], *, shards: int, uses_state: bool = True) -> None:
+        if shards < 1:
+            raise ValueError(f"ShardedStream(shards={shards}): give at least 1, better one for each worker or more")
+        self.make, self.num_lanes, self.uses_state = make, shards, uses_state
+
+    @classmethod
+    def of_files(
+        cls, files: Sequence[Any], read: Callable[[Any], Iterable[Any]], *, shards: int | None = None
+    ) -> ShardedStream:
+        """Return a stream over files, or whatever `read(file)` gives the samples of (tar archives of WebDataset).
+
+        Lanes take turns in the list: lane k has files k, k + shards, ... A resume opens the file that a lane stood in,
+        and passes over what it had given of it. `shards` is at most the number of files, by default up to 64 of them.
+        """
+        if not files:
+            raise ValueError("ShardedStream.of_files() got no files")
+        lanes = min(len(files), MOST_LANES) if shards is None else shards
+        if lanes > len(files):
+            raise ValueError(f"shards={lanes} of {len(files)} files: use at most one shard a file")
+        return cls(lambda shard, num_shards: FileSequence(files[shard::num_shards], read), shards=lanes)
+
+    def open(self, lane: int, epoch: int, count: int, state: Any) -> OpenLane:
+        """Open a lane; see `LaneSource`."""
+        dataset = self.make(lane, self.num_lanes)
+        return OpenLane(dataset, epoch=epoch, count=count, state=state, uses_state=self.uses_state)
+
+
+class FileSequence:
+    """Samples of files, one file after the other; its state is the file and how many of its samples were given."""
+
+    def __init__(self, files: Sequence[Any], read: Callable[[Any], Iterable[Any]]) -> None:
+        self._files, self._read = files, read
+        self._file = self._given = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self._file < len(self._files):
+            items = iter(self._read(self._files[self._file]))
+            for _ in range(self._given):
+                next(items, None)
+            for item in items:
+                self._given += 1
+                yield item
+            self._file, self._given = self._file + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Where it stands."""
+        return {"file": self._file, "given": self._given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from there."""
+        self._file, self._given = state["file"], state["given"]
+
+
+class OpenLane:
+    """A lane that is being read: `count` items of its epoch were taken."""
+
+    def __init__(self, dataset: Iterable[Any], *, epoch: int, count: int, state: Any, uses_state: bool = True) -> None:
+        state = state if uses_state else None
+        self.epoch, self.count = epoch, count if state is not None else 0
+        set_epoch = getattr(dataset, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+        is_own = uses_state and has_state(dataset)
+        if state is not None and is_own:
+            dataset.load_state_dict(state)  # type: ignore[attr-defined]  # it has one
+        self._items = iter(dataset)
+        self._holder: Any = dataset if is_own else self._items if uses_state and has_state(self._items) else None
+        if state is not None and not is_own:
+            if self._holder is None:
+                raise ValueError(
+                    f"a checkpoint has a state of a lane, and its {type(dataset).__name__} has no load_state_dict() now"
+                )
+            self._holder.load_state_dict(state)
+        self._known = (self.count, state)
+
+    def __next__(self) -> Any:
+        item = next(self._items)
+        self.count += 1
+        return item
+
+    def state(self) -> Any:
+        """The state after the items that were taken; None where there is none, or none was taken."""
+        if self._holder is None or self.count == 0:
+            return None
+        if self._known[0] != self.count:
+            self._known = self.count, self._holder.state_dict()
+        return self._known[1]
+
+    def close(self) -> None:
+        """Let go of what the lane has open."""
+        close = getattr(self._items, "close", None)
+        if callable(close):
+            with contextlib.suppress(RuntimeError):  # a generator that is running
+                close()
+
+
+class _WholeStream:
+    """A stateful iterable that cannot be cut: one lane, which each worker reads."""
+
+    num_lanes, opens_copies = 1, False
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset, self._fresh = dataset, dataset.state_dict()
+
+    def open(self, lane: int, epoch: int, count: int, state: Any) -> OpenLane:
+        """Open it; its one object begins anew, or goes on from the state."""
+        if state is None and self._fresh is not None:
+            self._dataset.load_state_dict(self._fresh)
+        return OpenLane(self._dataset, epoch=epoch, count=count, state=state)
+
+
+def has_state(thing: Any) -> bool:
+    """Whether an object has a state that can be kept and given back, without further arguments."""
+    get, load = getattr(thing, "state_dict", None), getattr(thing, "load_state_dict", None)
+    if not (callable(get) and callable(load)):
+        return False
+    try:
+        parameters = inspect.signature(get).parameters.values()
+    except (TypeError, ValueError):  # of compiled code
+        return True
+    return all(one.default is not one.empty or one.kind in (one.VAR_KEYWORD, one.VAR_POSITIONAL) for one in parameters)
+
+
+def as_sharded_stream(dataset: Any) -> LaneSource | None:
+    """Return what of a stream is read in lanes; None for all other datasets.
+
+    A Hugging Face `IterableDataset` is cut into its shards; any other iterable with a state is one lane. Raises
+    ValueError for one that was split by worker already.
+    """
+    if isinstance(dataset, ShardedStream):
+        return dataset
+    if not (hasattr(dataset, "__iter__") and has_state(dataset)) or hasattr(dataset, "__next__"):
+        return None
+    if getattr(dataset, "_distributed", None) is not None:
+        raise ValueError(
+            "the dataset was split by split_dataset_by_node(), and its shards are divided among workers here: pass the "
+            "whole dataset"
+        )
+    shard: Callable[..., Any] | None = getattr(dataset, "shard", None)
+    num_shards = getattr(dataset, "num_shards", None)
+    if shard is not None and isinstance(num_shards, int) and num_shards > 0:
+        return ShardedStream(
+            lambda index, count: shard(num_shards=count, index=index), shards=min(num_shards, MOST_LANES)
+        )
+    return _WholeStream(dataset)
