@@ -26,7 +26,7 @@ from driving.options import options_of
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from gpt import GPT
 
-PLANS = {"replicas=2": 1.0, "shard=2": 0.5, "stages=2": 0.5, "tensor=2": None}  # the share that a worker keeps
+PLANS = {"replicas=2": 1.0, "shard=2": 0.5, "stages=2": 0.5, "tensor=2": 0.5}  # the share that a worker keeps
 HEADS, MIB = 8, 1 << 20
 
 
@@ -35,8 +35,8 @@ def memory_mib(name: str) -> float:
     return int(found[1]) / 1024 if found else 0.0
 
 
-def prepared(worker: paceline.Worker, path: str, width: int, layers: int) -> list[tuple[float, float, float, float]]:
-    """Of each worker: MiB of its parameters, MiB that it keeps, MiB at the peak, and seconds."""
+def prepared(worker: paceline.Worker, path: str, width: int, layers: int) -> list[tuple[float, float, float]]:
+    """Of each worker: MiB that it keeps, MiB at the peak, and seconds."""
     with torch.device("meta"):
         model = GPT(width, layers, HEADS)
     model.load_state_dict(load_file(path), assign=True)
@@ -45,8 +45,7 @@ def prepared(worker: paceline.Worker, path: str, width: int, layers: int) -> lis
     before, began = memory_mib("VmRSS"), time.perf_counter()
     worker.prepare(model)
     took = time.perf_counter() - began
-    held = sum(one.nbytes for one in model.parameters()) / MIB
-    return worker.gather((held, memory_mib("VmRSS") - before, memory_mib("VmHWM") - before, took))
+    return worker.gather((memory_mib("VmRSS") - before, memory_mib("VmHWM") - before, took))
 
 
 def main() -> None:
@@ -72,8 +71,8 @@ def main() -> None:
                 tensorboard=False,
                 threads=1,
             )
-            held, keeps, peak, took = (max(column) for column in zip(*found, strict=True))
-            part = held if share is None else share * size  # layers that cannot be split stay whole
+            keeps, peak, took = (max(column) for column in zip(*found, strict=True))
+            part = share * size
             ratio = peak / (part + largest)
             rows.append(f"| {plan} | {part:.0f} | {keeps:.0f} | {peak:.0f} | {ratio:.2f} | {took:.1f} |")
     print(f"\n{size:.0f} MiB, the largest tensor {largest:.0f} MiB\n")

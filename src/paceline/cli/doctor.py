@@ -95,7 +95,8 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.dry_run = arguments.detach = False
     arguments.script_args = tuple(own)
     arguments.tensorboard = arguments.tensorboard or "false"
-    arguments.log = arguments.run_as = arguments.run_for = arguments.servers = arguments.restart_lost = None
+    for name in WITHOUT:
+        setattr(arguments, name, None)
     arguments.cluster = NO_CLUSTER  # there is no model to be predicted
     status = run_command.run(arguments)
     return status if status != 0 else _deliver(Path(arguments.run_dir), out)
