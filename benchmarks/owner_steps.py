@@ -1,6 +1,6 @@
 """Step time, state and traffic of optimizers that look at whole parameters, where workers hold parts of them.
 
-    python benchmarks/owner_steps.py [--layers 8] [--width 768] [--steps 6]
+    python benchmarks/owner_steps.py [--layers 8] [--width 256] [--steps 6]
 
 The model is an MLP of square layers. Muon steps all of its matrices; AdamW, which treats each number by itself, is
 beside it. *state* is that of the optimizer on the worker that has most of it; *sent* is what all workers together send
@@ -29,12 +29,11 @@ WAYS = {"default": 1, "replicas=2": 2, "shard=2": 2, "tensor=2": 2, "shard=2+ten
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument(
-        "--one", nargs=2, help=argparse.SUPPRESS
-    )  # the optimizer and the plan that this process measures
-    options = options_of(parser, takes="about 5 minutes", quick={"layers": 2, "width": 64, "steps": 2})
+    # The optimizer and the plan that this process measures.
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    options = options_of(parser, takes="about 3 minutes", quick={"layers": 2, "width": 64, "steps": 2})
     if options.one is not None:
         _measure(options)
         return

@@ -45,31 +45,23 @@ class SourceProgress:
 
 
 def deal(
-    source: int, progress: SourceProgress, ends: LaneEnds, need: int, *, repeats: bool
+    source: int, progress: SourceProgress, ends: LaneEnds, need: int
 ) -> tuple[tuple[LaneBlock, ...], SourceProgress]:
     """Return where the next `need` items of a source are, in order, and how far it has come then.
 
-    Where all lanes are known to end before that, there are fewer, or, if it `repeats`, the next epoch begins. Raises
-    ValueError for a source that repeats and has no item.
+    Where all lanes are known to end before that, there are fewer.
     """
     blocks: list[LaneBlock] = []
     epoch, counts = progress.epoch, list(progress.counts)
-    is_fresh = not any(counts)
     while need > 0:
         left = [ends.get((source, epoch, lane), counts[lane] + need) - counts[lane] for lane in range(len(counts))]
         active = [lane for lane, count in enumerate(left) if count > 0][:need]
         if not active:
-            if not repeats:
-                break
-            if is_fresh:
-                raise ValueError(f"an epoch of source {source} has no item")
-            epoch, counts, is_fresh = epoch + 1, [0] * len(counts), True
-            continue
+            break
         for lane, count in zip(active, _shares([left[lane] for lane in active], need), strict=True):
             blocks.append(LaneBlock(source, epoch, lane, counts[lane], count))
             counts[lane] += count
             need -= count
-        is_fresh = False
     return tuple(blocks), SourceProgress(epoch, tuple(counts))
 
 

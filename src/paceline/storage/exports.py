@@ -41,27 +41,30 @@ def send_files(local: Path, address: str) -> list[str]:
     Raises CheckpointError where the folder has other weights, which readers might take for these, and StorageError.
     """
     folder = address.rstrip("/") if local.is_dir() else address.rpartition("/")[0]
-    store, paths = ObjectStore(folder), _in_order(local)
-    names = {path.name for path in paths}
+    store, names = ObjectStore(folder), _in_order(local)
+    root = local if local.is_dir() else local.parent
     if local.is_dir():
         others = [one.name for one in store.listed() if "/" not in one.name and _is_weights(one.name)]
-        if stray := sorted(set(others) - names):
+        if stray := sorted(set(others) - set(names)):
             raise CheckpointError(
                 f"{address} has other weights already ({', '.join(stray[:3])}), which readers might take for these: "
                 "remove them, or name another folder"
             )
     sender = FileSender(store)
     try:
-        for path in paths:
-            sender.send(path, path.name)
+        for name in names:
+            sender.send(root / name, name)
     finally:
         sender.close()
-    return [joined(folder, path.name) for path in paths]
+    return [joined(folder, name) for name in names]
 
 
-def _in_order(local: Path) -> Sequence[Path]:
-    """The index of several files last: it names them."""
-    return sorted(local.iterdir(), key=lambda path: (path.suffix == ".json", path.name)) if local.is_dir() else [local]
+def _in_order(local: Path) -> Sequence[str]:
+    """Return a file's name, or those of all files in a folder and its folders. What names others comes last."""
+    if not local.is_dir():
+        return [local.name]
+    files = [path.relative_to(local) for path in local.rglob("*") if path.is_file()]
+    return [path.as_posix() for path in sorted(files, key=lambda path: (path.suffix == ".json", path))]
 
 
 def _is_weights(name: str) -> bool:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from paceline.schedule.lane_deal import LaneBlock, LaneEnds, SourceProgress, deal
+from paceline.schedule.lane_deal import LaneBlock, SourceProgress, deal
 
 Key = tuple[int, int, int]
 
@@ -16,7 +16,7 @@ def settled(
 ) -> tuple[tuple[LaneBlock, ...], SourceProgress]:
     """A step, divided again until nobody finds a lane too short: as workers do."""
     while True:
-        blocks, after = deal(0, progress, known, need, repeats=False)
+        blocks, after = deal(0, progress, known, need)
         short = {
             (0, 0, block.lane): lengths[block.lane]
             for block in blocks
@@ -51,7 +51,7 @@ def test_each_item_comes_once_in_whole_steps_and_later_knowledge_changes_no_step
 
 
 def test_a_step_takes_evenly_from_all_lanes_in_order() -> None:
-    blocks, after = deal(2, SourceProgress(3, (5, 5, 5, 5)), {}, 10, repeats=False)
+    blocks, after = deal(2, SourceProgress(3, (5, 5, 5, 5)), {}, 10)
     assert blocks == (
         LaneBlock(2, 3, 0, 5, 3),
         LaneBlock(2, 3, 1, 5, 3),
@@ -62,24 +62,10 @@ def test_a_step_takes_evenly_from_all_lanes_in_order() -> None:
 
 
 def test_what_a_short_lane_lacks_the_others_give() -> None:
-    blocks, _ = deal(0, SourceProgress.begin(4), {(0, 0, 1): 1, (0, 0, 2): 0}, 12, repeats=False)
+    blocks, _ = deal(0, SourceProgress.begin(4), {(0, 0, 1): 1, (0, 0, 2): 0}, 12)
     assert [(b.lane, b.count) for b in blocks] == [(0, 6), (1, 1), (3, 5)]
 
 
 def test_more_lanes_than_samples_take_turns_when_others_end() -> None:
     steps = steps_of([2, 2, 2, 2, 2], 2, knows=False)
     assert [[b.lane for b in step] for step in steps] == [[0, 1], [0, 1], [2, 3], [2, 3], [4]]
-
-
-def test_a_source_that_repeats_begins_its_next_epoch_in_the_middle_of_a_step() -> None:
-    ends: LaneEnds = {(0, 0, 0): 3, (0, 0, 1): 2}
-    blocks, after = deal(0, SourceProgress(0, (2, 1)), ends, 5, repeats=True)
-    assert [(b.epoch, b.lane, b.first, b.count) for b in blocks] == [
-        (0, 0, 2, 1),
-        (0, 1, 1, 1),
-        (1, 0, 0, 2),
-        (1, 1, 0, 1),
-    ]
-    assert after == SourceProgress(1, (2, 1))
-    with pytest.raises(ValueError, match="an epoch of source 0 has no item"):
-        deal(0, SourceProgress(0, (2, 2)), {**ends, (0, 0, 0): 2, (0, 1, 0): 0, (0, 1, 1): 0}, 5, repeats=True)

@@ -120,5 +120,5 @@ class LaneTable:
 
     def deal_from(self, progress: tuple[SourceProgress, ...], epoch: int, start: int, size: int) -> StepDeal:
         """Where the samples of the step of at most `size` from `start` on come from, with this progress before it."""
-        blocks, after = deal(0, progress[0], self.ends, size, repeats=False)
+        blocks, after = deal(0, progress[0], self.ends, size)
         return StepDeal(start, start + sum(one.count for one in blocks), blocks, (after,))

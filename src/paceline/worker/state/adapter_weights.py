@@ -7,6 +7,7 @@ imported here: only models that it has made come to these functions.
 from __future__ import annotations
 
 import sys
+import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.errors import CheckpointError
 from paceline.parallel.partial_state import reading_parts
 
 __all__ = ["adapter_names", "has_adapters", "write_adapters"]
@@ -43,8 +45,20 @@ def write_adapters(model: nn.Module, weights: Mapping[str, Tensor], folder: Path
     """Write a folder for peft's `from_pretrained`: adapter_config.json and adapter_model.safetensors, and one folder
     inside for each further adapter.
 
-    weights: the whole tensors of `adapter_names`. Raises OSError if it cannot be written.
+    weights: the whole tensors of `adapter_names`. Each file appears whole or not at all, and the weights come before
+    what describes them. Raises CheckpointError if peft cannot write them, OSError if the disk cannot.
     """
     given: Any = model
-    with reading_parts():
-        given.save_pretrained(str(folder), state_dict=dict(weights))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as place:
+        try:
+            with reading_parts():
+                given.save_pretrained(place, state_dict=dict(weights))
+        except OSError:
+            raise
+        except Exception as error:  # peft's own, and those of the packages that it writes with
+            raise CheckpointError(f"peft cannot write the adapters: {type(error).__name__}: {error}") from error
+        files = [path.relative_to(place) for path in Path(place).rglob("*") if path.is_file()]
+        for name in sorted(files, key=lambda path: (path.suffix == ".json", path)):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (Path(place) / name).replace(folder / name)
