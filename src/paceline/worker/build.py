@@ -29,6 +29,7 @@ from paceline.worker.parts import WorkerParts
 from paceline.worker.record.run_files import RunFiles
 from paceline.worker.state.checkpoint_saving import CheckpointSaver
 from paceline.worker.state.codec_state import CodecState
+from paceline.worker.state.frozen_weights import FrozenWeights
 from paceline.worker.state.memory_checkpointing import MemoryCheckpointer
 from paceline.worker.state.model_context import ModelContext
 from paceline.worker.state.owner_splits import OwnerSplits
@@ -107,7 +108,7 @@ class _Builder:
         registry = StateRegistry(self._device)
         executor.agreement.optimizers = registry.optimizers
         codec_state = CodecState(self._plan.wire, models=models, registry=registry, axes=place.axes)
-        contents = StateContents(registry, codec_state)
+        contents = StateContents(registry, codec_state, FrozenWeights(registry, place.axes))
         resumed = self._resumed(contents)
         saver = self._saver(contents, resumed, models)
         prepared = PreparedObjects(

@@ -119,7 +119,7 @@ def test_a_snapshot_has_a_tensor_as_extra_state_and_buffers_as_they_were() -> No
     registry.models["model"] = model = used()
     odd: Any = model["odd"]
     no_codecs: Any = mock.Mock()
-    contents = StateContents(registry, no_codecs)
+    contents = StateContents(registry, no_codecs, mock.Mock())
     snapshot = RunState.capture(contents, Carrier.ROLLBACK, step=1).copied(contents)
     for _ in range(2):
         odd.scale.zero_()

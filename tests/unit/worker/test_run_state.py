@@ -46,7 +46,7 @@ class Run:
         codecs: Any = mock.Mock()
         codecs.here.return_value = {}
         self.codecs = codecs
-        self.contents = StateContents(registry, codecs)
+        self.contents = StateContents(registry, codecs, mock.Mock())
         self.parts = {
             name: Sampler()
             for name in (

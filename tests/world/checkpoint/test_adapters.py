@@ -13,28 +13,11 @@ from torch.utils.data import TensorDataset
 
 from forked import World
 from paceline.plan import Batch, Layout, Plan
+from tuned_models import WORDS, adapted, base, loss_of
 
 peft: Any = pytest.importorskip("peft")
-WORDS = torch.randint(2, 32, (16, 8), generator=torch.Generator().manual_seed(1))
 BATCH = Batch(size=8, micro=2)
 LAYOUTS = [Layout(replicas=2), Layout(shard=2), Layout(tensor=2), Layout(stages=2)]
-
-
-def base() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(3)
-    sizes: Any = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
-
-
-def adapted() -> Any:
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"])
-    return peft.get_peft_model(base(), config)
-
-
-def loss_of(model: Any, micro: tuple[Tensor]) -> Tensor:
-    return model(input_ids=micro[0], labels=micro[0]).loss
 
 
 def tuned(worker: Any, folder: Path) -> list[float]:

@@ -19,6 +19,7 @@ from paceline.comm.group import WorkerGroup
 from paceline.comm.sharded_tensors import TensorSlice, fill_local, is_sharded, part_like, whole_shape
 from paceline.errors import CheckpointError
 from paceline.parallel.apply import send_from_first
+from paceline.parallel.file_weights import without_same_files
 from paceline.worker.state.state_registry import CPU, StateRegistry, is_extra_state, model_entries, parameter_name
 from paceline.worker.state.tensor_source import InMemoryTensors, TensorSource
 from paceline.worker.step.model_buffers import persistent_buffers
@@ -36,21 +37,25 @@ def load_model(
     slices: Mapping[str, TensorSlice],
     owners: Mapping[str, StateOwner],
     *,
+    left_out: Container[str] = (),
     device: torch.device = CPU,
 ) -> None:
     """Fill a model from worker 0's checkpoint, and make it equal on all workers; all must call it.
 
     Of a model that is split, one whole tensor at a time is read and sent, and each worker keeps its part. Of one of
-    which workers have different tensors (`owners`), the owners keep it. Persistent buffers that are None here, and were
+    which workers have different tensors (`owners`), the owners keep it. What the checkpoint has `left_out`, by full
+    names, stays as it is. Persistent buffers that are None here, and were
     filled in the checkpoint, are made on `device`. Raises CheckpointError where the checkpoint is of another model.
     """
     forms, old = group.broadcast_object(None if checkpoint is None else _checkpoint_contents(name, model, checkpoint))
     _make_buffers(model, forms, device)
-    tensors, present = model_entries(model)
+    tensors, extra_here = model_entries(model)
     extra = {**{key.removeprefix(f"{name}."): value for key, value in old.items()}, **plain["extra"].get(name, {})}
-    _require_extra(name, present, extra)
-    wanted = {f"{name}.{key}": value for key, value in tensors.items()}
-    split = {key: value for key, value in wanted.items() if is_sharded(value) or key in slices or key in owners}
+    _require_extra(name, extra_here, extra)
+    present = {f"{name}.{key}": value for key, value in tensors.items()}
+    in_parts = {key for key, value in present.items() if is_sharded(value) or key in slices or key in owners}
+    wanted = {key: value for key, value in present.items() if key not in left_out}
+    split = {key: value for key, value in wanted.items() if key in in_parts}
     if checkpoint is not None:
         shapes = {
             key: value.new_empty(whole_shape(value, slices.get(key)), device="meta") for key, value in split.items()
@@ -64,10 +69,11 @@ def load_model(
         complete = _broadcast_tensor(key, checkpoint, group, shape=shape, dtype=target.dtype)
         if not target.is_meta:
             fill_local(target, complete, slices.get(key))
-    if not owners.keys().isdisjoint(split):
+    if not owners.keys().isdisjoint(in_parts):
         return  # what no checkpoint holds was made equal when the model was split
-    own = {id(parameter) for key, parameter in model.named_parameters() if f"{name}.{key}" in split}
-    send_from_first([t for t in (*model.parameters(), *model.buffers()) if id(t) not in own], group)
+    own = {id(parameter) for key, parameter in model.named_parameters() if f"{name}.{key}" in in_parts}
+    rest = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in own]
+    send_from_first(without_same_files(rest, group), group)
 
 
 _BufferForms = dict[str, tuple[torch.Size, torch.dtype]]

@@ -25,6 +25,7 @@ from paceline.worker.record.run_files import RunFiles
 from paceline.worker.state.background_call import poll_s
 from paceline.worker.state.checkpoint_shards import CheckpointShardWriter
 from paceline.worker.state.codec_state import GatheredCodecState
+from paceline.worker.state.frozen_weights import FROZEN
 from paceline.worker.state.resumed_state import ResumedState
 from paceline.worker.state.run_state import OBJECTS, Carrier, RunState, StateContents
 from paceline.worker.state.state_registry import merge_owned_values, merge_replica_states
@@ -117,7 +118,11 @@ class CheckpointSaver:
         if owners:
             places = {name: self._axes.place_of(owner) for name, owner in owners.items()}
             plain[OBJECTS] = merge_replica_states(self._axes.parted.gather_objects(plain[OBJECTS]), places)
-        self._opened().save(state.step, state.tensors, state.slices, state.owners, plain, about)
+        left_out = self._contents.frozen.unchanged()
+        if left_out:
+            plain[OBJECTS] = {**plain[OBJECTS], FROZEN: left_out}
+        tensors = {name: value for name, value in state.tensors.items() if name not in left_out}
+        self._opened().save(state.step, tensors, state.slices, state.owners, plain, about)
 
     def release(self) -> None:
         """Give up copies of offloaded state: it was read, and is not needed before the next step."""
@@ -127,8 +132,9 @@ class CheckpointSaver:
     def warm(self) -> None:
         """Once, after a step has made the optimizers' state: get the memory for saves in the background."""
         if self.writes and not self._opened().is_warm:
-            registry = self._contents.registry
-            self._opened().warm(registry.tensors(), registry.tensor_slices(), registry.tensor_owners())
+            registry, omittable = self._contents.registry, self._contents.frozen.omittable()
+            tensors = {name: value for name, value in registry.tensors().items() if name not in omittable}
+            self._opened().warm(tensors, registry.tensor_slices(), registry.tensor_owners())
 
     def _opened(self) -> CheckpointShardWriter:
         if self._writer is None:

@@ -31,7 +31,7 @@ from paceline.regular_files import read_regular
 from paceline.run_lock import newer_start
 from paceline.worker.topology.parallel_groups import ParallelGroups, StateOwner
 
-__all__ = ["CheckpointShardWriter", "WriterMessages"]
+__all__ = ["CheckpointShardWriter", "WriterMessages", "written_pieces"]
 
 
 class CheckpointShardWriter:
@@ -56,7 +56,7 @@ class CheckpointShardWriter:
         self._tidies, self._attempt = tidies, attempt
         self._axes = axes
         self._parts: WriterGroup | None = None
-        if axes.writers > 1 or axes.rows is not None:
+        if _writes_in_parts(axes):
             place = directory.parent / f"attempt_{attempt}" / f"mail{axes.life}"
             mail = WriterMessages(store, prefix=f"paceline/save_{attempt}{axes.life}", folder=place)
             self._parts = WriterGroup(index=index, count=axes.writers, mail=mail, timeout_s=timeout_s)
@@ -71,7 +71,7 @@ class CheckpointShardWriter:
         self, tensors: Mapping[str, Tensor], slices: Mapping[str, TensorSlice], owners: Mapping[str, StateOwner]
     ) -> None:
         """Get memory for saves in the background."""
-        self._opened().warm(self._mine(tensors, slices, owners)[0])
+        self._opened().warm(written_pieces(self._axes, tensors, slices, owners)[0])
 
     def save(
         self,
@@ -85,7 +85,7 @@ class CheckpointShardWriter:
         """Copy what this worker writes, and return. `slices` are of tensors that are smaller than the whole. `owners`
         name the workers that write whole ones (else the first does); `state` and `about` are those of the first."""
         writer = self._opened()
-        mine, where = self._mine(tensors, slices, owners)
+        mine, where = written_pieces(self._axes, tensors, slices, owners)
         if isinstance(writer, AsyncWriter):
             writer.save(step, mine, state, about, where=where)
         else:
@@ -121,41 +121,49 @@ class CheckpointShardWriter:
                 )
         return self._writer
 
-    def _mine(
-        self, tensors: Mapping[str, Tensor], slices: Mapping[str, TensorSlice], owners: Mapping[str, StateOwner]
-    ) -> tuple[dict[str, Tensor], dict[str, TensorRegion]]:
-        """What this worker writes: its pieces of split tensors, and whole ones that it owns.
 
-        Workers along an axis on which a tensor is not split hold the same of it: its owner writes it.
-        """
-        if self._parts is None:
-            return dict(tensors), {}
-        mine: dict[str, Tensor] = {}
-        where: dict[str, TensorRegion] = {}
-        for name, tensor in tensors.items():
-            owner = owners.get(name) or StateOwner(tensor=None if name in slices else 0)
-            if not self._axes.is_at(owner):
-                continue
-            try:
-                found = boxes(tensor, slices.get(name))
-            except ValueError as error:
-                raise CheckpointError(f"cannot store {name}: {error}") from None
-            if found is None and self._is_first(owner):
-                mine[name] = local_part(tensor)
-            has_part = owner.tensor in (None, self._axes.tensor.index)
-            for number, box in enumerate(found or () if has_part else ()):
-                key = piece_key(name, number)
-                mine[key], where[key] = box.part, TensorRegion(name, box.shape, box.offsets)
-        return mine, where
+def written_pieces(
+    axes: ParallelGroups,
+    tensors: Mapping[str, Tensor],
+    slices: Mapping[str, TensorSlice],
+    owners: Mapping[str, StateOwner],
+) -> tuple[dict[str, Tensor], dict[str, TensorRegion]]:
+    """What this worker writes: its pieces of split tensors, with their places, and whole ones that it owns.
 
-    def _is_first(self, owner: StateOwner) -> bool:
-        """Whether this worker writes what is whole."""
-        axes = self._axes
-        if owner.is_here is not None:
-            return owner.is_here
-        same = axes.shard_group if axes.expert_rows is None else axes.expert_rows.group  # their rows are of one tensor
-        at = (owner.expert or 0, owner.tensor or 0)
-        return same.index == 0 and at == (axes.experts.index, axes.tensor.index)
+    Workers along an axis on which a tensor is not split hold the same of it: its owner writes it.
+    """
+    if not _writes_in_parts(axes):
+        return dict(tensors), {}
+    mine: dict[str, Tensor] = {}
+    where: dict[str, TensorRegion] = {}
+    for name, tensor in tensors.items():
+        owner = owners.get(name) or StateOwner(tensor=None if name in slices else 0)
+        if not axes.is_at(owner):
+            continue
+        try:
+            found = boxes(tensor, slices.get(name))
+        except ValueError as error:
+            raise CheckpointError(f"cannot store {name}: {error}") from None
+        if found is None and _is_first(axes, owner):
+            mine[name] = local_part(tensor)
+        has_part = owner.tensor in (None, axes.tensor.index)
+        for number, box in enumerate(found or () if has_part else ()):
+            key = piece_key(name, number)
+            mine[key], where[key] = box.part, TensorRegion(name, box.shape, box.offsets)
+    return mine, where
+
+
+def _writes_in_parts(axes: ParallelGroups) -> bool:
+    return axes.writers > 1 or axes.rows is not None
+
+
+def _is_first(axes: ParallelGroups, owner: StateOwner) -> bool:
+    """Whether this worker writes what is whole."""
+    if owner.is_here is not None:
+        return owner.is_here
+    same = axes.shard_group if axes.expert_rows is None else axes.expert_rows.group  # their rows are of one tensor
+    at = (owner.expert or 0, owner.tensor or 0)
+    return same.index == 0 and at == (axes.experts.index, axes.tensor.index)
 
 
 T = TypeVar("T")

@@ -11,6 +11,7 @@ from paceline.comm.group import WorkerGroup
 from paceline.worker.membership.consensus import RunTogether
 from paceline.worker.state.checkpoint_loading import load_model, load_optimizer
 from paceline.worker.state.codec_state import CodecState, is_codec_state
+from paceline.worker.state.frozen_weights import FrozenWeights, left_out_names
 from paceline.worker.state.run_state import OBJECTS, RunState
 from paceline.worker.state.state_registry import StateRegistry
 
@@ -42,16 +43,23 @@ class CheckpointState(RunState):
     """A state on disk: its plain values are known to all workers, its tensors are read when something is filled."""
 
     files: SharedCheckpoint
+    frozen: FrozenWeights  # of the same workers
     drops_feedback: Callable[[], None]  # is called on the first worker where error feedback is stored, and not used
 
     def fill_model(self, name: str, registry: StateRegistry) -> None:
         """Fill a prepared model, on all workers together."""
         model, plain = registry.models[name], self.plain[OBJECTS]
-        self.files.fill(
-            lambda source, group: load_model(
-                name, model, plain, source, group, registry.slices, registry.owners, device=registry.device
+        left_out = left_out_names(plain)
+
+        def load(source: Checkpoint | None, group: WorkerGroup) -> None:
+            self.frozen.require(name, left_out, group)
+            load_model(
+                *(name, model, plain, source, group, registry.slices, registry.owners),
+                left_out=left_out,
+                device=registry.device,
             )
-        )
+
+        self.files.fill(load)
 
     def fill_optimizer(self, name: str, registry: StateRegistry) -> None:
         """Fill a prepared optimizer, on all workers together."""

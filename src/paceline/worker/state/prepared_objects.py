@@ -83,14 +83,15 @@ class PreparedObjects:
         self.registry.slices.update((f"{full_name}.{key}", part) for key, part in slices.items())
         self.registry.owners.update((f"{full_name}.{key}", owner) for key, owner in owners.items())
         self.registry.tables.update(f"{full_name}.{key}" for key in tables)
+        self._resumed.note_frozen(full_name)
         self._resumed.fill_model(full_name)
         self._buffers.add(model, buffers)
         return full_name
 
     def is_fresh(self, model: nn.Module, name: str | None) -> bool:
-        """Whether a model that is going to be prepared begins with its own weights, not with those of a state."""
+        """Whether a model that is going to be prepared begins with weights of its own: a state has not all of them."""
         self._refuse_known(model)
-        return not self._resumed.has_model(self.registry.name_for("model", name))
+        return not self._resumed.has_whole_model(self.registry.name_for("model", name))
 
     def _refuse_known(self, model: nn.Module) -> None:
         if any(model is known for known in self.registry.models.values()):

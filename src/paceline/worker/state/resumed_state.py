@@ -6,6 +6,7 @@ the other by the user's code, so each gets its values when it comes. The rest is
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from paceline.worker.record.sample_ledger import ResumeOrigin
 from paceline.worker.state.background_call import BackgroundCall, poll_s
 from paceline.worker.state.checkpoint_loading import load_object, restore_learning_rates
 from paceline.worker.state.checkpoint_state import CheckpointState, SharedCheckpoint
+from paceline.worker.state.frozen_weights import left_out_names
 from paceline.worker.state.run_state import OBJECTS, RunState, StateContents, When
 from paceline.worker.topology.parallel_groups import ParallelGroups
 
@@ -95,7 +97,14 @@ class ResumedState:
         step, self.source, self._is_own_run, plain = found
         opened = self._opened
         shared = SharedCheckpoint(self.source, group=self._group, together=self._consensus.run, opened=opened)
-        state = CheckpointState(step=step, tensors={}, plain=plain, files=shared, drops_feedback=self._say_dropped)
+        state = CheckpointState(
+            step=step,
+            tensors={},
+            plain=plain,
+            files=shared,
+            frozen=self._contents.frozen,
+            drops_feedback=self._say_dropped,
+        )
         self._used, self._has_local_tensors = set(), False
         self._begin_with(state)
 
@@ -157,6 +166,17 @@ class ResumedState:
     def has_model(self, name: str) -> bool:
         """Whether the state holds a model of this name."""
         return self._state is not None and name in self._state.plain[OBJECTS]["extra"]
+
+    def has_whole_model(self, name: str) -> bool:
+        """Whether the state holds all weights of a model of this name: of frozen ones it may have digests alone."""
+        return self.has_model(name) and not any(key.startswith(f"{name}.") for key in self._left_out())
+
+    def note_frozen(self, name: str) -> None:
+        """Before a registered model is filled: what of it a checkpoint may leave out is as it is now."""
+        self._contents.frozen.take(name, self._left_out())
+
+    def _left_out(self) -> Mapping[str, int]:
+        return {} if self._state is None else left_out_names(self._state.plain[OBJECTS])
 
     def has_optimizer(self, name: str) -> bool:
         """Whether the state holds an optimizer of this name."""

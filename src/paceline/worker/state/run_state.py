@@ -25,6 +25,7 @@ from torch import Tensor
 from paceline.comm.sharded_tensors import DTensorLayout, TensorSlice
 from paceline.worker.data import random_state
 from paceline.worker.state.codec_state import CodecState, GatheredCodecState
+from paceline.worker.state.frozen_weights import FrozenWeights
 from paceline.worker.state.local_tensors import (
     copy_tensors,
     fill_model,
@@ -84,8 +85,8 @@ class StateEntry:
 class StateContents:
     """The list of what a run's state consists of: prepared objects, codec state, and further plain values."""
 
-    def __init__(self, registry: StateRegistry, codecs: CodecState) -> None:
-        self.registry, self.codecs = registry, codecs
+    def __init__(self, registry: StateRegistry, codecs: CodecState, frozen: FrozenWeights) -> None:
+        self.registry, self.codecs, self.frozen = registry, codecs, frozen
         self._entries: list[StateEntry] = []
         self.add(OBJECTS, registry.plain)  # each object is filled when it is prepared
 
