@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline.comm.torch_backend.process_group import register_backend
     from paceline.data.mixture import Mixture
+    from paceline.data.packed_sequences import PackedSequences, block_diagonal_mask
     from paceline.data.sharded_stream import ShardedStream
     from paceline.errors import (
         BadNumbersError,
@@ -78,6 +79,7 @@ __all__ = [
     "Nesterov",
     "OneBit",
     "PacelineError",
+    "PackedSequences",
     "ParameterServer",
     "Plan",
     "PlanError",
@@ -97,6 +99,7 @@ __all__ = [
     "Worker",
     "WorkerError",
     "WorkersLostError",
+    "block_diagonal_mask",
     "fits",
     "open_worker",
     "register_backend",
@@ -108,6 +111,7 @@ __all__ = [
 _HOMES = {
     "paceline.comm.torch_backend.process_group": ("register_backend",),
     "paceline.data.mixture": ("Mixture",),
+    "paceline.data.packed_sequences": ("PackedSequences", "block_diagonal_mask"),
     "paceline.data.sharded_stream": ("ShardedStream",),
     "paceline.errors": (
         "BadNumbersError",

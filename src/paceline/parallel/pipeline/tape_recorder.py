@@ -121,16 +121,6 @@ def _is_parameter(tensor: Tensor) -> bool:
 
 def _refused_at_sight(model: nn.Module, micro: Any) -> list[Reason]:
     found = []
-    for name, module in model.named_modules():
-        if module.training and getattr(module, "gradient_checkpointing", False):
-            subject = name or type(model).__name__
-            found.append(
-                Reason(
-                    module=subject,
-                    what=f"{subject}: its own gradient checkpointing would call absent modules again in backward.",
-                    remedy="Use model.gradient_checkpointing_disable() and Compute(recompute='blocks').",
-                )
-            )
     if any(tensor.requires_grad for tensor in tensors_in(micro)):
         found.append(
             Reason(
