@@ -313,9 +313,7 @@ class ShardedModel:
         sharded.set_custom_all_gather(
             ShardAllGather(recorder, group=over.name, unit=name, traffic=traffic, over=shared, stages=stages)
         )
-        scatter = ShardReduceScatter(
-            recorder, group=over.name, unit=name, traffic=traffic, over=shared, stages=stages
-        )
+        scatter = ShardReduceScatter(recorder, group=over.name, unit=name, traffic=traffic, over=shared, stages=stages)
         sharded.set_custom_reduce_scatter(scatter)
         self._sums[sharded] = scatter, over
         self._units.append(sharded)

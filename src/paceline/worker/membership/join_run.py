@@ -406,7 +406,9 @@ def open_network_remark(device: torch.device, *, hosts: int, is_private: bool) -
 
 
 def _backend(context: JoinContext) -> str:
-    return backend_for(context.device, way=context.way, over_gloo=context.job.private_network and _may_be_spread(context.assignment))
+    return backend_for(
+        context.device, way=context.way, over_gloo=context.job.private_network and _may_be_spread(context.assignment)
+    )
 
 
 def _sign_over_gloo(context: JoinContext, shared: dist.Store) -> None:

@@ -10,7 +10,15 @@ import torch
 from paceline.comm.peer_sockets.process_group import register_peer_backend
 from paceline.errors import PlanError
 
-__all__ = ["SHARED", "TensorWay", "backend_for", "choose_device", "peak_memory_bytes", "tensor_way", "why_gpus_are_idle"]
+__all__ = [
+    "SHARED",
+    "TensorWay",
+    "backend_for",
+    "choose_device",
+    "peak_memory_bytes",
+    "tensor_way",
+    "why_gpus_are_idle",
+]
 
 SHARED = "cuda-shared"  # Job.device: several workers may have the same GPU
 
