@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def run_checks(
     names: Sequence[str],
     *,
-    limits_s: Callable[[str], float],
+    limits_s: Mapping[str, float],
     device: str,
     folder: Path,
     deadline: float,
@@ -43,7 +43,7 @@ def run_checks(
                 rows_file, Row(check=name, asked="to run", measured="out of time", verdict="not run", command=command)
             )
         else:
-            limit_s = min(limits_s(name), left_s)
+            limit_s = min(limits_s[name], left_s)
             why = _run(name, device=device, folder=folder, rows=rows_file, command=command, limit_s=limit_s)
             if why is not None:
                 append(rows_file, Row(check=name, asked="to end well", measured=why, verdict="failed", command=command))

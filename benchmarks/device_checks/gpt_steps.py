@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gpt import GPT, next_byte_loss, standard_library, windows
 from torch.utils.data import DataLoader
 
 import paceline
+from gpt import GPT, next_byte_loss, standard_library, windows
 
-__all__ = ["Compared", "Size", "Trained", "compared", "trained"]
+__all__ = ["Compared", "Size", "Trained", "autocasting", "compared", "timed", "trained"]
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LR = 1e-4
@@ -49,6 +49,10 @@ class Compared:
     ours_ms: float
     bare_ms: float
 
+    def __str__(self) -> str:
+        ratio = f"{self.ratio:.3f}x ({self.low:.3f} to {self.high:.3f})"
+        return f"{ratio}; {self.ours_ms:.2f} ms, bare {self.bare_ms:.2f} ms"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Trained:
@@ -78,7 +82,7 @@ def compared(worker: paceline.Worker, size: Size, turns: int, steps: int) -> Com
 
     def theirs() -> None:
         for x, y in itertools.islice(loader, steps):
-            with _autocast(device, compute.precision):
+            with autocasting(device, compute.precision):
                 loss = next_byte_loss(bare(x.to(device, non_blocking=True)), y.to(device, non_blocking=True))
             loss.backward()
             torch.nn.utils.clip_grad_norm_(bare.parameters(), 1.0)
@@ -87,11 +91,11 @@ def compared(worker: paceline.Worker, size: Size, turns: int, steps: int) -> Com
             loss.item()  # for a log line, as every script has
 
     for warm in (ours, theirs):
-        _timed(warm, device)
+        timed(warm, device)
     pairs = []
     for turn in range(turns):
         first, second = (ours, theirs) if turn % 2 == 0 else (theirs, ours)
-        took = {one: _timed(one, device) for one in (first, second)}
+        took = {one: timed(one, device) for one in (first, second)}
         pairs.append((took[ours], took[theirs]))
     low, middle, high = statistics.quantiles([bare_s / our_s for our_s, bare_s in pairs])
     ours_ms, bare_ms = (1000 * statistics.median(one) / steps for one in zip(*pairs, strict=True))
@@ -119,7 +123,7 @@ def trained(worker: paceline.Worker, size: Size, steps: int) -> Trained:
     return Trained(losses=losses, step_ms=statistics.median(took[2:]), peak_bytes=peak)
 
 
-def _timed(do: Callable[[], None], device: torch.device) -> float:
+def timed(do: Callable[[], None], device: torch.device) -> float:
     _wait_for(device)
     began = time.perf_counter()
     do()
@@ -132,5 +136,5 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
+def autocasting(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(device.type, dtype=HALF[precision]) if precision in HALF else contextlib.nullcontext()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from device_checks.gpt_steps import LR, Compared, _autocast, _timed
+from device_checks.gpt_steps import LR, Compared, autocasting, timed
 
 __all__ = ["Shape", "compared_llama"]
 
@@ -99,7 +99,7 @@ def compared_llama(worker: paceline.Worker, package: str, shape: Shape, turns: i
 
     def theirs() -> None:
         for x, y in itertools.islice(loader, steps):
-            with _autocast(device, "bf16"):
+            with autocasting(device, "bf16"):
                 loss = loss_of(bare, (x.to(device, non_blocking=True), y.to(device, non_blocking=True)))
             loss.backward()
             torch.nn.utils.clip_grad_norm_(bare.parameters(), 1.0)
@@ -108,11 +108,11 @@ def compared_llama(worker: paceline.Worker, package: str, shape: Shape, turns: i
             loss.item()
 
     for warm in (ours, theirs):
-        _timed(warm, device)
+        timed(warm, device)
     pairs = []
     for turn in range(turns):
         order = (ours, theirs) if turn % 2 == 0 else (theirs, ours)
-        took = {one: _timed(one, device) for one in order}
+        took = {one: timed(one, device) for one in order}
         pairs.append((took[ours], took[theirs]))
     low, middle, high = statistics.quantiles([bare_s / our_s for our_s, bare_s in pairs])
     ours_ms, bare_ms = (1000 * statistics.median(one) / steps for one in zip(*pairs, strict=True))

@@ -101,6 +101,7 @@ MORE_NAMES = (
     RESTARTS,
     "GLOO_SOCKET_IFNAME",
     "TORCH_CPP_LOG_LEVEL",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
     *NCCL_DEFAULTS,
 )
 
@@ -370,6 +371,12 @@ def set_world_names(*, rank: int, workers: int, local_rank: int, local_workers: 
 def set_gloo_interface(name: str) -> bool:
     """Make gloo use network interface `name`, unless the user has chosen one; return whether it was set."""
     return _set_default("GLOO_SOCKET_IFNAME", name)
+
+
+def look_for_devices_without_opening_them() -> None:
+    """Have torch ask the driver's management library whether there is a GPU, and how many: the CUDA runtime could not
+    be used after a fork then. Documented by torch for that; a value that is set stays."""
+    _set_default("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 def let_nccl_be_aborted() -> None:

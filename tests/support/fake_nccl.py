@@ -1,6 +1,7 @@
 """A stand-in for NCCL: a communicator that behaves as its documentation says when members are lost, with CPU tensors.
 
-What is kept of the documentation ("Fault Tolerance", `ncclCommAbort`, `ncclCommInitRankConfig`, `ncclCommGetAsyncError`):
+What is kept of the documentation ("Fault Tolerance", and `ncclCommAbort`, `ncclCommInitRankConfig`,
+`ncclCommGetAsyncError` in "Communicator Creation and Management Functions"):
 
  - Collectives are enqueued, and run one after the other, on a thread that stands for the stream.
  - One in which a member is lost never ends, and no error tells so. What waits for it waits for ever.

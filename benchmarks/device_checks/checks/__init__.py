@@ -1,1 +1,1 @@
-"""Each has `ABOUT`, `LIMIT_S` (with a device) and `check(bench)`, which tells its rows one after the other."""
+"""Each has `check(bench)`, which tells its rows one after the other."""

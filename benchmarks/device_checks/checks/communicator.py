@@ -10,9 +10,6 @@ import torch.distributed as dist
 
 from device_checks.bench import Bench
 
-ABOUT = "one worker over NCCL"
-LIMIT_S = 60
-
 
 def check(bench: Bench) -> None:
     with bench.row(

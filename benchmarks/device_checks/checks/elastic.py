@@ -7,8 +7,6 @@ from pathlib import Path
 
 from device_checks.bench import Bench
 
-ABOUT = "elastic runs on device tensors"
-LIMIT_S = 150
 NEAR = 1e-9
 STEPS = 12
 PLACES = ("backward", "committed")

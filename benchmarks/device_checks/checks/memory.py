@@ -9,8 +9,6 @@ from pathlib import Path
 from device_checks.bench import Bench, Refused
 from device_checks.gpt_steps import Size
 
-ABOUT = "offload and recompute, memory"
-LIMIT_S = 120
 NEAR = 0.2
 WAYS = ("none,none", "blocks,none", "selective,none", "none,optimizer", "blocks,all")
 CLUSTER = (

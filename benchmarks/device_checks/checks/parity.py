@@ -1,4 +1,4 @@
-"""Every layout that one device allows, on workers that share it, against one process on it: the numbers are the same."""
+"""Every layout that one device allows, on workers that share it: the numbers of one process on it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from device_checks.bench import Bench, Refused
 from paceline.cli.parity.compare import CaptureReader, compare
 from paceline.errors import PlanError
 
-ABOUT = "parity of layouts"
-LIMIT_S = 200
 STEPS, LIMIT = 4, 1e-9
 BATCH = "batch(size=16,micro=4)+compute(precision=fp64)"
 LAYOUTS = {
@@ -32,8 +30,9 @@ LAYOUTS = {
 
 
 def check(bench: Bench) -> None:
-    import models
     import torch
+
+    import models
 
     torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # what it imports, it imports once, for all workers
     has_experts = importlib.util.find_spec("transformers") is not None

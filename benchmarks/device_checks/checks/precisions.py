@@ -7,8 +7,6 @@ from device_checks.gpt_steps import Size, Trained, trained
 from paceline.errors import PlanError
 from paceline.plan import Plan
 
-ABOUT = "bf16, fp16, FP8"
-LIMIT_S = 90
 NEAR = 0.02
 PRECISIONS = ("bf16", "fp16", "fp8", "fp8-rows")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import statistics
+from pathlib import Path
+from typing import Any
 
 from device_checks.bench import Bench
 from device_checks.gpt_steps import Size
 
-ABOUT = "the stall of an asynchronous checkpoint"
-LIMIT_S = 90
 GB_S = 10.0  # copied from the device, pinned: half of what its link gives
 
 
@@ -28,9 +28,10 @@ def check(bench: Bench) -> None:
         saves = [event for event in _events(folder / "run") if event["event"] == "CheckpointSaved"]
         num_bytes, stalls = saves[0]["num_bytes"], [event["stall_s"] for event in saves]
         later = statistics.median(stalls[1:] or stalls)
-        found = f"{1000 * later:.0f} ms for {num_bytes / 1e9:.2f} GB ({num_bytes / later / 1e9:.1f} GB/s), first {1000 * stalls[0]:.0f} ms"
+        rate = num_bytes / later / 1e9
+        found = f"{1000 * later:.1f} ms for {num_bytes / 1e9:.3f} GB ({rate:.1f} GB/s), first {1000 * stalls[0]:.1f} ms"
         written = statistics.median(event["write_s"] for event in saves)
-        verdict = num_bytes / later / 1e9 >= GB_S if bench.on_gpu else "measured"
+        verdict = rate >= GB_S if bench.on_gpu else "measured"
         bench.tell(
             "stall of a checkpoint",
             asked=asked,
@@ -39,10 +40,8 @@ def check(bench: Bench) -> None:
         )
 
 
-def _events(run: object) -> list[dict[str, object]]:
-    from pathlib import Path
-
-    found = []
-    for path in sorted(Path(str(run)).glob("attempt_*/**/events.jsonl")):
+def _events(run: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for path in sorted(run.glob("attempt_*/**/events.jsonl")):
         found += [json.loads(line) for line in path.read_text().splitlines()]
     return found

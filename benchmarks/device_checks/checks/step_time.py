@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 from device_checks.bench import Bench
 from device_checks.gpt_steps import Size, compared
 
-ABOUT = "a step beside the bare loop"
-LIMIT_S = 100
 SIZES = {  # width, layers, heads, samples of a step
     "1.0 B parameters": Size(2048, 20, 16, 32),
     "57 M parameters": Size(768, 8, 12, 32),
@@ -22,8 +22,7 @@ def check(bench: Bench) -> None:
             check_name = f"step of a GPT with {name}, {precision}"
             with bench.row(check_name, asked=asked):
                 turns, steps = (12, 5) if bench.on_gpu else (4, 3)
-                found = bench.forked(lambda worker: compared(worker, size, turns, steps), size.plan(precision))[0]
-                said = f"{found.ratio:.3f}x ({found.low:.3f} to {found.high:.3f}); {found.ours_ms:.2f} ms, bare {found.bare_ms:.2f} ms"
-                bench.tell(
-                    check_name, asked=asked, measured=said, verdict=found.ratio >= ASKED if bench.on_gpu else "measured"
-                )
+                train = functools.partial(compared, size=size, turns=turns, steps=steps)
+                found = bench.forked(train, size.plan(precision))[0]
+                verdict = found.ratio >= ASKED if bench.on_gpu else "measured"
+                bench.tell(check_name, asked=asked, measured=str(found), verdict=verdict)

@@ -1,4 +1,4 @@
-"""Workers are forked from a parent that has touched no device, also where a script looks for one while it is imported."""
+"""Workers are forked from a parent that has touched no device, also where a script looks for one on import."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import time
 
 from device_checks.bench import Bench
 
-ABOUT = "warm start before a device is touched"
-LIMIT_S = 90
 WAYS = {
     "plain": "workers start from a warm parent",
     "looks": "the script asks torch.cuda.is_available() while it is imported",

@@ -3,9 +3,9 @@
 import sys
 
 import torch
-from gpt import GPT, next_byte_loss, standard_library, windows
 
 import paceline
+from gpt import GPT, next_byte_loss, standard_library, windows
 
 WIDTH, LAYERS, HEADS, SAMPLES, STEPS = map(int, sys.argv[1:])
 

@@ -1,6 +1,7 @@
 """A group that takes a device's tensors one way, and everything else to a group of the host's.
 
-Votes, objects and barriers are tensors of the CPU. They stay on the host's group, whose waits end when a member is lost.
+Votes, objects and barriers are tensors of the CPU. They stay on the host's group, whose waits end when a member is
+lost.
 """
 
 from __future__ import annotations

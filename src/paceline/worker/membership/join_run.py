@@ -65,8 +65,8 @@ __all__ = ["WorkerContext", "join_run", "open_network_remark"]
 LOOPBACK = "127.0.0.1"
 BACKSTOP_S = 15.0  # beyond Job.timeout_s
 UNTRIED_ON_DEVICES = (
-    "workers that come and go, with a GPU each, have not been run on several GPUs yet: NCCL's communicators are aborted "
-    "and made anew, as tested with a stand-in. Save checkpoints often"
+    "workers that come and go, with a GPU each, have not been run on several GPUs yet: NCCL's communicators are "
+    "aborted and made anew, as tested with a stand-in. Save checkpoints often"
 )
 
 

@@ -23,7 +23,7 @@ __all__ = [
 SHARED = "cuda-shared"  # Job.device: several workers may have the same GPU
 
 TensorWay = Literal["host", "staged", "device"]
-"""How a worker's tensors travel: they are the host's anyway; or copied to the host and back; or from device to device."""
+"""How a worker's tensors travel: they are the host's anyway; copied to the host and back; or from device to device."""
 
 
 def choose_device(wanted: str, *, local_rank: int, local_workers: int) -> torch.device:

@@ -223,10 +223,11 @@ def parallel_groups_of(
     """Build the groups that a layout needs beside the whole run's, over torch's default one. All of its workers must
     call it; blocks.
 
-    `way`: how tensors on `device` travel. `hosts` names the host of each worker in torch's default group: workers of an axis on one host use its shared
-    memory, and `tell` gets an event where they cannot. `streams`: parameters are loaded to the device unit by unit, so
-    a single worker needs a mesh as well. `across`: the group between replicas of an elastic run, where torch's default
-    group is this replica's alone; the run then has about `num_workers` workers, and `group` has no members yet.
+    `way`: how tensors on `device` travel. `hosts` names the host of each worker in torch's default group: workers of an
+    axis on one host use its shared memory, and `tell` gets an event where they cannot. `streams`: parameters are loaded
+    to the device unit by unit, so a single worker needs a mesh as well. `across`: the group between replicas of an
+    elastic run, where torch's default group is this replica's alone; the run then has about `num_workers` workers, and
+    `group` has no members yet.
     `on_way` gives the replica group, of this name and these workers, the plan's all-reduce algorithm.
     """
     layout = plan.layout
