@@ -36,7 +36,7 @@ def check(bench: Bench) -> None:
 
 def _life(made: Any, device: torch.device, store: Any) -> tuple[float, float]:
     began = time.perf_counter()
-    one = made(store, index=0, size=1, device=device, timeout_s=20.0)
+    one = made(store, index=0, size=1, device=device)
     one.connect()
     numbers = torch.full((1 << 16,), 3.0, device=device)
     work = one.all_reduce(numbers)

@@ -37,7 +37,7 @@ ABORT_S = 30.0  # for a communicator to end what runs, before the next one is ma
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Pending:
+class _Enqueued:
     """A collective that has not ended, as far as the host knows."""
 
     work: CommunicatorWork
@@ -63,7 +63,7 @@ class AbortableGroup(RoutedGroup):
     ) -> None:
         super().__init__(base, device=device)
         self._communicator, self._check, self._timeout_s = communicator, check, timeout_s
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[_Enqueued] = deque()
         self._failure: SyncError | None = None  # set before the communicator is aborted
         self._ends = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="paceline-watch-device", daemon=True)
@@ -156,7 +156,7 @@ class AbortableGroup(RoutedGroup):
             self.raise_if_over()
             raise
         self._drop_ended()
-        self._pending.append(_Pending(work, what, time.monotonic() + self._timeout_s, kept))
+        self._pending.append(_Enqueued(work, what, time.monotonic() + self._timeout_s, kept))
         return _DeviceTransfer(self, work, copies)
 
     def _drop_ended(self) -> None:

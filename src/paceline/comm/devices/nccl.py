@@ -11,7 +11,6 @@ this file, with a stand-in that behaves as NCCL's documentation says (`tests/sup
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ __all__ = ["NcclCommunicator"]
 class NcclCommunicator:
     """One member's end of an NCCL communicator, which exists from `connect` on. `store` is for this one alone."""
 
-    def __init__(self, store: dist.Store, *, index: int, size: int, device: torch.device, timeout_s: float) -> None:
+    def __init__(self, store: dist.Store, *, index: int, size: int, device: torch.device) -> None:
         made: Any = getattr(dist, "ProcessGroupNCCL", None)
         if made is None:
             raise SyncError(
@@ -37,7 +36,6 @@ class NcclCommunicator:
             )
         environment.let_nccl_be_aborted()
         options = made.Options()
-        options._timeout = timedelta(seconds=timeout_s)
         options.config.blocking = 0
         self._device = device
         self._backend: Any = made(store, index, size, options)

@@ -29,7 +29,7 @@ TensorWay = Literal["host", "staged", "device"]
 def choose_device(wanted: str, *, local_rank: int, local_workers: int) -> torch.device:
     """Return this worker's device: "auto" takes a GPU for each worker where the host has enough of them, else the CPU.
 
-    "cuda-shared" deals the host's GPUs out to the workers in turn, however many there are. Raises PlanError when "cuda"
+    "cuda-shared" gives the host's GPUs to the workers in turn, however many there are. Raises PlanError when "cuda"
     is asked for and the host has fewer GPUs than workers, or "cuda-shared" and it has none.
     """
     num_devices = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
