@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import statistics
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +36,7 @@ class Shape:
     def of_transformers(self) -> nn.Module:
         from transformers import LlamaConfig, LlamaForCausalLM
 
+        settings: dict[str, Any] = {"attn_implementation": "sdpa", "use_cache": False}
         return LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=self.words,
@@ -44,8 +46,7 @@ class Shape:
                 num_attention_heads=self.heads,
                 num_key_value_heads=self.kv_heads,
                 max_position_embeddings=self.length,
-                attn_implementation="sdpa",
-                use_cache=False,
+                **settings,
             )
         )
 

@@ -30,13 +30,13 @@ class Row:
 def append(path: Path, row: Row) -> None:
     """Keep a row at once: what comes later may be cut off."""
     with path.open("a") as file:
-        file.write(json.dumps(dataclasses.asdict(row)) + "\n")
+        file.write(f"\n{json.dumps(dataclasses.asdict(row))}\n")  # the row before may have been cut off
         file.flush()
         os.fsync(file.fileno())
 
 
 def read(path: Path) -> list[Row]:
-    """Return what was kept; a last line that was cut off is left out."""
+    """Return what was kept; lines that were cut off are left out."""
     if not path.exists():
         return []
     rows = []

@@ -16,6 +16,7 @@ What is kept of the documentation ("Fault Tolerance", and `ncclCommAbort`, `nccl
 from __future__ import annotations
 
 import contextlib
+import functools
 import pickle
 import queue
 import secrets
@@ -68,7 +69,7 @@ class FakeNccl:
                 listener.bind(name)
                 listener.listen(self._size)
                 listener.settimeout(0.01)
-                self._store.set("fake_nccl", name.encode())
+                self._store.set("fake_nccl", name.removeprefix("\0"))
                 while len(self._sockets) < self._size - 1:
                     self._refuse_aborted()
                     try:
@@ -79,7 +80,7 @@ class FakeNccl:
                     self._sockets[struct.unpack("<q", _take(link, 8))[0]] = link
         else:
             link = socket.socket(socket.AF_UNIX)
-            link.connect(self._store.get("fake_nccl"))
+            link.connect(b"\0" + self._store.get("fake_nccl"))
             link.sendall(struct.pack("<q", self._index))
             self._sockets[0] = link
         for other in sorted(self._sockets):  # all have come: member 0 lets the others go on
@@ -93,7 +94,7 @@ class FakeNccl:
     def all_reduce(self, tensor: Tensor) -> FakeWork:
         def do() -> None:
             parts = self._everything(tensor)
-            tensor.copy_(sum(parts[1:], parts[0]))
+            tensor.copy_(_sum(parts))
 
         return self._enqueue(do, [tensor])
 
@@ -107,7 +108,7 @@ class FakeNccl:
     def reduce_scatter(self, parts: Sequence[Tensor], out: Tensor) -> FakeWork:
         def do() -> None:
             own = [rows[self._index] for rows in self._everything(torch.stack(list(parts)))]
-            out.copy_(sum(own[1:], own[0]))
+            out.copy_(_sum(own))
 
         return self._enqueue(do, [out])
 
@@ -189,6 +190,11 @@ class FakeNccl:
             return [_receive_back(one) for one in parts]
         _send(self._sockets[0], own)
         return _receive(self._sockets[0])
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    """In the order of the members, so that all of them have the same bits."""
+    return functools.reduce(torch.add, parts)
 
 
 def _packed(value: Any) -> Any:

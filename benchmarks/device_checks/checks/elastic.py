@@ -22,7 +22,7 @@ def check(bench: Bench) -> None:
             measured=f"{len(whole)} losses",
             verdict="measured",
         )
-    for place in PLACES if whole else ():
+    for place in PLACES[:: 1 if bench.on_gpu else 2] if whole else ():
         name, asked = f"elastic: kill -9 of a worker of 3, {place}", f"regroups, the same losses within {NEAR:g}"
         with bench.row(name, asked=asked):
             losses, regroups = _losses(bench, place)

@@ -11,9 +11,24 @@ from device_checks.gpt_steps import Size
 
 NEAR = 0.2
 WAYS = ("none,none", "blocks,none", "selective,none", "none,optimizer", "blocks,all")
-CLUSTER = (
-    '[clusters.here]\ndevice = "h200"\nhosts = 1\ndevices_per_host = 1\nnetwork_gb_s = 10.0\nsource = "one device"\n'
-)
+# Bytes alone matter here. What torch says that it has allocated leaves out what the device's runtime takes.
+CLUSTER = """
+[devices.here]
+memory_gb = 141.0
+memory_gb_s = 4800.0
+tflops = { bf16 = 989.4, fp16 = 989.4, fp32 = 66.9 }
+link_gb_s = 450.0
+network_gb_s = 50.0
+host_link_gb_s = 50.0
+runtime_gb = 0.0
+source = "the rates of an H200"
+
+[clusters.here]
+device = "here"
+hosts = 1
+devices_per_host = 1
+source = "one device"
+"""
 RECEIPT = re.compile(r"memory (\S+ [GM]B), predicted (\S+ [GM]B) \(([+-]\d+) %\)")
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import typing
+
 from device_checks.bench import Bench, Refused
 from device_checks.gpt_steps import Size, Trained, trained
 from paceline.errors import PlanError
-from paceline.plan import Plan
+from paceline.plan import Compute, Plan
 
 NEAR = 0.02
-PRECISIONS = ("bf16", "fp16", "fp8", "fp8-rows")
+KNOWN = typing.get_args(typing.get_type_hints(Compute)["precision"])
+PRECISIONS = ("bf16", "fp16", *([name for name in KNOWN if name.startswith("fp8")] or ["fp8"]))
 
 
 def check(bench: Bench) -> None:
