@@ -6,6 +6,7 @@
 #   make test-compat  programs of Accelerate, DeepSpeed, Horovod and Keras beside the frameworks themselves: minutes
 #   make test-tensorflow  TensorFlow's and KerasHub's programs, in an environment of their own (.venv-tensorflow, 2 GB)
 #   make test-torch TORCH=2.15.0  unit and world tests on another torch, in an environment of its own (up to 6 GB)
+#   make accelerator  the checks that need a GPU, on the one that is here: a table, in ten minutes at most; installs nothing
 #   make check    formatter, linter, import contract, the library's types in short, unit tests: under a minute
 #   make lint     the same without tests, and the types of everything, in full
 #   make bench    the measurements of docs/reference/benchmarks.md
@@ -41,10 +42,14 @@ define STYLE
 endef
 
 TENSORFLOW_VENV := .venv-tensorflow
+HAS_TORCH := import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None or sys.version_info < (3, 11))
+# PYTHON, if it is given; else the first of these with torch: this checkout's own environment, python3, python.
+ACCELERATOR_PYTHON = $(if $(filter-out undefined file,$(origin PYTHON)),$(PYTHON),$(or $(shell for python in $(BIN)/python \
+    python3 python; do $$python -c '$(HAS_TORCH)' 2>/dev/null && echo $$python && break; done),python3))
 TORCH ?= 2.15.0
 TORCH_VENV = .venv-torch-$(TORCH)
 
-.PHONY: help demo test test-long test-engines test-compat test-tensorflow test-torch check lint bench docs format clean
+.PHONY: help demo test test-long test-engines test-compat test-tensorflow test-torch accelerator check lint bench docs format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -83,6 +88,10 @@ test-torch: $(TORCH_VENV)/.made
 	@echo "== tests on torch $(TORCH)"
 	@PATH="$(abspath $(TORCH_VENV))/bin:$$PATH" $(TORCH_VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
 	    tests/unit tests/world $(ARGS)
+
+# With the Python that has torch, as it is: PYTHON=python3 make accelerator. Nothing is installed, so nothing is fetched.
+accelerator:
+	@$(ACCELERATOR_PYTHON) benchmarks/accelerator.py $(ARGS)
 
 check: $(VENV)/.dev
 	$(STYLE)

@@ -83,6 +83,11 @@ PRELOADS = "PACELINE_PRELOADS"  # set in a warm parent until its imports are don
 FIRST_PORT, NUM_PORTS = 20000, 10000
 SHORTEST_TOKEN = 16  # bytes; what people type by heart is shorter
 CGROUP = Path("/sys/fs/cgroup")
+NCCL_DEFAULTS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # torch would end the process after an error or a time limit
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # and where its own watch stands still, as during an abort
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",  # a communicator can be aborted while it is made
+}
 MORE_NAMES = (
     OWN_ASSIGNMENT,
     OWN_PID,
@@ -96,6 +101,8 @@ MORE_NAMES = (
     RESTARTS,
     "GLOO_SOCKET_IFNAME",
     "TORCH_CPP_LOG_LEVEL",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    *NCCL_DEFAULTS,
 )
 
 
@@ -364,6 +371,19 @@ def set_world_names(*, rank: int, workers: int, local_rank: int, local_workers: 
 def set_gloo_interface(name: str) -> bool:
     """Make gloo use network interface `name`, unless the user has chosen one; return whether it was set."""
     return _set_default("GLOO_SOCKET_IFNAME", name)
+
+
+def look_for_devices_without_opening_them() -> None:
+    """Have torch ask the driver's management library whether there is a GPU, and how many: the CUDA runtime could not
+    be used after a fork then. Documented by torch for that; a value that is set stays."""
+    _set_default("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+
+def let_nccl_be_aborted() -> None:
+    """Have torch leave it to this process what a lost member means: no end of the process, and communicators that can
+    be aborted while they are made. Values that are set stay."""
+    for name, value in NCCL_DEFAULTS.items():
+        _set_default(name, value)
 
 
 def quiet() -> None:

@@ -5,7 +5,8 @@ Where they may be lost: `doomed`.
 OPTIONS  JSON: plan, and fields of the Job; pause_s: after each step; gate: after this step wait for the file "open";
          whole: [step, workers], after this step (0: after each) wait until so many are there, or are to be; turns:
          replicas do not wait for each other, so there is no schedule; loops: over batches, all but the last one over
-         one epoch; hooked: gradients are clamped by hooks, and an average of the weights is kept
+         one epoch; hooked: gradients are clamped by hooks, and an average of the weights is kept; way: of a device's
+         tensors, which the host's take here
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+import device_ways
 import paceline
 from paceline import Plan
 from paceline.checkpoint.async_writer import AsyncWriter
@@ -146,6 +148,8 @@ def train(worker: paceline.Worker) -> str:
 if __name__ == "__main__":
     job = {"max_steps": 12, "workers": 4, "save_every": 3, "tensorboard": False, **OPTIONS.get("job", {})}
     sys.setswitchinterval(0.001)
+    if "way" in OPTIONS:
+        device_ways.have_workers_pretend(train, OPTIONS["way"])
     paceline.run(
         train,
         plan=Plan.parse(OPTIONS.get("plan", "replicas=2-4+batch(size=20,micro=2)+compute(precision=fp64)")),

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+import device_ways
 import paceline
 from paceline import Plan
 from paceline.checkpoint.sharded_writer import WriterGroup
@@ -163,4 +164,6 @@ def train(worker: paceline.Worker) -> None:
 
 if __name__ == "__main__":
     job = {"max_steps": 12, "workers": 4, "save_every": 3, "tensorboard": False, **OPTIONS.get("job", {})}
+    if "way" in OPTIONS:
+        device_ways.have_workers_pretend(train, OPTIONS["way"])
     paceline.run(train, plan=Plan.parse(OPTIONS["plan"]), **job)

@@ -93,7 +93,8 @@ OPTIONS = {
     "grace_s": ("SECONDS", "after SIGTERM, so long to finish the step, save and leave (default: 30)"),
     "device": (
         "WHERE",
-        "auto: a GPU for each worker if the host has enough, else the CPU; or cpu, or cuda (default: auto)",
+        "auto: a GPU for each worker if the host has enough, else the CPU; or cpu, cuda, or cuda-shared: workers may "
+        "share a GPU, to try layouts (default: auto)",
     ),
     "threads": ("N", "CPU threads of each worker (default: cores of the host / workers on it)"),
     "metrics_port": ("PORT", "serve metrics for Prometheus on this port; 0: any free one (default: do not)"),

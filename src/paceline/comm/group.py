@@ -198,12 +198,15 @@ class Group:
 
     shares_memory = False
 
-    def __init__(self, process_group: dist.ProcessGroup, *, device: torch.device) -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup, *, device: torch.device, objects_on: torch.device | None = None
+    ) -> None:
+        """`objects_on`: where CUDA tensors within objects arrive, if not on `device`."""
         self.index = process_group.rank()
         self.size = process_group.size()
         self.hosts = (0,) * self.size
         self._group: dist.ProcessGroup | None = process_group
-        self.device = device
+        self.device, self.objects_on = device, objects_on or device
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=device)
@@ -278,7 +281,7 @@ class Group:
             if len(rest):
                 self.broadcast(rest, source=index, what="gathered objects")
             parts.append(part)
-        return [from_bytes(part, self.device) for part in parts]
+        return [from_bytes(part, self.objects_on) for part in parts]
 
     def broadcast_object(self, value: Any, *, source: int = 0) -> Any:
         is_source = self.index == source
@@ -288,7 +291,7 @@ class Group:
         part, rest = (payload, payload[FIRST_PAYLOAD_BYTES:]) if is_source else _parse_first(first, source)
         if len(rest):
             self.broadcast(rest, source=source, what="broadcast object")
-        return value if is_source else from_bytes(part, self.device)
+        return value if is_source else from_bytes(part, self.objects_on)
 
     def barrier(self) -> None:
         self.all_reduce(torch.zeros(1), what="barrier").wait()

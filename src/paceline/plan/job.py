@@ -103,8 +103,8 @@ class Job:
     patience_s: float = 60.0  # elastic runs: with fewer replicas than the plan's least, for so long, save and end;
     # and so long a run that could begin again waits for another host in place of a lost one
     grace_s: float = 30.0  # after SIGTERM the workers may take so long to finish the step, save and leave
-    device: Literal["auto", "cpu", "cuda"] = (
-        "auto"  # "auto": a GPU for each worker if the host has enough, else the CPU
+    device: Literal["auto", "cpu", "cuda", "cuda-shared"] = (
+        "auto"  # "auto": a GPU for each worker if the host has enough, else the CPU; "cuda-shared": they may share one
     )
     threads: int | None = None  # CPU threads of each worker; None: cores of the host / workers on it
     metrics_port: int | None = None  # Prometheus endpoint; 0: any free port; None: no endpoint

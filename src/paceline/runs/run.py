@@ -83,7 +83,7 @@ def run(
     keep: int | None = None,
     remote_dir: str | None = None,
     remote_wait_s: float | None = None,
-    device: Literal["auto", "cpu", "cuda"] | None = None,
+    device: Literal["auto", "cpu", "cuda", "cuda-shared"] | None = None,
     threads: int | None = None,
     on: str | Engine | None = None,
     hosts: int | str | None = None,
@@ -137,7 +137,8 @@ def run(
     :param remote_dir: an address in object storage, such as "s3://bucket/runs/first": checkpoints are copied there
         behind training, and a `run_dir` without newer ones continues from there (none).
     :param remote_wait_s: seconds at the run's end for checkpoints that are not there yet (600).
-    :param device: "cpu", "cuda", or "auto": a GPU for each worker if the host has enough, else the CPU ("auto").
+    :param device: "cpu", "cuda", or "auto": a GPU for each worker if the host has enough, else the CPU ("auto"). With
+        "cuda-shared" several workers may share a GPU: to try layouts, since their tensors go through the host.
     :param threads: CPU threads of each worker (cores of the host divided by the workers on it).
     :param on: an engine that starts the hosts: "slurm", "ssh", or one with settings, `Slurm(partition="gpu")`. The call
         gives this script to it, and follows the run to its end; then it returns None, or exits with the run's status.

@@ -52,6 +52,7 @@ def test_a_group_that_breaks_while_memory_is_shared_is_closed_with_the_one_befor
         plan=Plan(layout=Layout(replicas=(1, 2), shard=2)),
         job=SimpleNamespace(timeout_s=1.0, private_network=False),
         device=torch.device("cpu"),
+        way="host",
         recorder=FlightRecorder.unread(),
         tell=lambda _: None,
     )

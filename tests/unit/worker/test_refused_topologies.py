@@ -18,42 +18,33 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.mark.parametrize(
-    ("launcher", "has_supervisor", "device", "says", "remedy"),
+    ("launcher", "has_supervisor", "says", "remedy"),
     [
         # srun, mpirun and torchrun: workers of a world that somebody else started have no supervisor of ours.
         (
             "local",
             False,
-            CPU,
             "lets workers come and go, but the program that started these workers keeps their number fixed.",
             "Use Layout(replicas=n), or start the workers with paceline run (on every host, where there are several).",
         ),
         (
             "inline",
             True,
-            CPU,
             "lets workers come and go, but launcher='inline' keeps their number fixed.",
             "Use Layout(replicas=n), or start the workers with paceline run (on every host, where there are several).",
-        ),
-        (
-            "local",
-            True,
-            GPU,
-            "lets workers come and go, which is built for the CPU so far, not for cuda.",
-            "Use Layout(replicas=n), or device='cpu'.",
         ),
     ],
 )
 def test_an_elastic_run_is_refused_where_workers_cannot_come_and_go(
-    launcher: Any, has_supervisor: bool, device: torch.device, says: str, remedy: str
+    launcher: Any, has_supervisor: bool, says: str, remedy: str
 ) -> None:
     with pytest.raises(PlanError) as refused:
-        _refuse_where_fixed(ELASTIC, Job(launcher=launcher), device, has_supervisor=has_supervisor)
+        _refuse_where_fixed(ELASTIC, Job(launcher=launcher), has_supervisor=has_supervisor)
     assert str(refused.value) == f"Layout(replicas=(2, 4)) {says} {remedy}"
 
 
-def test_an_elastic_run_of_our_own_launcher_on_cpus_is_not_refused() -> None:
-    _refuse_where_fixed(ELASTIC, Job(launcher="local"), CPU, has_supervisor=True)
+def test_an_elastic_run_of_our_own_launcher_is_not_refused() -> None:
+    _refuse_where_fixed(ELASTIC, Job(launcher="local"), has_supervisor=True)
 
 
 def test_parameter_servers_are_refused_on_gpus() -> None:

@@ -64,7 +64,10 @@ def add(commands: Commands) -> None:
         help="largest relative difference that passes (default: 1e-5, in float64 1e-9)",
     )
     parser.add_argument(
-        "--device", metavar="WHERE", default="auto", help="auto, cpu or cuda, as for `paceline run` (default: auto)"
+        "--device",
+        metavar="WHERE",
+        default="auto",
+        help="auto, cpu, cuda or cuda-shared, as for `paceline run` (default: auto)",
     )
     parser.add_argument("--keep", metavar="DIR", type=Path, help="keep the runs and their captures in this directory")
     parser.add_argument(

@@ -28,7 +28,7 @@ class ParityRequest:
     bare: bool = False  # compare with a plain torch loop, too
     float64: bool = False
     tolerance: float | None = None  # None: by precision
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "cuda-shared"] = "auto"
     keep: Path | None = None  # directory for the runs; None: a temporary one
     json: bool = False
     where: bool = True  # run what does not hold again, to find out where

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from paceline.comm.allreduce.async_collectives import AsyncCollective, CollectiveThreads
 from paceline.comm.allreduce.schedule_executor import ReceiveBuffers, ScheduleExecution
+from paceline.comm.devices.routed_group import RoutedGroup
 from paceline.comm.group import CompletedTransfer, Group, Transfer, WorkerGroup, copy_into
 from paceline.comm.shared_memory.shared_group import SharedGroup
 from paceline.errors import SyncError
@@ -252,7 +253,7 @@ class _StreamTransfer:
 def backend_group_of(group: WorkerGroup) -> Group:
     """Return the group at the bottom, which sends tensors between two members."""
     while not isinstance(group, Group):
-        if not isinstance(group, (ScheduledGroup, SharedGroup)):
+        if not isinstance(group, (ScheduledGroup, SharedGroup, RoutedGroup)):
             raise SyncError("there is no other member to send to, or to receive from")
         group = group.base
     return group

@@ -45,8 +45,16 @@ POLL_S = 0.002
 class GenerationGroup(Group):
     """A group of one generation; a lost peer or a newer generation raises `Disrupted` in every wait."""
 
-    def __init__(self, backend: Any, *, device: torch.device, check: Callable[[], None], timeout_s: float) -> None:
-        super().__init__(backend, device=device)
+    def __init__(
+        self,
+        backend: Any,
+        *,
+        device: torch.device,
+        check: Callable[[], None],
+        timeout_s: float,
+        objects_on: torch.device | None = None,
+    ) -> None:
+        super().__init__(backend, device=device, objects_on=objects_on)
         self._backend: Any = backend
         self._check, self._timeout_s = check, timeout_s
 
@@ -276,7 +284,7 @@ class ElasticGroup:
         group.receive(size, source=source, what="the size of a state")
         payload = room_for_object(int(size), f"the state that worker {source} sends")
         group.receive(payload, source=source, what="a state")
-        return from_bytes(payload, group.device)
+        return from_bytes(payload, group.objects_on)
 
     def close(self) -> None:
         if self._group is not None:

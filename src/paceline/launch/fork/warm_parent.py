@@ -98,6 +98,7 @@ def main(start: Mapping[str, Any]) -> None:
 
 def _preload(modules: Sequence[str]) -> None:
     """Import what every worker needs; workers share this memory."""
+    environment.look_for_devices_without_opening_them()  # a module may look while it is imported
     gc.disable()  # imports create long-lived objects, so collections during them are wasted
     for name in modules:
         importlib.import_module(name)

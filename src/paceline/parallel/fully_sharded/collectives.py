@@ -39,7 +39,7 @@ class ShardCollective:
     """A collective of one unit of a model.
 
     `group` is the name of the workers in the flight recorder. CPU tensors use the transport `over`, a group of the same
-    workers, if there is one; it records its calls itself.
+    workers, if there is one; it records its calls itself. `stages`: CUDA tensors do so, too, through the host.
     """
 
     def __init__(
@@ -50,15 +50,17 @@ class ShardCollective:
         unit: str,
         traffic: ShardCollectives,
         over: WorkerGroup | None = None,
+        stages: bool = False,
     ) -> None:
-        self._recorder, self._group, self._unit, self._traffic, self._over = recorder, group, unit, traffic, over
+        self._recorder, self._group, self._unit, self._traffic = recorder, group, unit, traffic
+        self._over, self._stages = over, stages
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for what is sent or received."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def _shared(self, tensor: Tensor) -> WorkerGroup | None:
-        return None if tensor.is_cuda else self._over
+        return None if tensor.is_cuda and not self._stages else self._over
 
     @contextlib.contextmanager
     def _noted(self, kind: str, tensor: Tensor, *, is_async: bool) -> Iterator[str]:

@@ -68,6 +68,7 @@ class ShardGroup:
     mesh: DeviceMesh  # one-dimensional
     group: WorkerGroup
     name: str  # their name in the flight recorder
+    is_staged: bool = False  # a device's tensors go through the host, over `group`
 
 
 class ShardedModels:
@@ -307,11 +308,12 @@ class ShardedModel:
         self, sharded: Any, name: str, *, over: ShardGroup, recorder: FlightRecorder, traffic: ShardCollectives
     ) -> None:
         """Route a unit's collectives over shared memory where possible, and record them under the unit's name."""
-        shared = over.group if over.group.shares_memory else None
+        shared = over.group if over.group.shares_memory or over.is_staged else None
+        stages = over.is_staged
         sharded.set_custom_all_gather(
-            ShardAllGather(recorder, group=over.name, unit=name, traffic=traffic, over=shared)
+            ShardAllGather(recorder, group=over.name, unit=name, traffic=traffic, over=shared, stages=stages)
         )
-        scatter = ShardReduceScatter(recorder, group=over.name, unit=name, traffic=traffic, over=shared)
+        scatter = ShardReduceScatter(recorder, group=over.name, unit=name, traffic=traffic, over=shared, stages=stages)
         sharded.set_custom_reduce_scatter(scatter)
         self._sums[sharded] = scatter, over
         self._units.append(sharded)

@@ -1,7 +1,8 @@
 """Builds the process groups of an elastic run, one set for each generation of its members.
 
 The members of a generation meet through the key-value store of the coordinator, connect to each other, and use shared
-memory where all of them are on one host.
+memory where all of them are on one host. Tensors of devices take a way of their own above that: through the host's
+memory, or on a communicator of the devices, which is made anew with each generation.
 """
 
 from __future__ import annotations
@@ -10,9 +11,14 @@ import dataclasses
 import time
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 
 from paceline.comm.algorithm_selection import with_selected_algorithm
+from paceline.comm.devices.abortable_group import AbortableGroup
+from paceline.comm.devices.communicator import Communicator, connect_communicator
+from paceline.comm.devices.host_staged_group import HostStagedGroup
+from paceline.comm.devices.nccl import NcclCommunicator
 from paceline.comm.elastic.generation_group import GenerationGroup, connect_backend, generation_name
 from paceline.comm.elastic.lockstep_group import CrossReplicaGroup, Lockstep
 from paceline.comm.group import Disrupted, SingleWorkerGroup, WorkerGroup
@@ -57,6 +63,8 @@ class ElasticMembership:
 
 class GenerationBuilder:
     """Builds the groups of one worker, generation by generation."""
+
+    make_communicator: Callable[..., Communicator] = NcclCommunicator
 
     def __init__(
         self,
@@ -128,7 +136,10 @@ class GenerationBuilder:
             address=context.assignment.address if is_spread else None,
             over_gloo=context.job.private_network,
         )
-        group: WorkerGroup = GenerationGroup(backend, device=context.device, check=check, timeout_s=timeout_s)
+        host = torch.device("cpu")  # tensors of devices take another way
+        group: WorkerGroup = GenerationGroup(
+            backend, device=host, objects_on=context.device, check=check, timeout_s=timeout_s
+        )
         if not is_spread:
             neighbours = len(view.members)
             try:
@@ -140,14 +151,31 @@ class GenerationBuilder:
                 raise
             if reason is not None and context.assignment.rank == members[0]:
                 context.tell(shared_memory_unavailable("workers sum gradients", reason))
-        if not name and not reduces_over_all_workers(context.plan):
-            return group
-        return with_selected_algorithm(
-            group,
-            self._settings,
-            ranks=members,
-            store=dist.PrefixStore("near", store),
-            check=check,
-            lost=Disrupted,
-            reports=context.assignment.rank == members[0] == view.members[0],
-        )
+        if context.way != "device" and (name or reduces_over_all_workers(context.plan)):
+            group = with_selected_algorithm(
+                group,
+                self._settings,
+                ranks=members,
+                store=dist.PrefixStore("near", store),
+                check=check,
+                lost=Disrupted,
+                reports=context.assignment.rank == members[0] == view.members[0],
+            )
+        if context.way == "staged":
+            return HostStagedGroup(group, device=context.device)
+        return self._on_devices(group, store, check, check_rendezvous) if context.way == "device" else group
+
+    def _on_devices(
+        self, host: WorkerGroup, store: SupervisorStore, check: Callable[[], None], check_rendezvous: Callable[[], None]
+    ) -> WorkerGroup:
+        """Return the group whose members' devices exchange tensors; `host` is closed where they cannot connect."""
+        device, timeout_s = self._context.device, self._context.job.timeout_s
+        try:
+            communicator = self.make_communicator(
+                dist.PrefixStore("device", store), index=host.index, size=host.size, device=device
+            )
+            connect_communicator(communicator, check_rendezvous)
+        except SyncError:
+            host.close()
+            raise
+        return AbortableGroup(host, communicator, device=device, check=check, timeout_s=timeout_s)

@@ -14,6 +14,7 @@ from paceline.events import Event
 from paceline.plan import Gossip, ParameterServer, Plan
 from paceline.plan.job import Assignment, Job
 from paceline.worker.membership.preemption import PreemptionNotice
+from paceline.worker.topology.device import TensorWay, tensor_way
 
 __all__ = ["JoinContext", "allreduce_algorithm", "allreduce_settings", "host_name", "replica_name"]
 
@@ -32,6 +33,16 @@ class JoinContext:
     tell: Callable[[Event], None]  # records an event of the run
     trains_itself: bool = False  # the program has a loop and process groups of its own: torch's default one is its own
     ends_alone: bool = False  # the program takes no common step: SIGTERM is its own, and each worker ends by itself
+
+    @property
+    def way(self) -> TensorWay:
+        """How this worker's tensors travel to the others."""
+        return tensor_way(self.device, self.job.device)
+
+    @property
+    def host_device(self) -> torch.device:
+        """The device of the tensors that the groups below see: the host, where all tensors pass through it."""
+        return torch.device("cpu") if self.way == "staged" else self.device
 
 
 def allreduce_settings(context: JoinContext) -> AllReduceSettings:

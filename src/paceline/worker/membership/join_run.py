@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from paceline import environment
 from paceline.comm.algorithm_selection import with_selected_algorithm
+from paceline.comm.devices.host_staged_group import HostStagedGroup
 from paceline.comm.elastic.generation_group import ElasticGroup, GenerationGroup, generation_name
 from paceline.comm.elastic.lockstep_group import CrossReplicaGroup, Lockstep, LockstepGroup
 from paceline.comm.flight_recorder import FlightRecorder
@@ -63,6 +64,10 @@ __all__ = ["WorkerContext", "join_run", "open_network_remark"]
 
 LOOPBACK = "127.0.0.1"
 BACKSTOP_S = 15.0  # beyond Job.timeout_s
+UNTRIED_ON_DEVICES = (
+    "workers that come and go, with a GPU each, have not been run on several GPUs yet: NCCL's communicators are "
+    "aborted and made anew, as tested with a stand-in. Save checkpoints often"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +101,7 @@ def join_run(context: JoinContext) -> Iterator[WorkerContext]:
     if store is None and channel is None and assignment.workers > 1:
         raise LaunchError(f"worker {assignment.rank} of {assignment.workers} was given no way to reach the others")
     if is_elastic:
-        _refuse_where_fixed(plan, context.job, context.device, has_supervisor=channel is not None)
+        _refuse_where_fixed(plan, context.job, has_supervisor=channel is not None)
     if assignment.workers > 1 or is_elastic:
         environment.set_gloo_interface(_interface_of(assignment.address))
         listen_at(assignment.address if _may_be_spread(assignment) else None)
@@ -156,15 +161,15 @@ def _join_fixed(
             rank=assignment.rank,
             world_size=assignment.workers,
             timeout=timedelta(seconds=timeout_s),
-            device_id=device if device.type == "cuda" else None,
+            device_id=device if context.way == "device" else None,
         )
     group: WorkerGroup = SingleWorkerGroup()
     settings = allreduce_settings(context)
     if context.trains_itself:
         group = _group_beside_programs(context, shared)
     elif assignment.workers > 1:
-        group = over_torch = Group(default_group(), device=device)
-        if assignment.hosts == 1 and device.type == "cpu":
+        group = over_torch = Group(default_group(), device=context.host_device, objects_on=device)
+        if assignment.hosts == 1 and context.way != "device":
             group, reason = with_shared_memory(over_torch, timeout_s=timeout_s)
             if reason is not None and assignment.rank == 0:
                 context.tell(shared_memory_unavailable("workers sum gradients", reason))
@@ -176,6 +181,8 @@ def _join_fixed(
                 store=dist.PrefixStore("paceline/near", shared),
                 reports=assignment.rank == 0,
             )
+        if context.way == "staged":
+            group = HostStagedGroup(group, device=device)
     recorder.leave()
     members = ElasticGroup(group, generation=0, ranks=tuple(range(assignment.workers)), recorder=recorder)
     consensus = Consensus(
@@ -187,6 +194,7 @@ def _join_fixed(
         members,
         worker_rank=assignment.rank,
         device=device,
+        way=context.way,
         recorder=recorder,
         timeout_s=timeout_s,
         hosts=[host] * members.size if assignment.hosts == 1 else members.gather_objects(host),
@@ -246,6 +254,8 @@ def _join_elastic(context: JoinContext, channel: Channel, coordinator: Coordinat
     least, most = replicas if isinstance(replicas, tuple) else (assignment.workers, assignment.workers)
     shared = SupervisorStore(channel, timeout_s=timeout_s)
     _sign_over_gloo(context, shared)
+    if context.way == "device" and assignment.rank == 0 and not assignment.joins:
+        context.tell(Note(text=UNTRIED_ON_DEVICES))
     coordinator.acknowledges = context.plan.is_asynchronous
     coordinator.tell(
         "elastic", least=least, most=most, workers_each=layout.workers_each, joins_in_calls=context.ends_alone
@@ -300,6 +310,7 @@ def _join_replica(
             layout,
             worker_rank=assignment.rank,
             device=context.device,
+            way=context.way,
             recorder=recorder,
             timeout_s=timeout_s,
             host=host_name(assignment),
@@ -316,6 +327,7 @@ def _join_replica(
             members,
             worker_rank=assignment.rank,
             device=context.device,
+            way=context.way,
             recorder=recorder,
             timeout_s=timeout_s,
             hosts=hosts,
@@ -360,7 +372,7 @@ def _worker_context(
     )
 
 
-def _refuse_where_fixed(plan: Plan, job: Job, device: torch.device, *, has_supervisor: bool) -> None:
+def _refuse_where_fixed(plan: Plan, job: Job, *, has_supervisor: bool) -> None:
     """Raise PlanError where workers cannot come and go."""
     shown = f"Layout(replicas={plan.layout.replicas})"
     if not has_supervisor or job.launcher == "inline":
@@ -368,11 +380,6 @@ def _refuse_where_fixed(plan: Plan, job: Job, device: torch.device, *, has_super
         raise PlanError(
             f"{shown} lets workers come and go, but {cause} keeps their number fixed. Use Layout(replicas=n), or start "
             "the workers with paceline run (on every host, where there are several)."
-        )
-    if device.type != "cpu":
-        raise PlanError(
-            f"{shown} lets workers come and go, which is built for the CPU so far, not for {device.type}. Use "
-            "Layout(replicas=n), or device='cpu'."
         )
 
 
@@ -399,7 +406,9 @@ def open_network_remark(device: torch.device, *, hosts: int, is_private: bool) -
 
 
 def _backend(context: JoinContext) -> str:
-    return backend_for(context.device, over_gloo=context.job.private_network and _may_be_spread(context.assignment))
+    return backend_for(
+        context.device, way=context.way, over_gloo=context.job.private_network and _may_be_spread(context.assignment)
+    )
 
 
 def _sign_over_gloo(context: JoinContext, shared: dist.Store) -> None:

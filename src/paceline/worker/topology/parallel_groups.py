@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paceline.comm.devices.host_staged_group import HostStagedGroup
 from paceline.comm.elastic.generation_group import ElasticGroup
 from paceline.comm.flight_recorder import FlightRecorder
 from paceline.comm.group import Group, SingleWorkerGroup, WorkerGroup
@@ -39,7 +40,9 @@ from paceline.events import Event
 from paceline.parallel.fully_sharded.sharded_model import ShardGroup
 from paceline.parallel.mesh import Mesh, mesh_of
 from paceline.parallel.pipeline.stage_transfer import SharedMemoryTransport, StageTransport, TorchTransport
+from paceline.parallel.pipeline.staged_transport import HostStagedTransport
 from paceline.plan import Layout, Plan
+from paceline.worker.topology.device import TensorWay
 from paceline.worker.topology.recorded_groups import (
     RecordedContextGroup,
     RecordedExpertGroup,
@@ -211,6 +214,7 @@ def parallel_groups_of(
     timeout_s: float,
     hosts: Sequence[str],
     tell: Callable[[Event], None],
+    way: TensorWay = "host",
     streams: bool = False,
     across: WorkerGroup | None = None,
     num_workers: int | None = None,
@@ -219,10 +223,11 @@ def parallel_groups_of(
     """Build the groups that a layout needs beside the whole run's, over torch's default one. All of its workers must
     call it; blocks.
 
-    `hosts` names the host of each worker in torch's default group: workers of an axis on one host use its shared
-    memory, and `tell` gets an event where they cannot. `streams`: parameters are loaded to the device unit by unit, so
-    a single worker needs a mesh as well. `across`: the group between replicas of an elastic run, where torch's default
-    group is this replica's alone; the run then has about `num_workers` workers, and `group` has no members yet.
+    `way`: how tensors on `device` travel. `hosts` names the host of each worker in torch's default group: workers of an
+    axis on one host use its shared memory, and `tell` gets an event where they cannot. `streams`: parameters are loaded
+    to the device unit by unit, so a single worker needs a mesh as well. `across`: the group between replicas of an
+    elastic run, where torch's default group is this replica's alone; the run then has about `num_workers` workers, and
+    `group` has no members yet.
     `on_way` gives the replica group, of this name and these workers, the plan's all-reduce algorithm.
     """
     layout = plan.layout
@@ -259,9 +264,10 @@ def parallel_groups_of(
         if axis == "replica" and spans_context:
             groups[axis] = group
         elif size > 1:
-            one: Any = Group(of_torch.get_group(), device=device)
+            on = torch.device("cpu") if way == "staged" else device
+            one: Any = Group(of_torch.get_group(), device=on, objects_on=device)
             of_host = hosts[worker_rank - first]
-            if device.type == "cpu" and all(hosts[member - first] == of_host for member in members):
+            if way != "device" and all(hosts[member - first] == of_host for member in members):
                 neighbours = num_workers or hosts.count(of_host)
                 one, reason = with_shared_memory(one, timeout_s=timeout_s, num_local_workers=neighbours, ranks=members)
                 if reason is not None and members[0] == worker_rank:
@@ -269,6 +275,7 @@ def parallel_groups_of(
             in_memory[axis] = one if isinstance(one, SharedGroup) else None
             if axis == "replica" and on_way is not None:
                 one = on_way(one, _group_name(axis, members), members)
+            one = HostStagedGroup(one, device=device) if way == "staged" else one
             groups[axis] = ElasticGroup(one, generation=0, recorder=recorder, name=_group_name(axis, members))
     if across is not None:
         groups["replica"] = across
@@ -280,16 +287,18 @@ def parallel_groups_of(
         members = along("stages")
         link = _stage_link(
             over_torch.get_group("stages"),
-            _second_group(mesh, members) if device.type == "cuda" else None,
+            _second_group(mesh, members) if way == "device" else None,
             in_memory["stages"],
             members=members,
             index=members.index(worker_rank),
             recorder=recorder,
             timeout_s=timeout_s,
+            staged_from=device if way == "staged" else None,
         )
 
     def rows(axis: str) -> ShardGroup:
-        return ShardGroup(mesh=meshes[axis], group=groups[axis], name=_group_name(axis, along(axis)))
+        name, is_staged = _group_name(axis, along(axis)), way == "staged" and meshes[axis].size() > 1
+        return ShardGroup(mesh=meshes[axis], group=groups[axis], name=name, is_staged=is_staged)
 
     splits = layout.shard > 1 or streams
     sharded = "rows" if "rows" in meshes else "shard"
@@ -325,11 +334,14 @@ def _stage_link(
     index: int,
     recorder: FlightRecorder,
     timeout_s: float,
+    staged_from: torch.device | None,
 ) -> StageTransport:
     """How a worker reaches the stages before and after its own: by shared memory where they have some."""
     transport: StageTransport = TorchTransport(forward_group, backward_group, worker_index=index, limit_s=timeout_s)
     if shared is not None:
         transport = SharedMemoryTransport(shared.mailboxes(), transport, worker_index=index)
+    if staged_from is not None:
+        transport = HostStagedTransport(transport, device=staged_from)
     return RecordedStageLink(transport, members=members, index=index, recorder=recorder)
 
 
@@ -355,17 +367,20 @@ def replica_group_of(
     host: str,
     num_workers: int,
     tell: Callable[[Event], None],
+    way: TensorWay = "host",
 ) -> tuple[ElasticGroup, list[str]]:
     """Return the group of all workers of this replica, over torch's default group, which has no others, and the host of
-    each. `host` is this worker's; the run has about `num_workers` workers. `tell`: see `parallel_groups_of`."""
+    each. `host` is this worker's; the run has about `num_workers` workers. `way`, `tell`: see `parallel_groups_of`."""
     name = _group_name("replica", members := workers_of(layout, worker_rank))
     recorder.join(name, members)
-    whole: Any = Group(default_group(), device=device)
+    on = torch.device("cpu") if way == "staged" else device
+    whole: Any = Group(default_group(), device=on, objects_on=device)
     hosts: list[str] = whole.gather_objects(host)
-    if len(set(hosts)) == 1 and device.type == "cpu":
+    if len(set(hosts)) == 1 and way != "device":
         whole, reason = with_shared_memory(whole, timeout_s=timeout_s, num_local_workers=num_workers, ranks=members)
         if reason is not None and members[0] == worker_rank:
             tell(shared_memory_unavailable("workers of a replica exchange tensors", reason))
+    whole = HostStagedGroup(whole, device=device) if way == "staged" else whole
     return ElasticGroup(whole, generation=0, recorder=recorder, name=name), hosts
 
 

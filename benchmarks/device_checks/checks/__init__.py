@@ -1,0 +1,1 @@
+"""Each has `check(bench)`, which tells its rows one after the other."""

@@ -1,0 +1,206 @@
+"""Collectives on a communicator that behaves as NCCL does when a member is lost: nothing ends by itself."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fake_nccl import FakeNccl
+from paceline.comm.devices.abortable_group import AbortableGroup
+from paceline.comm.devices.communicator import connect_communicator
+from paceline.comm.group import Disrupted, SingleWorkerGroup
+from paceline.errors import SyncError
+
+LIMIT_S = 20.0
+
+
+class HostOfTwo(SingleWorkerGroup):
+    """What the host's group is for these tests: it counts the barriers that reach it."""
+
+    size = 2
+
+    def __init__(self, index: int) -> None:
+        self.index, self.num_barriers = index, 0  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def barrier(self) -> None:
+        self.num_barriers += 1
+
+
+class OnFake(AbortableGroup):
+    """All floating-point tensors are the device's."""
+
+    def _is_on_device(self, tensor: Tensor) -> bool:
+        return tensor.is_floating_point()
+
+
+class Members:
+    """Two members of one generation, in threads of this process; `over` says why the generation is over."""
+
+    def __init__(self, timeout_s: float = LIMIT_S, *, quiet: bool = True) -> None:
+        store = dist.HashStore()
+        self.over: str | None = None
+        self.ends = [FakeNccl(store, index=index, size=2, quiet=quiet) for index in range(2)]
+        threads = [threading.Thread(target=connect_communicator, args=(end, self.check)) for end in self.ends]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT_S)
+        self.hosts = [HostOfTwo(index) for index in range(2)]
+        self.groups = [
+            OnFake(host, end, device=torch.device("cpu"), check=self.check, timeout_s=timeout_s)
+            for host, end in zip(self.hosts, self.ends, strict=True)
+        ]
+
+    def check(self) -> None:
+        if self.over is not None:
+            raise Disrupted(self.over)
+
+    def together(self, do: Callable[[AbortableGroup], Any]) -> list[Any]:
+        """What each member's thread returns or raises."""
+        found: list[Any] = [None, None]
+
+        def one(index: int) -> None:
+            try:
+                found[index] = do(self.groups[index])
+            except SyncError as error:
+                found[index] = error
+
+        threads = [threading.Thread(target=one, args=(index,)) for index in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT_S)
+        assert not any(thread.is_alive() for thread in threads)
+        return found
+
+    def lose(self, index: int) -> None:
+        """A member's process ends: its connections are closed, and it aborts nothing."""
+        for link in self.ends[index]._sockets.values():
+            link.close()
+
+    def close(self) -> None:
+        for group in self.groups:
+            group.close()
+
+
+@pytest.fixture
+def members() -> Iterator[Members]:
+    made = Members()
+    yield made
+    made.close()
+
+
+def test_collectives_of_the_device_are_those_of_all_members(members: Members) -> None:
+    def do(group: AbortableGroup) -> list[list[float]]:
+        own = torch.arange(4.0) + 10 * group.index
+        summed, swapped = own.clone(), torch.empty(2, 2)
+        group.all_reduce(summed, what="a sum").wait()
+        rows = torch.empty(2, 4)
+        group.begin_all_gather(own, rows, what="rows").wait()
+        part = torch.empty(2)
+        group.reduce_scatter(list(own.view(2, 2).unbind()), part, what="a part")
+        group.begin_all_to_all(own.view(2, 2), swapped, what="parts").wait()
+        group.broadcast(own, source=1)
+        group.settle()
+        return [one.flatten().tolist() for one in (summed, rows, part, swapped, own)]
+
+    first, second = members.together(do)
+    assert first[0] == second[0] == [10, 12, 14, 16]
+    assert first[1] == second[1] == [0, 1, 2, 3, 10, 11, 12, 13]
+    assert (first[2], second[2]) == ([10, 12], [14, 16])
+    assert (first[3], second[3]) == ([0, 1, 10, 11], [2, 3, 12, 13])
+    assert first[4] == second[4] == [10, 11, 12, 13]
+
+
+def test_a_column_of_a_matrix_is_summed_in_place(members: Members) -> None:
+    def do(group: AbortableGroup) -> list[list[float]]:
+        matrix = torch.ones(3, 2)
+        group.all_reduce(matrix[:, 1], what="a column").wait()
+        group.settle()
+        return matrix.tolist()
+
+    assert members.together(do) == [[[1, 2]] * 3] * 2
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_member_that_waits_for_its_device_is_released_when_the_generation_is_over(lost: int) -> None:
+    members = Members()
+    members.lose(lost)
+    group, numbers = members.groups[1 - lost], torch.ones(4)
+
+    def announce() -> None:
+        time.sleep(0.1)
+        members.over = f"worker {lost} was killed by signal 9"
+
+    threading.Thread(target=announce).start()
+    with pytest.raises(Disrupted, match="killed by signal 9"):
+        group.all_reduce(numbers, what="gradients").wait()  # the stand-in's wait is the stream's: only an abort ends it
+    assert numbers.isnan().all(), "the device has written anything, and no error of its own says so"
+    for use in (group.settle, group.barrier, lambda: group.all_reduce(numbers, what="gradients")):
+        with pytest.raises(Disrupted, match="killed by signal 9"):
+            use()
+    assert members.hosts[1 - lost].num_barriers == 0
+    with pytest.raises(RuntimeError, match="aborted"):
+        members.ends[1 - lost].all_reduce(numbers)
+    members.close()
+
+
+def test_no_vote_begins_before_the_device_has_the_sums(members: Members) -> None:
+    late = threading.Event()
+
+    def do(group: AbortableGroup) -> int:
+        if group.index == 1:
+            late.wait(LIMIT_S)
+        group._begin(lambda: members.ends[group.index].all_reduce(torch.ones(4)), "gradients", [])
+        if group.index == 0:
+            threading.Timer(0.1, late.set).start()
+        group.barrier()
+        return members.hosts[group.index].num_barriers if late.is_set() else -1
+
+    assert members.together(do) == [1, 1]
+
+
+def test_an_error_that_the_network_notices_ends_the_generation_before_it_is_announced() -> None:
+    members = Members(quiet=False)
+    members.lose(1)
+    with pytest.raises(Disrupted, match="lost contact with a peer: a connection was closed"):
+        members.groups[0].all_reduce(torch.ones(4), what="gradients").wait()
+    members.close()
+
+
+def test_a_member_that_does_not_answer_is_named_by_what_is_waited_for_within_the_limit() -> None:
+    members = Members(timeout_s=0.2)
+    with pytest.raises(SyncError, match="waited too long for the other workers in gradients"):
+        members.groups[0].all_reduce(torch.ones(4), what="gradients").wait()
+    members.close()
+
+
+def test_a_communicator_that_waits_for_a_lost_member_is_given_up_when_the_generation_is_over() -> None:
+    alone = FakeNccl(dist.HashStore(), index=0, size=2)
+    began, num_threads = time.monotonic(), threading.active_count()
+
+    def check() -> None:
+        if time.monotonic() - began > 0.1:
+            raise Disrupted("worker 1 was killed by signal 9")
+
+    with pytest.raises(Disrupted, match="worker 1"):
+        connect_communicator(alone, check)
+    assert time.monotonic() - began < LIMIT_S and threading.active_count() == num_threads
+
+
+def test_each_generation_has_a_communicator_of_its_own(members: Members) -> None:
+    members.together(lambda group: group.all_reduce(torch.ones(4), what="gradients").wait())
+    members.over = "worker 2 has joined"
+    members.close()
+    again = Members()
+    numbers = [torch.ones(4), torch.ones(4)]
+    again.together(lambda group: group.all_reduce(numbers[group.index], what="gradients").wait())
+    assert [one.tolist() for one in numbers] == [[2.0] * 4] * 2
+    again.close()
