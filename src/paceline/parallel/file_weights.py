@@ -32,7 +32,17 @@ from torch.nn.modules.module import register_module_forward_hook
 from paceline.comm.group import WorkerGroup
 from paceline.host_memory import give_back_freed
 
-__all__ = ["FileMappings", "FilePlace", "WeightFiles", "giving_back", "keep_in_memory", "without_same_files"]
+__all__ = [
+    "ORIGIN",
+    "FileMappings",
+    "FilePlace",
+    "WeightFiles",
+    "giving_back",
+    "keep_in_memory",
+    "without_same_files",
+]
+
+ORIGIN = "_paceline_converted_from"  # an attribute of parameters: the place whose bytes were given another type
 
 PAGE = mmap.PAGESIZE
 PRESENT, SWAPPED, OF_FILE = (numpy.uint64(1 << bit) for bit in (63, 62, 61))  # of a page's entry
@@ -181,7 +191,7 @@ def without_same_files(tensors: Iterable[Tensor], group: WorkerGroup) -> list[Te
         return given
     is_one_host = len(set(group.hosts)) == 1
     with FileMappings() as mappings:
-        places = [mappings.place_of(one) for one in given]
+        places = [mappings.place_of(one) or _converted_from(one) for one in given]
     told = [
         None if place is None else (place.file if is_one_host else _checksum(one), place.offset, place.num_bytes)
         for one, place in zip(given, places, strict=True)
@@ -244,6 +254,14 @@ def keep_in_memory(model: nn.Module) -> None:
     files.release()
     if files:
         give_back_freed()
+
+
+def _converted_from(tensor: Tensor) -> FilePlace | None:
+    """What of a file a tensor was converted from a moment ago. Later it may have been changed: one answer is all."""
+    place: FilePlace | None = getattr(tensor, ORIGIN, None)
+    if place is not None:
+        delattr(tensor, ORIGIN)
+    return place
 
 
 def _begin(mapping: _Mapping) -> int:
