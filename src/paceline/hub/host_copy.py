@@ -58,10 +58,8 @@ def _wanted(store: ObjectStore) -> list[ObjectInfo]:
             + (f" (it has {', '.join(list(here)[:3])})" if here else ", and nothing else")
             + ": name the folder of a model, as save_pretrained or paceline export writes it"
         )
-    if INDEX in here:
-        weights = set(json.loads(store.read(INDEX)).get("weight_map", {}).values())
-    else:
-        weights = {WHOLE}
+    places = json.loads(store.read(INDEX)).get("weight_map", {}) if INDEX in here else {"": WHOLE}
+    weights = set(places.values())
     if absent := sorted(weights - here.keys()):
         raise CheckpointError(f"{store.address} lacks {', '.join(absent[:3])}: upload the folder again, whole")
     small = {name for name in here if not name.endswith((".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5"))}
@@ -93,8 +91,8 @@ def _bring(store: ObjectStore, wanted: Sequence[ObjectInfo], folder: Path) -> No
     needed, free = sum(end - start for _, start, end in missing), shutil.disk_usage(partial).free
     if needed > free:
         raise CheckpointError(
-            f"{store.address} has {bytes_text(needed)} more to come, and {bytes_text(free)} are free in {folder.parent}, "
-            "where each host keeps one copy: free space there, or name another place, "
+            f"{store.address} has {bytes_text(needed)} more to come, and {bytes_text(free)} are free in "
+            f"{folder.parent}, where each host keeps one copy: free space there, or name another place, "
             "from_pretrained(..., cache_dir=...)"
         )
     with contextlib.ExitStack() as stack:
@@ -161,8 +159,8 @@ def _alone(folder: Path, still_s: float) -> Iterator[None]:
                     seen, since = now, time.monotonic()
                 if time.monotonic() - since > still_s:
                     raise CheckpointError(
-                        f"another process downloads to {folder.with_suffix('.partial')}, and nothing has come there for "
-                        f"{still_s:g} s: end it, or name another cache_dir"
+                        f"another process downloads to {folder.with_suffix('.partial')}, and nothing has come there "
+                        f"for {still_s:g} s: end it, or name another cache_dir"
                     ) from None
                 time.sleep(LOOK_S)
         yield

@@ -46,8 +46,8 @@ def model_folder(source: str | Path, *, revision: str | None, cache_dir: str | P
 def _cached(name: str, revision: str | None, cache_dir: str | Path | None) -> Path:
     if importlib.util.find_spec("huggingface_hub") is None:
         raise CheckpointError(
-            f"there is no folder {name!r} here, and a hub's id is looked for by huggingface_hub, which this Python does "
-            "not have: pip install huggingface_hub"
+            f"there is no folder {name!r} here, and a hub's id is looked for by huggingface_hub, which this Python "
+            "does not have: pip install huggingface_hub"
         )
     hub: Any = importlib.import_module("huggingface_hub")
     errors: Any = importlib.import_module("huggingface_hub.errors")
@@ -59,8 +59,8 @@ def _cached(name: str, revision: str | None, cache_dir: str | Path | None) -> Pa
         raise CheckpointError(
             f"{name!r} is no folder in {Path.cwd()}, and the hub's cache {place} does not have it"
             f"{'' if revision is None else f' at revision {revision!r}'}. Workers download nothing from hubs: run "
-            f"`hf download {name}{version}` once on each host (or where all see the cache, with HF_HOME), or name a folder "
-            "or an address"
+            f"`hf download {name}{version}` once on each host (or where all see the cache, with HF_HOME), or name a "
+            "folder or an address"
         ) from None
     except errors.HFValidationError as error:
         raise PlanError(f"paceline.from_pretrained({name!r}): neither a folder nor a hub's id: {error}") from error

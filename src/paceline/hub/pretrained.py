@@ -103,9 +103,10 @@ def from_pretrained(
     files. Where it is another one, `worker.prepare` converts each worker's part, one tensor at a time; until then the
     model has the files' type.
 
-    new: patterns of names (`"score.*"`) of weights that the files lack, and that the model begins anew. unused: those of
-    weights in the files for which the model has no place. Any others are a CheckpointError, as are files that are absent
-    or cut short. Quantised files are a PlanError. options: further ones of transformers, such as `attn_implementation`.
+    new: patterns of names (`"score.*"`) of weights that the files lack, and that the model begins anew. unused: those
+    of weights in the files for which the model has no place. Any others are a CheckpointError, as are files that are
+    absent or cut short. Quantised files are a PlanError. options: further ones of transformers, such as
+    `attn_implementation`.
 
     Example::
 
@@ -151,9 +152,9 @@ def _loaded(
     if problems:
         shown = "\n  ".join(problems)
         raise CheckpointError(
-            f"the weights of {folder} do not fit {type(model).__name__}:\n  {shown}\nName the class that they were saved "
-            "from (paceline.from_pretrained(folder, Class)), or say which weights begin anew (new=[...]) or are left "
-            "out (unused=[...])"
+            f"the weights of {folder} do not fit {type(model).__name__}:\n  {shown}\nName the class that they were "
+            "saved from (paceline.from_pretrained(folder, Class)), or say which weights begin anew (new=[...]) or are "
+            "left out (unused=[...])"
         )
     return model
 
@@ -198,10 +199,10 @@ def _refuse_quantised(folder: Path, config: Mapping[str, Any]) -> None:
         kind = about.get("quant_method", "unknown") if isinstance(about, dict) else about
         raise PlanError(
             f"the weights of {folder} are quantised ({kind}): several stored tensors make one weight, so no worker can "
-            "read its part of it, and layouts split no quantised layers. Take the folder with weights of 16 bits, or make it "
-            "once by transformers (from_pretrained(folder, dtype=torch.bfloat16, quantization_config=...(dequantize=True))"
-            ".save_pretrained(other), where the method has dequantize). As a frozen base of adapters load it by "
-            "transformers itself, under Layout(replicas=n)."
+            "read its part of it, and layouts split no quantised layers. Take the folder with weights of 16 bits, "
+            "or make it once by transformers (where the method has it: from_pretrained(folder, dtype=torch.bfloat16, "
+            "quantization_config=...(dequantize=True)).save_pretrained(other)). As a frozen base of adapters load it "
+            "by transformers itself, under Layout(replicas=n)."
         )
 
 

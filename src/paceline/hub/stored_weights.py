@@ -104,7 +104,7 @@ def _without_weights(folder: Path) -> str:
     others = sorted(one.name for one in folder.glob("*") if one.suffix in (".bin", ".pt", ".pth", ".gguf", ".h5"))
     shards = sorted(one.name for one in folder.glob("model-*-of-*.safetensors"))
     if shards:
-        return f"{folder} has {len(shards)} parts ({shards[0]}, ...) and no {INDEX}, which says what is in them: copy it, too"
+        return f"{folder} has {len(shards)} parts ({shards[0]}, ...) and no {INDEX}, which says what is where: copy it"
     if others:
         return (
             f"{folder} has no {WHOLE} and no {INDEX}, but {', '.join(others[:3])}, which no worker can read in parts: "

@@ -52,8 +52,10 @@ def forget(model: nn.Module) -> None:
 
 @torch.no_grad()
 def convert_parts(model: nn.Module) -> None:
-    """Convert what is marked, one parameter at a time; memory of files that was read is given back. Other workers' parts
-    (on the meta device) get the type, too: stages expect inputs of the types that others compute."""
+    """Convert what is marked, one parameter at a time; memory of files that was read is given back.
+
+    Other workers' parts (on the meta device) get the type, too: stages expect inputs as others compute them.
+    """
     waiting = [one for one in model.parameters() if hasattr(one, MARK)]
     files, num_bytes = WeightFiles(waiting), 0
     with FileMappings() as mappings:

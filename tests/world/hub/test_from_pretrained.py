@@ -1,4 +1,4 @@
-"""A folder of transformers goes straight into each worker's part, and trains as in one process of plain transformers."""
+"""A folder of transformers goes straight into each worker's part, and trains as plain transformers in one process."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from transformers.utils import logging
 
 import paceline
-import quick
 from forked import World
 from layout_runs import WORDS, Text, beside
-from paceline.parallel.file_weights import FileMappings
 from paceline.plan import Batch, Layout, Plan
 
 logging.disable_progress_bar()  # which would leave a thread behind
@@ -62,7 +60,11 @@ def parity(
         return trained(worker, paceline.from_pretrained(folder, dtype=dtype))
 
     expected, weights, types = beside(tmp_path).one_process(plain, Plan(batch=BATCH))
-    found = world(parted, 2 * layout.workers_each if layout.replicas == 2 else layout.workers_each, Plan(layout=layout, batch=BATCH))
+    found = world(
+        parted,
+        2 * layout.workers_each if layout.replicas == 2 else layout.workers_each,
+        Plan(layout=layout, batch=BATCH),
+    )
     for losses, _, here in found:
         assert losses == pytest.approx(expected, rel=tolerance)
         assert here == types
