@@ -118,10 +118,11 @@ def from_pretrained(
     for name, remedy in TAKEN.items():
         if name in options:
             raise PlanError(f"paceline.from_pretrained(..., {name}=...) is not possible: {remedy}.")
+    chosen = _class(model_class)
     folder = model_folder(source, revision=revision, cache_dir=cache_dir)
     _refuse_quantised(folder, read_config(folder))
     stored = stored_weights(folder)
-    model = _loaded(folder, stored, _class(model_class), new=new, unused=unused, options=options)
+    model = _loaded(folder, stored, chosen, new=new, unused=unused, options=options)
     if wanted is not None:
         convert_later(model, wanted)
         if getattr(model, "config", None) is not None:
@@ -141,12 +142,18 @@ def _loaded(
     """Have transformers make the model. In the type of the file it copies nothing: its tensors are the mapped file."""
     with _quiet():
         model, told = model_class.from_pretrained(
-            folder, dtype=stored.dtype, local_files_only=True, use_safetensors=True, output_loading_info=True, **options
+            folder,
+            dtype=stored.dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # these names are among what it told, and an error below
+            **options,
         )
     problems = [
         *_listed("not in the files", told["missing_keys"], new, "new"),
         *_listed("in the files, without a place in the model", told["unexpected_keys"], unused, "unused"),
-        *(f"{_name(one)}: of another shape in the files" for one in told["mismatched_keys"]),
+        *_listed("of another shape in the files", map(_name, told["mismatched_keys"]), new, "new"),
         *map(str, told.get("error_msgs") or ()),
     ]
     if problems:
