@@ -72,6 +72,8 @@ def published_names(
     own = {new: name for name, new in sources.items()}
     convert = None if model is None else _conversion(model)
     groups: list[tuple[tuple[str, ...], Mapping[str, TensorInfo]]] = []
+    if convert is not None and _is_same(kept, convert):
+        convert = None
     if convert is not None:
         groups = list(_groups(kept, convert))
         if [tuple(made) for _, made in groups] == [(name,) for name in kept]:
@@ -122,12 +124,20 @@ def _conversion(model: Any) -> Convert | None:
     return convert
 
 
+def _empty(tensors: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
+    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in tensors.items()}
+
+
+def _is_same(tensors: Mapping[str, TensorInfo], convert: Convert) -> bool:
+    return _about(convert(_empty(tensors))) == dict(tensors)
+
+
 def _groups(
     tensors: Mapping[str, TensorInfo], convert: Convert
 ) -> Iterator[tuple[tuple[str, ...], dict[str, TensorInfo]]]:
     """Group the names of tensors that are converted together: alone where that gives the same, or else with those of
     their module."""
-    empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in tensors.items()}
+    empty = _empty(tensors)
     whole = _about(convert(dict(empty)))
     together: dict[str, list[str]] = {}
     made: set[str] = set()

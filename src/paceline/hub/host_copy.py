@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import shutil
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import CheckpointError
+from paceline.hub.host_lock import STILL_S, alone
 from paceline.hub.stored_weights import CONFIG, INDEX, WHOLE
 from paceline.storage.object_store import ObjectInfo, ObjectStore
 from paceline.units import bytes_text
@@ -27,8 +26,6 @@ from paceline.units import bytes_text
 __all__ = ["host_copy"]
 
 PIECE_BYTES, THREADS = 16 << 20, 8
-STILL_S = 600.0  # a worker that downloads, and of which nothing has come for so long, is not waited for
-LOOK_S = 0.2
 PREFIX = "weights-"
 
 
@@ -43,7 +40,7 @@ def host_copy(address: str, cache: Path, *, still_s: float = STILL_S) -> Path:
     if folder.is_dir():
         return folder
     cache.mkdir(parents=True, exist_ok=True)
-    with _alone(folder, still_s):
+    with alone(folder, still_s):
         if not folder.is_dir():
             _bring(store, wanted, folder)
     return folder
@@ -141,35 +138,3 @@ class _Pieces:
 
     def remove(self) -> None:
         self._path.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _alone(folder: Path, still_s: float) -> Iterator[None]:
-    """Hold a copy's lock. Raises CheckpointError where another process has it and nothing comes any more."""
-    file = os.open(folder.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        seen, since = -1, time.monotonic()
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                now = _pieces_here(folder)
-                if now != seen:
-                    seen, since = now, time.monotonic()
-                if time.monotonic() - since > still_s:
-                    raise CheckpointError(
-                        f"another process downloads to {folder.with_suffix('.partial')}, and nothing has come there "
-                        f"for {still_s:g} s: end it, or name another cache_dir"
-                    ) from None
-                time.sleep(LOOK_S)
-        yield
-    finally:
-        os.close(file)
-
-
-def _pieces_here(folder: Path) -> int:
-    try:
-        return (folder.with_suffix(".partial") / ".pieces").stat().st_size
-    except OSError:
-        return 0

@@ -13,7 +13,9 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
+from paceline import environment
 from paceline.errors import CheckpointError, PlanError
+from paceline.hub.joined_copy import are_joined, joined_copy
 from paceline.hub.model_folder import model_folder
 from paceline.hub.stored_weights import StoredWeights, read_config, stored_weights
 from paceline.parallel.part_dtype import convert_later
@@ -122,7 +124,14 @@ def from_pretrained(
     folder = model_folder(source, revision=revision, cache_dir=cache_dir)
     _refuse_quantised(folder, read_config(folder))
     stored = stored_weights(folder)
-    model = _loaded(folder, stored, chosen, new=new, unused=unused, options=options)
+
+    def load(stored: StoredWeights) -> Any:
+        return _loaded(stored, chosen, new=new, unused=unused, options=options)
+
+    if are_joined(_empty(folder, chosen, options), stored):
+        cache = environment.cache_folder() if cache_dir is None else Path(cache_dir).expanduser()
+        stored = stored_weights(joined_copy(stored, cache, lambda: load(stored)))
+    model = load(stored)
     if wanted is not None:
         convert_later(model, wanted)
         if getattr(model, "config", None) is not None:
@@ -130,8 +139,16 @@ def from_pretrained(
     return model
 
 
+def _empty(folder: Path, model_class: Any, options: Mapping[str, Any]) -> Any:
+    """The model without numbers, which takes no memory."""
+    transformers: Any = importlib.import_module("transformers")
+    own = {name: options[name] for name in ("config", "trust_remote_code") if name in options}
+    config = own.pop("config", None) or transformers.AutoConfig.from_pretrained(folder, **own)
+    with torch.device("meta"):
+        return model_class.from_config(config, **own) if hasattr(model_class, "from_config") else model_class(config)
+
+
 def _loaded(
-    folder: Path,
     stored: StoredWeights,
     model_class: Any,
     *,
@@ -142,7 +159,7 @@ def _loaded(
     """Have transformers make the model. In the type of the file it copies nothing: its tensors are the mapped file."""
     with _quiet():
         model, told = model_class.from_pretrained(
-            folder,
+            stored.folder,
             dtype=stored.dtype,
             local_files_only=True,
             use_safetensors=True,
@@ -159,9 +176,9 @@ def _loaded(
     if problems:
         shown = "\n  ".join(problems)
         raise CheckpointError(
-            f"the weights of {folder} do not fit {type(model).__name__}:\n  {shown}\nName the class that they were "
-            "saved from (paceline.from_pretrained(folder, Class)), or say which weights begin anew (new=[...]) or are "
-            "left out (unused=[...])"
+            f"the weights of {stored.folder} do not fit {type(model).__name__}:\n  {shown}\nName the class that they "
+            "were saved from (paceline.from_pretrained(folder, Class)), or say which weights begin anew (new=[...]) or "
+            "are left out (unused=[...])"
         )
     return model
 

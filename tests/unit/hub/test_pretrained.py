@@ -159,5 +159,5 @@ def test_a_folder_in_a_bucket_is_copied_once_to_this_host(
     assert model_folder("s3://bucket/models/tiny", revision=None, cache_dir=tmp_path / "own").parent == tmp_path / "own"
     with pytest.raises(ValueError, match="has no revisions"):
         paceline.from_pretrained("s3://bucket/models/tiny", revision="v1")
-    with pytest.raises(paceline.CheckpointError, match="has no config.json, and nothing else"):
+    with pytest.raises(paceline.CheckpointError, match=r"has no config.json, and nothing else"):
         paceline.from_pretrained("s3://bucket/models/other")
