@@ -159,10 +159,15 @@ def test_a_checkpoint_of_converted_weights_goes_on_under_another_layout(
         torch.testing.assert_close(value, weights[name], rtol=1e-3, atol=1e-4)
 
 
-def adapted(worker: Any, base: Any) -> tuple[list[float], dict[str, Tensor]]:
+def with_adapters(base: Any) -> Any:
     torch.manual_seed(0)
-    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
-    model = worker.prepare(peft.get_peft_model(base, lora))
+    return peft.get_peft_model(
+        base, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    )
+
+
+def adapted(worker: Any, model: Any) -> tuple[list[float], dict[str, Tensor]]:
+    model = worker.prepare(model)
     optim = worker.prepare(torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2))
     step = worker.stepper(model, optim, forward=loss_of)
     return [float(step(batch)) for batch in worker.batches(Text(32))], worker.state_dict(model)
@@ -174,10 +179,11 @@ def test_a_base_of_adapters_is_converted_in_parts(world: World, tmp_path: Path, 
     llama(dtype=torch.bfloat16).save_pretrained(folder)
 
     def plain(worker: Any) -> Any:
-        return adapted(worker, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+        base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        return adapted(worker, with_adapters(base).float())  # peft begins adapters in the type of the base
 
     def parted(worker: Any) -> Any:
-        return adapted(worker, paceline.from_pretrained(folder, dtype="fp32"))
+        return adapted(worker, with_adapters(paceline.from_pretrained(folder, dtype="fp32")))
 
     expected, weights = beside(tmp_path).one_process(plain, Plan(batch=BATCH))
     (losses, found), *_ = world(parted, 2, Plan(layout=layout, batch=BATCH))
