@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         WorkerError,
         WorkersLostError,
     )
+    from paceline.hub.pretrained import from_pretrained
     from paceline.launch.engines.kubernetes import Kubernetes
     from paceline.launch.engines.ray import Ray
     from paceline.launch.engines.slurm import Slurm
@@ -101,6 +102,7 @@ __all__ = [
     "WorkersLostError",
     "block_diagonal_mask",
     "fits",
+    "from_pretrained",
     "open_worker",
     "register_backend",
     "run",
@@ -144,6 +146,7 @@ _HOMES = {
         "Sparse",
         "TopK",
     ),
+    "paceline.hub.pretrained": ("from_pretrained",),
     "paceline.launch.engines.kubernetes": ("Kubernetes",),
     "paceline.launch.engines.ray": ("Ray",),
     "paceline.launch.engines.slurm": ("Slurm",),

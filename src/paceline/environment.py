@@ -30,6 +30,7 @@ __all__ = [
     "World",
     "assignment",
     "become_host",
+    "cache_folder",
     "child_environment",
     "default_threads",
     "detect",
@@ -75,6 +76,7 @@ FAULTS = "PACELINE_FAULTS"  # the programme of a run that is drilled (paceline.t
 PROCESSES = "PACELINE_PROCESSES"  # of the world that an Accelerate program sees, whatever the number of workers
 MICRO_TRIAL = "PACELINE_MICRO_TRIAL"  # sizes of micro-batches to be measured, with steps: "8:12,16:6"
 PARAMETERS = "PACELINE_PARAMETERS"  # of the trial that this run is, by name: a JSON object
+CACHE = "PACELINE_CACHE"  # the folder in which this host keeps what can be made again
 POOL = "PACELINE_POOL"  # the folder of the pool in which this run was queued
 LISTENER = "PACELINE_LISTENER"  # process and file descriptor of the coordinator's socket
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
@@ -293,6 +295,12 @@ def trial_parameters() -> dict[str, Any]:
         raise PlanError(
             f"{PARAMETERS} is {text!r}, and {error}. A sweep sets it, as a JSON object; unset it elsewhere."
         ) from error
+
+
+def cache_folder() -> Path:
+    """Return the folder for what this host can make again, such as copies of weights in object storage."""
+    own, common = os.environ.get(CACHE), os.environ.get("XDG_CACHE_HOME")
+    return Path(own).expanduser() if own else (Path(common) if common else Path.home() / ".cache") / "paceline"
 
 
 def pool() -> str | None:

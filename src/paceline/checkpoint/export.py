@@ -8,28 +8,65 @@ reads it once the model's config.json is there, too.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from paceline.checkpoint.checkpoint_dir import COMMIT_MARKER, find, whole_file
-from paceline.checkpoint.reader import Checkpoint, open_checkpoint
-from paceline.checkpoint.safetensors_file import TensorInfo, num_bytes_of, write_safetensors
+from paceline.checkpoint.checkpoint_dir import COMMIT_MARKER, find
+from paceline.checkpoint.huggingface_folder import export_huggingface
+from paceline.checkpoint.reader import open_checkpoint
+from paceline.checkpoint.safetensors_file import TensorInfo, write_safetensors
+from paceline.checkpoint.weight_files import CONFIG, MAX_SHARD_BYTES, Weights, write_shards, written
 from paceline.errors import CheckpointError
 from paceline.units import bytes_text
 
-__all__ = ["MAX_SHARD_BYTES", "chosen_checkpoint", "export_checkpoint", "export_folder", "main_export", "write_weights"]
+__all__ = [
+    "MAX_SHARD_BYTES",
+    "ExportForm",
+    "chosen_checkpoint",
+    "export_checkpoint",
+    "export_folder",
+    "main_export",
+    "write_weights",
+]
 
-WHOLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-MAX_SHARD_BYTES = 5 * 10**9  # Hugging Face's own default
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def export_checkpoint(checkpoint_dir: Path, path: Path, prefix: str = "model.") -> list[Path]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportForm:
+    """What `paceline export` writes."""
+
+    is_huggingface: bool = False  # a folder as transformers saves it
+    dtype: str | None = None  # of floating tensors: a key of TYPES; None: as they are
+    max_shard_bytes: int = MAX_SHARD_BYTES
+    config: Path | None = None
+
+    def is_folder(self, path: Path) -> bool:
+        """Whether the target is a folder: if it is one already, or has no suffix."""
+        return self.is_huggingface or path.is_dir() or not path.suffix
+
+    def write(self, checkpoint_dir: Path, path: Path) -> list[Path]:
+        """Write a checkpoint's weights; returns the files. Raises CheckpointError."""
+        dtype = None if self.dtype is None else TYPES[self.dtype]
+        size, config = self.max_shard_bytes, self.config
+        if self.is_huggingface:
+            return export_huggingface(checkpoint_dir, path, dtype=dtype, max_shard_bytes=size, config=config)
+        if self.is_folder(path):
+            return export_folder(checkpoint_dir, path, max_shard_bytes=size, config=config, dtype=dtype)
+        return export_checkpoint(checkpoint_dir, path, dtype=dtype)
+
+
+def export_checkpoint(
+    checkpoint_dir: Path, path: Path, prefix: str = "model.", *, dtype: torch.dtype | None = None
+) -> list[Path]:
     """Write the tensors of a checkpoint whose names begin with `prefix`, without it, to one file; returns it."""
-    weights = _Weights(checkpoint_dir, prefix)
+    weights = Weights(checkpoint_dir, prefix, dtype)
     write_safetensors(path, weights.kept, weights.read, weights.about(weights.ties))
     return [path]
 
@@ -41,13 +78,14 @@ def export_folder(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     config: Path | None = None,
+    dtype: torch.dtype | None = None,
 ) -> list[Path]:
     """Write these tensors to a folder, in files of at most `max_shard_bytes` (or one tensor); returns the files.
 
     `config`: a config.json, or the folder that has one, to be copied. Raises CheckpointError if the folder has other
     weights, which readers might take for these.
     """
-    weights = _Weights(checkpoint_dir, prefix)
+    weights = Weights(checkpoint_dir, prefix, dtype)
     text = None if config is None else _config(config)
     return _write_folder(folder, weights.kept, weights.read, weights.about, weights.ties, max_shard_bytes, text)
 
@@ -86,105 +124,43 @@ def _write_folder(
     max_shard_bytes: int,
     config: str | None,
 ) -> list[Path]:
-    shards = _shards(tensors, max_shard_bytes)
-    many = len(shards)
-    files = [WHOLE] if many == 1 else [f"model-{one + 1:05}-of-{many:05}.safetensors" for one in range(many)]
-    _refuse_others(folder, {*files, INDEX} if many > 1 else set(files))
-    done: list[Path] = []
-    for name, names in zip(files, shards, strict=True):
-        write_safetensors(
-            folder / name, {one: tensors[one] for one in names}, read, about(dict(ties) if many == 1 else {})
-        )
-        done.append(folder / name)
-    if many > 1:
-        places = {tensor: name for name, names in zip(files, shards, strict=True) for tensor in names}
-        total = sum(map(num_bytes_of, tensors.values()))
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2, sort_keys=True)
-        done.append(_written(folder / INDEX, f"{text}\n"))
+    done = write_shards(folder, tensors, read, max_shard_bytes, lambda is_one: about(dict(ties) if is_one else {}))
     if config is not None:
-        done.append(_written(folder / CONFIG, config))
+        done.append(written(folder / CONFIG, config))
     return done
 
 
 def main_export(
-    checkpoint_or_run_dir: Path, path: Path, *, max_shard_bytes: int | None = None, config: Path | None = None
+    checkpoint_or_run_dir: Path,
+    path: Path,
+    *,
+    is_huggingface: bool = False,
+    dtype: str | None = None,
+    max_shard_bytes: int | None = None,
+    config: Path | None = None,
 ) -> int:
-    """`paceline export`: write the weights of a checkpoint, or of a run's newest; returns the exit status.
+    """`paceline export`: write the weights of a checkpoint, or of a run's newest; returns the exit status. The options
+    are those of `ExportForm`."""
+    size = max_shard_bytes or MAX_SHARD_BYTES
+    return export_as(
+        checkpoint_or_run_dir,
+        path,
+        ExportForm(is_huggingface=is_huggingface, dtype=dtype, max_shard_bytes=size, config=config),
+    )
 
-    `path` is treated as a folder if it is one, or has no suffix.
-    """
-    is_folder = path.is_dir() or not path.suffix
+
+def export_as(checkpoint_or_run_dir: Path, path: Path, form: ExportForm) -> int:
+    """The same, given the form."""
     try:
         chosen = chosen_checkpoint(checkpoint_or_run_dir)
-        if is_folder:
-            done = export_folder(chosen, path, max_shard_bytes=max_shard_bytes or MAX_SHARD_BYTES, config=config)
-        else:
-            done = export_checkpoint(chosen, path)
+        done = form.write(chosen, path)
     except CheckpointError as error:
         print(f"paceline export: {error}", file=sys.stderr)
         return 1
     for one in done:
-        print(f"{one}  {bytes_text(one.stat().st_size)}  from {config if one.name == CONFIG else chosen}")
+        source = form.config if one.name == CONFIG and form.config is not None else chosen
+        print(f"{one}  {bytes_text(one.stat().st_size)}  from {source}")
     return 0
-
-
-class _Weights:
-    """The tensors of a checkpoint under one prefix: which are stored, and which names are tied to these."""
-
-    def __init__(self, checkpoint_dir: Path, prefix: str) -> None:
-        self._checkpoint: Checkpoint = open_checkpoint(checkpoint_dir)
-        self._prefix = prefix
-        extra = self._checkpoint.state.get("run", {}).get("extra", {}).get(prefix.removesuffix("."), {})
-        self._extra = {name: value for name, value in extra.items() if isinstance(value, Tensor)}  # of modules
-        names = [name for name in self._checkpoint.names if name.startswith(prefix)]
-        if not names:
-            present = sorted({name.partition(".")[0] + "." for name in self._checkpoint.names})
-            raise CheckpointError(
-                f"checkpoint {checkpoint_dir} has no tensors named {prefix}...; "
-                f"its names begin with {', '.join(present) or 'nothing'}"
-            )
-        ties = self._checkpoint.ties(names)
-        self.ties = {name.removeprefix(prefix): first.removeprefix(prefix) for name, first in ties.items()}
-        self.kept: dict[str, TensorInfo] = {
-            name.removeprefix(prefix): (self._checkpoint.dtype(name), tuple(self._checkpoint.shape(name)))
-            for name in names
-            if name not in ties
-        }
-        self.kept.update((name, (value.dtype, tuple(value.shape))) for name, value in self._extra.items())
-
-    def read(self, name: str) -> Tensor:
-        """Return one of the kept tensors."""
-        if name in self._extra:
-            return self._extra[name]
-        [tensor] = self._checkpoint.load([f"{self._prefix}{name}"]).values()
-        return tensor
-
-    def about(self, metadata: Mapping[str, str]) -> dict[str, str]:
-        """Return the metadata of a file."""
-        return {"format": "pt", **metadata, "step": str(self._checkpoint.step)}
-
-
-def _shards(tensors: Mapping[str, TensorInfo], max_bytes: int) -> list[list[str]]:
-    """Assign names to files in their order, each of at most `max_bytes`, or with one tensor."""
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, about in tensors.items():
-        size = num_bytes_of(about)
-        if shards[-1] and filled + size > max_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size
-    return shards
-
-
-def _refuse_others(folder: Path, ours: set[str]) -> None:
-    others = sorted(one.name for one in folder.glob("model*.safetensors*") if one.name not in ours)
-    if others:
-        raise CheckpointError(
-            f"{folder} has other weights already ({', '.join(others[:3])}{', ...' if len(others) > 3 else ''}), which "
-            "readers might take for these: remove them, or name another folder"
-        )
 
 
 def _config(path: Path) -> str:
@@ -195,12 +171,6 @@ def _config(path: Path) -> str:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"the configuration {file} cannot be read: {error}") from error
     return text
-
-
-def _written(path: Path, text: str) -> Path:
-    with whole_file(path) as file:
-        file.write(text.encode("utf-8"))
-    return path
 
 
 def chosen_checkpoint(path: Path) -> Path:

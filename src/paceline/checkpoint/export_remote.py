@@ -6,13 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from paceline.checkpoint.export import (
-    MAX_SHARD_BYTES,
-    chosen_checkpoint,
-    export_checkpoint,
-    export_folder,
-    main_export,
-)
+from paceline.checkpoint.export import MAX_SHARD_BYTES, ExportForm, chosen_checkpoint, export_as
 from paceline.checkpoint.reader import find
 from paceline.checkpoint.remote.download import download, fetch_newest
 from paceline.checkpoint.remote.remote_checkpoints import RemoteCheckpoints, folder_of
@@ -25,11 +19,21 @@ from paceline.storage.retries import StorageError
 __all__ = ["main_remote_export"]
 
 
-def main_remote_export(source: Path, target: Path, *, max_shard_bytes: int | None, config: Path | None) -> int:
+def main_remote_export(
+    source: Path,
+    target: Path,
+    *,
+    is_huggingface: bool = False,
+    dtype: str | None = None,
+    max_shard_bytes: int | None = None,
+    config: Path | None = None,
+) -> int:
     """As `main_export`, where `source` (a run's or a checkpoint's address), `target` or both are addresses.
 
     Raises PlanError for addresses that cannot be used here.
     """
+    size = max_shard_bytes or MAX_SHARD_BYTES
+    form = ExportForm(is_huggingface=is_huggingface, dtype=dtype, max_shard_bytes=size, config=config)
     source_address, target_address = plain_path(source), plain_path(target)
     for address in (source_address, target_address):
         if address is not None:
@@ -39,13 +43,9 @@ def main_remote_export(source: Path, target: Path, *, max_shard_bytes: int | Non
             if source_address is not None:
                 source = _downloaded(source_address, Path(place) / "source")
             if target_address is None:
-                return main_export(source, target, max_shard_bytes=max_shard_bytes, config=config)
+                return export_as(source, target, form)
             local = Path(place) / target.name
-            chosen = chosen_checkpoint(source)
-            if target.suffix:
-                export_checkpoint(chosen, local)
-            else:
-                export_folder(chosen, local, max_shard_bytes=max_shard_bytes or MAX_SHARD_BYTES, config=config)
+            form.write(chosen_checkpoint(source), local)
             for written in send_files(local, target_address):
                 print(f"{written}  from {source_address or source}")
     except (CheckpointError, StorageError, OSError) as error:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from paceline.comm.group import WorkerGroup
 from paceline.parallel.model_units import blocks_of
+from paceline.parallel.part_dtype import convert_parts, forget, later_dtypes, mark
 from paceline.parallel.precision import convert
 from paceline.parallel.recompute import recompute_blocks
 from paceline.plan import Plan
@@ -40,12 +41,17 @@ def place(
     afterwards, or in `split_layers` or `shard`, whichever is the first to make something smaller than the whole.
     """
     convert(model, plan.compute.precision)  # 1. types first: half the bytes to move, or all of the reference's
+    if plan.compute.precision == "fp64":
+        forget(model)  # it has the reference's types
+    later = later_dtypes(model)
     model.to(device)  # 2. before anything keeps a reference to a parameter's storage
     split_layers(model)  # 3. while each layer still has its own forward
+    mark(model, later)  # parts may be parameters of their own
     if plan.compute.recompute != "none":  # 4. inside the compiled region, so that the compiler sees it
         keep = "inputs" if plan.compute.recompute == "blocks" else "costly"
         recompute_blocks(model, keep=keep, blocks=blocks_of(model, units))
     done = shard(model)  # 5. outside of recomputation, which calls a block's forward alone and finds it gathered
+    convert_parts(model)  # what is left of them here
     if plan.compute.compile:
         model.compile()  # 6. last: in place, lazily compiled at the first forward
     return done

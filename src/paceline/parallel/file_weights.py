@@ -32,13 +32,23 @@ from torch.nn.modules.module import register_module_forward_hook
 from paceline.comm.group import WorkerGroup
 from paceline.host_memory import give_back_freed
 
-__all__ = ["FileMappings", "FilePlace", "WeightFiles", "giving_back", "keep_in_memory", "without_same_files"]
+__all__ = [
+    "ORIGIN",
+    "FileMappings",
+    "FilePlace",
+    "WeightFiles",
+    "giving_back",
+    "keep_in_memory",
+    "without_same_files",
+]
+
+ORIGIN = "_paceline_converted_from"  # an attribute of parameters: the place whose bytes were given another type
 
 PAGE = mmap.PAGESIZE
 PRESENT, SWAPPED, OF_FILE = (numpy.uint64(1 << bit) for bit in (63, 62, 61))  # of a page's entry
 MADV_DONTNEED = 4  # asm-generic/mman-common.h
 SHARE, LEAST_BYTES = 16, 4 << 20  # of the files' bytes are read before pages are given back: that looks at all of them
-LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ...p ([0-9a-f]+) (\S+) (\d+)\s+(/.*)")
+LINE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ...p ([0-9a-f]+) \S+ ([1-9]\d*) +(/.*)", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,7 +65,7 @@ class _Mapping:
     begin: int  # addresses
     end: int
     offset: int  # of the file, at `begin`
-    path: str
+    path: bytes
     inode: int
 
 
@@ -65,10 +75,11 @@ class FileMappings:
     def __init__(self) -> None:
         self._mappings: list[_Mapping] = []  # by address, as the kernel lists them
         try:
-            with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as lines:
-                for found in filter(None, map(LINE.match, lines)):
-                    begin, end, offset = (int(number, 16) for number in found.groups()[:3])
-                    self._mappings.append(_Mapping(begin, end, offset, found[6], int(found[5])))
+            with open("/proc/self/maps", "rb") as lines:  # as a whole: a process has thousands
+                for begin, end, offset, inode, path in LINE.findall(lines.read()):
+                    self._mappings.append(
+                        _Mapping(int(begin, 16), int(end, 16), int(offset, 16), path, int(inode))
+                    )
             self._pages = os.open("/proc/self/pagemap", os.O_RDONLY)
         except OSError:  # not Linux, or a sandbox that does not show it
             self._mappings, self._pages = [], -1
@@ -181,7 +192,7 @@ def without_same_files(tensors: Iterable[Tensor], group: WorkerGroup) -> list[Te
         return given
     is_one_host = len(set(group.hosts)) == 1
     with FileMappings() as mappings:
-        places = [mappings.place_of(one) for one in given]
+        places = [mappings.place_of(one) or _converted_from(one) for one in given]
     told = [
         None if place is None else (place.file if is_one_host else _checksum(one), place.offset, place.num_bytes)
         for one, place in zip(given, places, strict=True)
@@ -244,6 +255,14 @@ def keep_in_memory(model: nn.Module) -> None:
     files.release()
     if files:
         give_back_freed()
+
+
+def _converted_from(tensor: Tensor) -> FilePlace | None:
+    """What of a file a tensor was converted from a moment ago. Later it may have been changed: one answer is all."""
+    place: FilePlace | None = getattr(tensor, ORIGIN, None)
+    if place is not None:
+        delattr(tensor, ORIGIN)
+    return place
 
 
 def _begin(mapping: _Mapping) -> int:

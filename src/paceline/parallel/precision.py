@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from paceline.errors import PlanError
+from paceline.parallel.part_dtype import later_dtype
 
 __all__ = ["HALVES", "computing", "computing_body", "convert", "input_dtype"]
 
@@ -27,7 +28,7 @@ def convert(model: nn.Module, precision: str) -> None:
         model.double()
     named = model.named_parameters() if precision == "fp16" else ()
     for name, parameter in named:
-        if parameter.dtype == torch.float16 and parameter.requires_grad:
+        if later_dtype(parameter) == torch.float16 and parameter.requires_grad:
             raise PlanError(
                 f"{name} is trained and has 16 bits, but Compute(precision='fp16') keeps weights in fp32, and computes "
                 "with copies of them in fp16: call model.float() before worker.prepare(model)."

@@ -32,7 +32,7 @@ def address(tmp_path: Path) -> str:
 
 
 def exported(source: str | Path, target: str | Path) -> int:
-    return main_remote_export(Path(source), Path(target), max_shard_bytes=None, config=None)
+    return main_remote_export(Path(source), Path(target))
 
 
 def test_weights_go_to_a_store_and_come_from_one(

@@ -136,14 +136,21 @@ PASSED_ON: list[tuple[list[str], str, str, tuple[Any, ...], dict[str, Any]]] = [
         "paceline.checkpoint.export",
         "main_export",
         (Path("R"), Path("m.st")),
-        {"max_shard_bytes": None, "config": None},
+        {"is_huggingface": False, "dtype": None, "max_shard_bytes": None, "config": None},
     ),
     (
         ["export", "R", "hf/", "--max-shard-size", "1.5GB", "--config", "c"],
         "paceline.checkpoint.export",
         "main_export",
         (Path("R"), Path("hf")),
-        {"max_shard_bytes": 1_500_000_000, "config": Path("c")},
+        {"is_huggingface": False, "dtype": None, "max_shard_bytes": 1_500_000_000, "config": Path("c")},
+    ),
+    (
+        ["export", "R", "Llama-3.1", "--format", "huggingface", "--dtype", "bf16"],
+        "paceline.checkpoint.export",
+        "main_export",
+        (Path("R"), Path("Llama-3.1")),
+        {"is_huggingface": True, "dtype": "bf16", "max_shard_bytes": None, "config": None},
     ),
     (
         [
@@ -261,6 +268,9 @@ def test_an_export_refuses_a_folders_options_for_a_file_and_tells_the_folders_th
     )
     assert "--max-shard-size is 'big'; it must be a size such as" in refused(
         capsys, "export", "RUN", "here", "--max-shard-size", "big"
+    )
+    assert "model.safetensors is one file: --format huggingface writes a folder" in refused(
+        capsys, "export", "RUN", "model.safetensors", "--format", "huggingface"
     )
     assert calls == []
 

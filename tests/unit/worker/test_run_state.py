@@ -161,7 +161,16 @@ def test_a_checkpoint_has_the_keys_that_earlier_versions_wrote_and_read() -> Non
     run = Run(scales_losses=False)
     run.train(1)
     state = RunState.capture(run.contents, Carrier.DISK, step=1)
-    assert list(state.plain) == ["run", "random", "losses", "streams", "micro_batch", "attempt", "second_sampler"]
+    assert list(state.plain) == [
+        "run",
+        "random",
+        "losses",
+        "streams",
+        "micro_batch",
+        "attempt",
+        "huggingface",
+        "second_sampler",
+    ]
     assert list(state.plain["run"]) == ["optimizers", "objects", "extra"]
     assert list(state.tensors) == [
         "model.weight",

@@ -52,6 +52,7 @@ from paceline.parallel.fully_sharded.sharded_units import (
 )
 from paceline.parallel.fully_sharded.user_access import watch_access
 from paceline.parallel.gradient_queries import backward_calls
+from paceline.parallel.part_dtype import convert_rows, later_dtype
 from paceline.parallel.partial_parameter import mark_partial
 from paceline.parallel.precision import HALVES
 
@@ -333,6 +334,12 @@ class ShardedModel:
         reshard = False if self.zero < 3 else None if is_root else True
         on_host = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if self._on_host else OffloadPolicy()
         files = WeightFiles(unit.parameters())
+        later = [
+            (owner, name, later_dtype(one))
+            for owner in unit.modules()
+            for name, one in owner.named_parameters(recurse=False)
+            if later_dtype(one) != one.dtype and one not in self._set_apart
+        ]
         sharded: Any = fully_shard(
             unit,
             mesh=over.mesh,
@@ -347,6 +354,7 @@ class ShardedModel:
             # Micro-batches may use different parameters on other workers: all send the same, zeros for the unused.
             sharded.set_reduce_scatter_unused_params(True, recurse=False)
         files.release()
+        convert_rows(sharded, later)
         return sharded
 
     def _follow(self, unit: nn.Module, *_: Any) -> None:

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from paceline.checkpoint.huggingface_folder import MODELS
 from paceline.comm.sharded_tensors import DTensorLayout, TensorSlice
 from paceline.worker.data import random_state
 from paceline.worker.state.codec_state import CodecState, GatheredCodecState
@@ -34,6 +35,7 @@ from paceline.worker.state.local_tensors import (
     optimizer_layouts,
     restore_tensors,
 )
+from paceline.worker.state.published_models import described_models
 from paceline.worker.state.state_registry import StateRegistry
 from paceline.worker.topology.parallel_groups import StateOwner
 
@@ -153,6 +155,8 @@ def describe_run(
     contents.add(
         "memory_checkpointer", snapshots.state_dict, snapshots.load_state_dict, carriers=Carrier.PEER, when=When.ARRIVED
     )
+    # What exports need of models of transformers: a run has it from its script.
+    contents.add(MODELS, lambda: described_models(contents.registry.models), carriers=Carrier.DISK)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

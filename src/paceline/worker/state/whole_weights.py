@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from paceline.errors import CheckpointError
 from paceline.storage.address import check_address, is_address, plain_path
 from paceline.worker.state.adapter_weights import adapter_names, has_adapters, write_adapters
 from paceline.worker.state.prepared_models import PreparedModels
+from paceline.worker.state.published_models import config_text
 from paceline.worker.state.state_registry import StateRegistry, model_entries, tied_names
 from paceline.worker.topology.parallel_groups import ParallelGroups
 
@@ -117,7 +118,7 @@ class WholeWeights:
                         ties=contents.ties,
                         step=step,
                         max_shard_bytes=MAX_SHARD_BYTES,
-                        config=_config_of(model),
+                        config=config_text(model),
                     )
         finally:
             for _ in coming:  # the others send all of them, whether or not the first worker can write
@@ -212,10 +213,3 @@ def _next(coming: Iterator[tuple[str, Tensor | None]], name: str) -> Tensor:
     if found != name or tensor is None:
         raise CheckpointError(f"{found} came where {name} was expected")
     return tensor
-
-
-def _config_of(model: nn.Module) -> str | None:
-    """The text of a model's config.json, where it has a configuration of transformers' kind."""
-    to_text: Callable[[], Any] | None = getattr(getattr(model, "config", None), "to_json_string", None)
-    text = to_text() if callable(to_text) else None
-    return text if isinstance(text, str) else None

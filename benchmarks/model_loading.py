@@ -1,0 +1,160 @@
+"""Time and memory from a folder of safetensors files to prepared parts, two workers, against the disk's own rate.
+
+    python benchmarks/model_loading.py [--widths 512,1024,1536] [--layers 16] [--dtype auto] [--plans shard=2,stages=2]
+
+A Llama of random numbers in bf16 is written in files of about a tenth each. Before each measurement the kernel is told
+to forget them. "Disk" is a plain read of all files, one after the other. "Load" is the slowest worker's time for
+`paceline.from_pretrained` and `worker.prepare`, with transformers imported before. "Peak" is what a worker's resident
+memory had grown by at most, over its part and the largest tensor. The last line of each plan is the slope between the
+first size and the last: what bytes cost, without what each layer and each start costs. The first size is a hundredth of
+a model of 7 billion parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import paceline
+from driving.options import options_of
+
+GIB, MIB = 1 << 30, 1 << 20
+SHARES = {"replicas": 1.0, "shard": 0.5, "stages": 0.5, "tensor": 0.5}  # of the model, that a worker keeps
+WORDS, HEAD = 16000, 64
+PIECE_BYTES = 8 << 20
+
+
+def write_model(folder: Path, width: int, layers: int) -> tuple[int, int]:
+    """Write the model layer by layer; returns the bytes of all tensors and of the largest."""
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=width,
+        intermediate_size=11 * width // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=width // HEAD,
+        architectures=["LlamaForCausalLM"],
+        dtype="bfloat16",
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    config.save_pretrained(folder)
+    names, places, largest, total = dict(model.state_dict()), dict[str, str](), 0, 0
+    limit = 2 * sum(one.numel() for one in names.values()) // 10
+    part: dict[str, torch.Tensor] = {}
+    for number, (name, empty) in enumerate(names.items(), 1):
+        part[name] = torch.randn(empty.shape).mul_(0.02).bfloat16()
+        total, largest = total + part[name].nbytes, max(largest, part[name].nbytes)
+        if sum(one.nbytes for one in part.values()) >= limit or number == len(names):
+            file = f"model-{number:05}.safetensors"
+            save_file(part, folder / file, {"format": "pt"})
+            places |= dict.fromkeys(part, file)
+            part = {}
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    os.sync()
+    return total, largest
+
+
+def forget(folder: Path) -> None:
+    """Tell the kernel to forget the files' pages."""
+    for path in folder.glob("*.safetensors"):
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def plain_read_s(folder: Path) -> float:
+    room, began = bytearray(PIECE_BYTES), time.perf_counter()
+    for path in sorted(folder.glob("*.safetensors")):
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(room):
+                pass
+    return time.perf_counter() - began
+
+
+def memory_mib(name: str) -> float:
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(found[1]) / 1024 if found else 0.0
+
+
+def loaded(worker: paceline.Worker, folder: str, dtype: str) -> list[tuple[float, float]]:
+    """Of each worker: seconds, and MiB at the peak."""
+    import transformers.models.llama.modeling_llama  # noqa: F401  # what any program of transformers pays
+
+    worker.gather(worker.rank)  # what comes with the first collective is there
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before, began = memory_mib("VmRSS"), time.perf_counter()
+    worker.prepare(paceline.from_pretrained(folder, dtype=dtype))
+    took = time.perf_counter() - began
+    return worker.gather((took, memory_mib("VmHWM") - before))
+
+
+def row(folder: Path, plan: str, dtype: str, sizes: tuple[int, int], scratch: Path) -> tuple[str, float, float, float]:
+    """A row of the table, and GiB, seconds of the disk and of the load."""
+    forget(folder)
+    disk_s = plain_read_s(folder)
+    forget(folder)
+    found: list[Any] = paceline.run(
+        functools.partial(loaded, folder=str(folder), dtype=dtype),
+        workers=2,
+        plan=f"{plan}+batch(size=8,micro=2)",
+        run_dir=str(scratch / f"{plan}-{folder.name}"),
+        save_at_end=False,
+        tensorboard=False,
+        threads=1,
+    )
+    took, peak = (max(column) for column in zip(*found, strict=True))
+    total, largest = sizes
+    factor = 2 if dtype == "fp32" else 1  # the files have 16 bits
+    part = SHARES[plan.partition("=")[0]] * total * factor / MIB
+    ratio = peak / (part + factor * largest / MIB)
+    text = (
+        f"| {plan} | {total / MIB:.0f} | {disk_s:.2f} | {took:.2f} | {took / disk_s:.2f} | {peak:.0f} | {ratio:.2f} |"
+    )
+    return text, total / GIB, disk_s, took
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--widths", default="512,1024,1536", help="of the models that are loaded, one after the other")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--dtype", default="auto", help="what from_pretrained is given: auto, fp32")
+    parser.add_argument("--plans", default="replicas=2,shard=2,stages=2,tensor=2")
+    options = options_of(
+        parser, takes="about three minutes", quick={"layers": 4, "widths": "256,512", "plans": "shard=2,stages=2"}
+    )
+    widths = [int(one) for one in options.widths.split(",")]
+    rows: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="paceline-loading-") as scratch:
+        folders = {width: Path(scratch) / str(width) for width in widths}
+        for folder in folders.values():
+            folder.mkdir()
+        sizes = {width: write_model(folder, width, options.layers) for width, folder in folders.items()}
+        for plan in options.plans.split(","):
+            found = [row(folders[one], plan, options.dtype, sizes[one], Path(scratch)) for one in widths]
+            rows += [text for text, *_ in found]
+            (_, small, disk, took), (_, large, more_disk, more) = found[0], found[-1]
+            if large > small:
+                each = [(more_disk - disk) / (large - small), (more - took) / (large - small)]
+                rows.append(
+                    f"| {plan}, each GiB more | 1024 | {each[0]:.2f} | {each[1]:.2f} | {each[1] / each[0]:.2f} | | |"
+                )
+    print("\n| plan | MiB | disk, s | load, s | load / disk | peak, MiB | peak / (part + the largest) |")
+    print("|---|---:|---:|---:|---:|---:|---:|", *rows, sep="\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""Writes a checkpoint's model as transformers would save it: a folder that it and vLLM load unchanged.
+
+It has config.json with the class and the type of the weights, the settings of generation, the tokenizer's files, and
+model.safetensors, or several files and their index, under the names that the model's makers publish. Of a model of peft
+it has the adapters, in peft's form. One tensor at a time is in memory, and the folder appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.checkpoint.checkpoint_dir import whole_file
+from paceline.checkpoint.published_names import published_names
+from paceline.checkpoint.reader import Checkpoint, open_checkpoint
+from paceline.checkpoint.safetensors_file import TensorInfo, num_bytes_of, write_safetensors
+from paceline.checkpoint.weight_files import CONFIG, Weights, refuse_others, type_of, write_shards
+from paceline.errors import CheckpointError
+
+__all__ = ["MODELS", "export_huggingface"]
+
+MODELS = "huggingface"  # the key of what a checkpoint keeps of models of transformers
+GENERATION = "generation_config.json"
+ABOUT = {"format": "pt"}
+
+
+def export_huggingface(
+    checkpoint_dir: Path,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int,
+    config: Path | None = None,
+) -> list[Path]:
+    """Write the folder; returns its files. `config`: a config.json, or a folder with one and the files beside it, in
+    place of what the checkpoint keeps.
+
+    Raises CheckpointError where there is no configuration, and where the folder has other weights.
+    """
+    checkpoint = open_checkpoint(checkpoint_dir)
+    name, known = _model_of(checkpoint, is_given=config is not None)
+    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        if known.get("adapters") and config is None:
+            _write_adapters(checkpoint, name, known, partial, dtype)
+        else:
+            _write_model(checkpoint_dir, name, known, partial, dtype, max_shard_bytes, config)
+        return _published(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _model_of(checkpoint: Checkpoint, *, is_given: bool) -> tuple[str, dict[str, Any]]:
+    """The name of the model that is meant, and what the checkpoint keeps of it."""
+    models: Mapping[str, dict[str, Any]] = checkpoint.state.get(MODELS) or {}
+    if len(models) == 1 or "model" in models:
+        name = "model" if "model" in models else next(iter(models))
+        return name, models[name]
+    if len(models) > 1:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} has {len(models)} models of transformers ({', '.join(models)}) and none "
+            "named 'model': prepare the one to be exported as worker.prepare(model, name='model')"
+        )
+    if not is_given:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} keeps no configuration: its model is none of transformers, or an earlier "
+            "version of Paceline wrote it. Name the folder that the model came from, --config FOLDER, or leave out "
+            "--format"
+        )
+    return "model", {}
+
+
+def _write_model(
+    checkpoint_dir: Path,
+    name: str,
+    known: Mapping[str, Any],
+    folder: Path,
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+    config: Path | None,
+) -> None:
+    weights = Weights(checkpoint_dir, f"{name}.", dtype)
+    text, files = (known["config"], _files_of(known)) if config is None else _given(config)
+    names = published_names(known.get("class"), text, weights.kept, weights.ties)
+    tensors = names.tensors()
+    write_shards(folder, tensors, names.reader(weights.read), max_shard_bytes, lambda _: ABOUT)
+    for file, data in files.items():
+        _write(folder / file, data)
+    _write(folder / CONFIG, _config(text, known, tensors).encode())
+
+
+def _config(text: str, known: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> str:
+    """The configuration, with the class that reads it and the type of the weights."""
+    fields: dict[str, Any] = json.loads(text)
+    fields.pop("_name_or_path", None)
+    if "class" in known:
+        fields["architectures"] = [known["class"].rpartition(":")[2].rpartition(".")[2]]
+    by_type: dict[torch.dtype, int] = {}
+    for about in tensors.values():
+        if about[0].is_floating_point:
+            by_type[about[0]] = by_type.get(about[0], 0) + num_bytes_of(about)
+    if by_type:
+        key = "torch_dtype" if "torch_dtype" in fields and "dtype" not in fields else "dtype"
+        fields[key] = str(max(by_type, key=lambda one: by_type[one])).removeprefix("torch.")
+    return json.dumps(fields, indent=2, sort_keys=True) + "\n"
+
+
+def _files_of(known: Mapping[str, Any]) -> dict[str, bytes]:
+    settings = known.get("generation")
+    return {**known.get("files", {}), **({} if settings is None else {GENERATION: settings.encode()})}
+
+
+def _given(path: Path) -> tuple[str, dict[str, bytes]]:
+    """A configuration that the user names, and what lies beside it."""
+    file = path / CONFIG if path.is_dir() else path
+    try:
+        text = file.read_text(encoding="utf-8")
+        if not isinstance(json.loads(text), dict):
+            raise ValueError("it holds no JSON object")
+        beside = [
+            one
+            for one in (sorted(path.iterdir()) if path.is_dir() else ())
+            if one.is_file() and one.suffix in (".json", ".model", ".txt", ".jinja") and one.name != CONFIG
+        ]
+        return text, {one.name: one.read_bytes() for one in beside if not one.name.endswith(".safetensors.index.json")}
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"the configuration {file} cannot be read: {error}") from error
+
+
+def _write_adapters(
+    checkpoint: Checkpoint, name: str, known: Mapping[str, Any], folder: Path, dtype: torch.dtype | None
+) -> None:
+    for adapter, about in known["adapters"].items():
+        place = folder if adapter == "default" else folder / adapter
+        place.mkdir(exist_ok=True)
+        full = {stored: f"{name}.{own}" for stored, own in about["names"].items()}
+        tensors = {
+            stored: (type_of(checkpoint.dtype(own), dtype), tuple(checkpoint.shape(own)))
+            for stored, own in full.items()
+        }
+
+        def read(stored: str, full: Mapping[str, str] = full) -> Tensor:
+            tensor = checkpoint.load([full[stored]])[full[stored]]
+            return tensor.to(type_of(tensor.dtype, dtype))
+
+        write_safetensors(place / "adapter_model.safetensors", tensors, read, ABOUT)
+        _write(place / "adapter_config.json", about["config"].encode())
+    for file, data in known.get("files", {}).items():
+        _write(folder / file, data)
+
+
+def _write(path: Path, data: bytes) -> None:
+    with whole_file(path) as file:
+        file.write(data)
+
+
+def _published(partial: Path, folder: Path) -> list[Path]:
+    """Give the folder its name; where there is one already, what describes weights comes after them."""
+    files = [one.relative_to(partial) for one in partial.rglob("*") if one.is_file()]
+    order = sorted(files, key=lambda one: (one.suffix == ".json", one.name == CONFIG, one))
+    refuse_others(folder, {one.name for one in files})
+    try:
+        if not folder.exists():
+            partial.rename(folder)
+        else:
+            for one in order:
+                (folder / one).parent.mkdir(parents=True, exist_ok=True)
+                (partial / one).replace(folder / one)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error.strerror}") from error
+    return [folder / one for one in order]

@@ -1,0 +1,245 @@
+"""Makes a model of transformers whose weights are still the bytes of their files."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import importlib
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import nn
+
+from paceline import environment
+from paceline.errors import CheckpointError, PlanError
+from paceline.hub.joined_copy import are_joined, joined_copy
+from paceline.hub.model_folder import model_folder
+from paceline.hub.stored_weights import StoredWeights, read_config, stored_weights
+from paceline.parallel.part_dtype import convert_later
+
+__all__ = ["from_pretrained"]
+
+M = TypeVar("M", bound=nn.Module)
+
+TYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+}
+NUM_LISTED = 5
+TAKEN = {  # options of transformers that would put weights elsewhere, with the remedy
+    "device_map": "worker.prepare moves each worker's part to its device",
+    "tp_plan": "name the layout in the plan: paceline.run(train, plan='tensor=2')",
+    "quantization_config": "load quantised weights by transformers itself, and prepare the model under replicas",
+    "torch_dtype": "its name is dtype=",
+    "load_in_8bit": "load quantised weights by transformers itself, and prepare the model under replicas",
+    "load_in_4bit": "load quantised weights by transformers itself, and prepare the model under replicas",
+    "low_cpu_mem_usage": "no worker has room for all of the model in any case",
+    "state_dict": "call model.load_state_dict(weights, assign=True) on the model",
+    "from_tf": "only safetensors files can be read in parts",
+    "from_flax": "only safetensors files can be read in parts",
+    "output_loading_info": "names that differ are an error",
+    "ignore_mismatched_sizes": "name tensors that the model shall begin anew: new=['score.*']",
+    "local_files_only": "nothing is asked of a hub",
+}
+
+
+@overload
+def from_pretrained(
+    source: str | Path,
+    model_class: type[M],
+    *,
+    dtype: torch.dtype | str = ...,
+    revision: str | None = ...,
+    cache_dir: str | Path | None = ...,
+    new: Sequence[str] = ...,
+    unused: Sequence[str] = ...,
+    **options: Any,
+) -> M: ...
+
+
+@overload
+def from_pretrained(
+    source: str | Path,
+    model_class: None = ...,
+    *,
+    dtype: torch.dtype | str = ...,
+    revision: str | None = ...,
+    cache_dir: str | Path | None = ...,
+    new: Sequence[str] = ...,
+    unused: Sequence[str] = ...,
+    **options: Any,
+) -> Any: ...
+
+
+def from_pretrained(
+    source: str | Path,
+    model_class: type[Any] | None = None,
+    *,
+    dtype: torch.dtype | str = "auto",
+    revision: str | None = None,
+    cache_dir: str | Path | None = None,
+    new: Sequence[str] = (),
+    unused: Sequence[str] = (),
+    **options: Any,
+) -> Any:
+    """Return a model of transformers with the weights of safetensors files, of which no byte has been read yet.
+
+    `worker.prepare` of it then reads, on each worker, the rows, layers or experts that the worker keeps. Workers of one
+    host share what is read, and send each other no weights.
+
+    source: a folder as `save_pretrained` writes it; a hub's id, such as `"meta-llama/Llama-3.1-8B"`, whose files are in
+    the hub's cache on this disk (nothing is downloaded from hubs); or a folder's address in object storage
+    (`s3://bucket/folder`), of which each host makes one copy in `cache_dir` (default: `PACELINE_CACHE`, or
+    `~/.cache/paceline`).
+
+    model_class: a class of transformers with `from_pretrained`; default: `AutoModelForCausalLM`.
+
+    dtype: the type that the model's floating weights get, such as `torch.float32` or `"bf16"`. `"auto"`: that of the
+    files. Where it is another one, `worker.prepare` converts each worker's part, one tensor at a time; until then the
+    model has the files' type.
+
+    new: patterns of names (`"score.*"`) of weights that the files lack, and that the model begins anew. unused: those
+    of weights in the files for which the model has no place. Any others are a CheckpointError, as are files that are
+    absent or cut short. Quantised files are a PlanError. options: further ones of transformers, such as
+    `attn_implementation`.
+
+    Example::
+
+        def train(worker):
+            model = worker.prepare(paceline.from_pretrained("folder", dtype="fp32"))
+            optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=1e-5))
+    """
+    wanted = _dtype_of(dtype)
+    for name, remedy in TAKEN.items():
+        if name in options:
+            raise PlanError(f"paceline.from_pretrained(..., {name}=...) is not possible: {remedy}.")
+    chosen = _class(model_class)
+    folder = model_folder(source, revision=revision, cache_dir=cache_dir)
+    _refuse_quantised(folder, read_config(folder))
+    stored = stored_weights(folder)
+
+    def load(stored: StoredWeights) -> Any:
+        return _loaded(stored, chosen, new=new, unused=unused, options=options)
+
+    if are_joined(_empty(folder, chosen, options), stored):
+        cache = environment.cache_folder() if cache_dir is None else Path(cache_dir).expanduser()
+        stored = stored_weights(joined_copy(stored, cache, lambda: load(stored)))
+    model = load(stored)
+    if wanted is not None:
+        convert_later(model, wanted)
+        if getattr(model, "config", None) is not None:
+            model.config.dtype = wanted
+    return model
+
+
+def _empty(folder: Path, model_class: Any, options: Mapping[str, Any]) -> Any:
+    """The model without numbers, which takes no memory."""
+    transformers: Any = importlib.import_module("transformers")
+    own = {name: options[name] for name in ("config", "trust_remote_code") if name in options}
+    config = own.pop("config", None) or transformers.AutoConfig.from_pretrained(folder, **own)
+    with torch.device("meta"):
+        return model_class.from_config(config, **own) if hasattr(model_class, "from_config") else model_class(config)
+
+
+def _loaded(
+    stored: StoredWeights,
+    model_class: Any,
+    *,
+    new: Sequence[str],
+    unused: Sequence[str],
+    options: Mapping[str, Any],
+) -> Any:
+    """Have transformers make the model. In the type of the file it copies nothing: its tensors are the mapped file."""
+    with _quiet():
+        model, told = model_class.from_pretrained(
+            stored.folder,
+            dtype=stored.dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # these names are among what it told, and an error below
+            **options,
+        )
+    problems = [
+        *_listed("not in the files", told["missing_keys"], new, "new"),
+        *_listed("in the files, without a place in the model", told["unexpected_keys"], unused, "unused"),
+        *_listed("of another shape in the files", map(_name, told["mismatched_keys"]), new, "new"),
+        *map(str, told.get("error_msgs") or ()),
+    ]
+    if problems:
+        shown = "\n  ".join(problems)
+        raise CheckpointError(
+            f"the weights of {stored.folder} do not fit {type(model).__name__}:\n  {shown}\nName the class that they "
+            "were saved from (paceline.from_pretrained(folder, Class)), or say which weights begin anew (new=[...]) or "
+            "are left out (unused=[...])"
+        )
+    return model
+
+
+def _listed(what: str, names: Any, allowed: Sequence[str], option: str) -> list[str]:
+    found = sorted(name for name in names if not any(fnmatch.fnmatchcase(name, one) for one in allowed))
+    rows = [f"{name}: {what}" for name in found[:NUM_LISTED]]
+    return [*rows, f"and {len(found) - NUM_LISTED} more ({option}=)"] if len(found) > NUM_LISTED else rows
+
+
+def _name(mismatched: Any) -> str:
+    return mismatched if isinstance(mismatched, str) else str(mismatched[0])
+
+
+def _class(given: Any) -> Any:
+    if importlib.util.find_spec("transformers") is None:
+        raise PlanError("paceline.from_pretrained needs the package transformers: pip install transformers.")
+    if given is None:
+        return importlib.import_module("transformers").AutoModelForCausalLM
+    if not callable(getattr(given, "from_pretrained", None)):
+        name = getattr(given, "__name__", type(given).__name__)
+        raise TypeError(
+            f"paceline.from_pretrained(source, {name}): a class of transformers is needed, such as "
+            "AutoModelForSequenceClassification. For a model of your own make it on the meta device, and "
+            "model.load_state_dict(load_file(path), assign=True)"
+        )
+    return given
+
+
+def _dtype_of(given: torch.dtype | str) -> torch.dtype | None:
+    found = TYPES.get(given.removeprefix("torch.")) if isinstance(given, str) else given
+    if given == "auto":
+        return None
+    if found not in TYPES.values():
+        raise PlanError(f"dtype is {given!r}; it must be 'auto', float32, bfloat16 or float16.")
+    return found
+
+
+def _refuse_quantised(folder: Path, config: Mapping[str, Any]) -> None:
+    about = config.get("quantization_config") or config.get("compression_config")
+    if about is not None:
+        kind = about.get("quant_method", "unknown") if isinstance(about, dict) else about
+        raise PlanError(
+            f"the weights of {folder} are quantised ({kind}): several stored tensors make one weight, so no worker can "
+            "read its part of it, and layouts split no quantised layers. Take the folder with weights of 16 bits, "
+            "or make it once by transformers (where the method has it: from_pretrained(folder, dtype=torch.bfloat16, "
+            "quantization_config=...(dequantize=True)).save_pretrained(other)). As a frozen base of adapters load it "
+            "by transformers itself, under Layout(replicas=n)."
+        )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No bar of progress for what takes no time, and no report of what is an error here; as before afterwards."""
+    logging: Any = importlib.import_module("transformers.utils.logging")
+    level, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if has_bars:
+            logging.enable_progress_bar()

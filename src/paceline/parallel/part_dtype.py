@@ -1,0 +1,90 @@
+"""Weights whose parts get another type than that of their files, part by part: no worker has the whole model in both.
+
+A parameter is marked while it is still the bytes of its file. What a worker keeps of it is converted when it is known:
+rows, a cut, the stages or experts of this worker. What the file was is remembered until weights are compared between
+workers: equal bytes that were converted alike are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.parallel.file_weights import ORIGIN, FileMappings, WeightFiles
+
+__all__ = ["convert_later", "convert_parts", "convert_rows", "forget", "later_dtype", "later_dtypes", "mark"]
+
+MARK = "_paceline_later_dtype"  # an attribute of parameters
+
+
+def convert_later(model: nn.Module, dtype: torch.dtype) -> None:
+    """Mark a model's floating parameters: the part that a worker keeps of each gets this type."""
+    mark(model, {name: dtype for name, one in model.named_parameters() if one.is_floating_point()})
+
+
+def mark(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Mark the parameters of these names that have another type."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in dtypes and parameter.dtype != dtypes[name]:
+            setattr(parameter, MARK, dtypes[name])
+
+
+def later_dtype(parameter: Tensor) -> torch.dtype:
+    """The type that a parameter will have."""
+    return getattr(parameter, MARK, parameter.dtype)
+
+
+def later_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """The types that marked parameters will have, by name."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: getattr(one, MARK) for name, one in named if hasattr(one, MARK)}
+
+
+def forget(model: nn.Module) -> None:
+    """Take the marks off."""
+    for parameter in model.parameters():
+        if hasattr(parameter, MARK):
+            delattr(parameter, MARK)
+
+
+@torch.no_grad()
+def convert_parts(model: nn.Module) -> None:
+    """Convert what is marked, one parameter at a time; memory of files that was read is given back.
+
+    Other workers' parts (on the meta device) get the type, too: stages expect inputs as others compute them.
+    """
+    waiting = [one for one in model.parameters() if hasattr(one, MARK)]
+    files, num_bytes = WeightFiles(waiting), 0
+    with FileMappings() as mappings:
+        for parameter in waiting:
+            place = mappings.place_of(parameter)
+            num_bytes += parameter.nbytes
+            parameter.data = parameter.data.to(getattr(parameter, MARK))
+            delattr(parameter, MARK)
+            if place is not None:
+                setattr(parameter, ORIGIN, place)
+            if num_bytes >= files.enough_bytes:
+                files.release()
+                num_bytes = 0
+    files.release()
+
+
+@torch.no_grad()
+def convert_rows(unit: Any, dtypes: Iterable[tuple[nn.Module, str, torch.dtype]]) -> None:
+    """Convert the rows that a unit of `fully_shard` keeps of parameters, each given by its module and name there."""
+    done: dict[int, nn.Parameter] = {}
+    for module, name, dtype in dtypes:
+        rows: Any = getattr(module, name)
+        if id(rows) not in done:
+            done[id(rows)] = nn.Parameter(rows.detach().to(dtype), requires_grad=rows.requires_grad)
+        setattr(module, name, done[id(rows)])
+        del rows
+    if done:
+        unit._apply(_same, recurse=False)  # torch then takes over the parameters that modules have now
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

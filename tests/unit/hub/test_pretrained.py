@@ -1,0 +1,163 @@
+"""`paceline.from_pretrained` in one process: where models come from, what is refused, and that nothing is copied."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+from transformers.utils import logging
+
+import paceline
+from object_servers import CREDENTIALS, s3_server
+from paceline.hub.model_folder import model_folder
+from paceline.parallel.file_weights import FileMappings
+from paceline.parallel.part_dtype import later_dtype
+from paceline.storage.object_store import ObjectStore
+
+logging.disable_progress_bar()  # which would leave a thread behind
+
+
+def llama(**options: Any) -> Any:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, **options))
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    llama().to(torch.bfloat16).save_pretrained(tmp_path / "base", max_shard_size="20KB")
+    return tmp_path / "base"
+
+
+def same(model: Any, folder: Path) -> bool:
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
+    found = model.state_dict()
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_all_weights_are_the_mapped_bytes_of_the_files(base: Path) -> None:
+    model = paceline.from_pretrained(base)
+    assert isinstance(model, LlamaForCausalLM)
+    with FileMappings() as mappings:
+        assert [name for name, one in model.named_parameters() if mappings.place_of(one) is None] == []
+    assert same(model, base)
+    assert same(paceline.from_pretrained(str(base)), base)
+    model = paceline.from_pretrained(base, dtype="fp32")
+    assert {one.dtype for one in model.parameters()} == {torch.bfloat16}, "converted where parts are kept"
+    assert {later_dtype(one) for one in model.parameters()} == {torch.float32}
+    assert model.config.dtype == torch.float32
+    model = paceline.from_pretrained(base, dtype=torch.bfloat16)
+    assert {later_dtype(one) for one in model.parameters()} == {torch.bfloat16}
+
+
+def test_other_classes_and_options_of_transformers(base: Path) -> None:
+    model = paceline.from_pretrained(base, AutoModel, unused=["lm_head.*"], attn_implementation="eager")
+    assert type(model).__name__ == "LlamaModel"
+    assert model.config._attn_implementation == "eager"
+    model = paceline.from_pretrained(
+        base, AutoModelForSequenceClassification, new=["score.weight"], unused=["lm_head.weight"], num_labels=3
+    )
+    assert model.score.weight.shape == (3, 32) and not model.score.weight.is_meta
+
+
+def test_names_that_differ_are_errors_with_the_names(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(paceline.CheckpointError) as caught:
+        paceline.from_pretrained(base, AutoModelForSequenceClassification)
+    said = str(caught.value)
+    assert "score.weight: not in the files" in said and "new=[...]" in said
+    save_file({**load_one(base), "stray": torch.zeros(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((base / "config.json").read_text())
+    with pytest.raises(paceline.CheckpointError, match=r"stray: in the files, without a place in the model"):
+        paceline.from_pretrained(tmp_path)
+    config = json.loads((base / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 50}))
+    with pytest.raises(paceline.CheckpointError, match="of another shape in the files"):
+        paceline.from_pretrained(tmp_path, unused=["stray"])
+
+
+def load_one(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: one for path in folder.glob("*.safetensors") for name, one in load_file(path).items()}
+
+
+def test_what_cannot_be_read_in_parts_is_refused_with_the_remedy(base: Path) -> None:
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(paceline.PlanError, match=r"are quantised \(fp8\).*dequantize=True"):
+        paceline.from_pretrained(base)
+    with pytest.raises(paceline.PlanError, match=r"dtype is 'int8'; it must be 'auto', float32, bfloat16 or float16"):
+        paceline.from_pretrained(base, dtype="int8")
+    with pytest.raises(paceline.PlanError, match=r"device_map=.* is not possible: worker.prepare moves"):
+        paceline.from_pretrained(base, device_map="auto")
+    with pytest.raises(TypeError, match="a class of transformers is needed"):
+        paceline.from_pretrained(base, torch.nn.Linear)
+    with pytest.raises(paceline.CheckpointError, match="there is no folder"):
+        paceline.from_pretrained(base / "absent")
+    with pytest.raises(paceline.CheckpointError, match="is a file: name the folder that has it"):
+        paceline.from_pretrained(base / "config.json")
+
+
+CACHED = """\
+import paceline
+for name, revision in (("maker/tiny", None), ("maker/other", None), ("maker/tiny", "v2")):
+    try:
+        print("got", type(paceline.from_pretrained(name, revision=revision)).__name__)
+    except paceline.CheckpointError as error:
+        print("got", error)
+"""
+
+
+def test_an_id_is_found_in_the_hubs_cache_without_a_network(base: Path, tmp_path: Path) -> None:
+    snapshot = tmp_path / "home" / "hub" / "models--maker--tiny" / "snapshots" / ("0" * 40)
+    snapshot.parent.mkdir(parents=True)
+    base.rename(snapshot)
+    refs = snapshot.parent.parent / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0" * 40)
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    command = [sys.executable, "-c", CACHED]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    first, other, revised = [line for line in done.stdout.splitlines() if line.startswith("got ")]
+    assert first == "got LlamaForCausalLM"
+    assert "'maker/other' is no folder in" in other and "`hf download maker/other`" in other and "HF_HOME" in other
+    assert "at revision 'v2'" in revised and "`hf download maker/tiny --revision v2`" in revised
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with s3_server("bucket") as url:
+        for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": url}.items():
+            monkeypatch.setenv(name, value)
+        yield
+
+
+def test_a_folder_in_a_bucket_is_copied_once_to_this_host(
+    base: Path, tmp_path: Path, server: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ObjectStore("s3://bucket/models/tiny")
+    for path in base.iterdir():
+        store.write(path.name, path.read_bytes())
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    assert same(paceline.from_pretrained("s3://bucket/models/tiny"), base)
+    [copy] = [one for one in (tmp_path / "cache").iterdir() if one.is_dir()]
+    assert model_folder(Path("s3://bucket/models/tiny"), revision=None, cache_dir=None) == copy
+    assert model_folder("s3://bucket/models/tiny", revision=None, cache_dir=tmp_path / "own").parent == tmp_path / "own"
+    with pytest.raises(ValueError, match="has no revisions"):
+        paceline.from_pretrained("s3://bucket/models/tiny", revision="v1")
+    with pytest.raises(paceline.CheckpointError, match=r"has no config.json, and nothing else"):
+        paceline.from_pretrained("s3://bucket/models/other")
