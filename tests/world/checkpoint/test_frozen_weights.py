@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from forked import WorkersFailed, World
@@ -62,6 +63,31 @@ def thaw_norms(model: Any) -> None:
 def other_base(model: Any) -> None:
     with torch.no_grad():
         model.base_model.model.model.layers[1].mlp.up_proj.weight[3, 5] += 1e-3
+
+
+class CodedLinear(nn.Linear):
+    """A frozen layer in int8, as packages for quantised bases have it: codes as the weight, scales beside them."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
+        scale = layer.weight.detach().abs().amax(dim=1, keepdim=True) / 127
+        codes = (layer.weight.detach() / scale).round().to(torch.int8)
+        self.weight: Any = nn.Parameter(codes, requires_grad=False)
+        self.weight.scale = self.scale = scale
+
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.linear(input, self.weight.float() * self.scale)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # pyright: ignore[reportUnknownMemberType]
+        destination[f"{prefix}weight.scale"] = self.scale
+
+
+def coded(model: Any) -> None:
+    """Quantise layers that have no adapter."""
+    for layer in model.base_model.model.model.layers:
+        layer.mlp.up_proj = CodedLinear(layer.mlp.up_proj)
+        layer.self_attn.k_proj = CodedLinear(layer.self_attn.k_proj)
 
 
 def number_of(layout: Layout) -> int:
@@ -136,3 +162,17 @@ def test_what_was_frozen_may_train_later(world: World) -> None:
     norms = [name for name in stored(world).names if name.startswith("model.") and "norm" in name]
     assert len(norms) == 2 * 2 + 1, "two of each layer, and the last one"
     world(functools.partial(given, steps=5, before=thaw_norms), 1, Plan(batch=BATCH))
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [(Layout(shard=2), Layout(tensor=2)), pytest.param(Layout(tensor=2), Layout(), marks=pytest.mark.further)],
+    ids=str,
+)
+def test_a_quantised_base_stays_whole_and_out_of_checkpoints(first: Layout, then: Layout, world: World) -> None:
+    function = functools.partial(tuned, before=coded)
+    expected = world.one_process(functools.partial(function, steps=4), Plan(batch=BATCH))
+    begun = world(functools.partial(function, steps=2), number_of(first), Plan(layout=first, batch=BATCH))
+    assert not [name for name in stored(world).names if "up_proj" in name or "k_proj" in name]
+    rest = world(functools.partial(function, steps=4), number_of(then), Plan(layout=then, batch=BATCH))
+    torch.testing.assert_close([*begun[0], *rest[0]], expected, rtol=1e-4, atol=1e-5)

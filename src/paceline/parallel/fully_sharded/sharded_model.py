@@ -46,6 +46,7 @@ from paceline.parallel.fully_sharded.sharded_units import (
     registered,
     require_splittable,
     slots_of,
+    stays_whole,
     tie_again,
     trained_types,
     units_of,
@@ -221,7 +222,9 @@ class ShardedModel:
         is_half = precision in HALVES and rows.mesh.device_type != "cpu" and not is_late
         half = {inner for _, block in blocks for inner in block.modules()} if is_half else set[nn.Module]()
         before = registered(model)
-        self._set_apart = {parameter for parameter in model.parameters() if parameter.is_meta}  # other workers' experts
+        self._set_apart = {  # other workers' experts, and what every worker keeps
+            parameter for parameter in model.parameters() if parameter.is_meta or stays_whole(parameter)
+        }
         self._roots: list[Any] = []  # of torch's trees of modules
         for name, module in experts:
             gather_module = self._split(

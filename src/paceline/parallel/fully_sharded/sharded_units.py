@@ -14,7 +14,16 @@ from paceline.errors import PlanError, Reason
 from paceline.parallel.class_name import class_name
 from paceline.parallel.model_units import blocks_of
 
-__all__ = ["Slot", "registered", "require_splittable", "slots_of", "tie_again", "trained_types", "units_of"]
+__all__ = [
+    "Slot",
+    "registered",
+    "require_splittable",
+    "slots_of",
+    "stays_whole",
+    "tie_again",
+    "trained_types",
+    "units_of",
+]
 
 # where a parameter is registered, and the sharded parameter that is registered there
 Slot = tuple[nn.Module, str, Parameter]
@@ -52,8 +61,8 @@ def require_splittable(model: nn.Module, named: Sequence[str] = ()) -> None:
         if held:
             note(name, f"the unit {name} shares {held[0]} with what is outside of it:", "leave it out of units=.")
     for name, parameter in model.named_parameters():
-        if is_lazy(parameter):
-            continue  # refused under any layout
+        if is_lazy(parameter) or stays_whole(parameter):
+            continue  # the former are refused under any layout
         if parameter.dim() == 0:
             note(name, f"{name} is a single number without a dim:", "make it nn.Parameter(torch.ones(1)), of one dim.")
         elif not parameter.is_contiguous():
@@ -61,7 +70,7 @@ def require_splittable(model: nn.Module, named: Sequence[str] = ()) -> None:
         if parameter.is_complex() or not parameter.is_floating_point():
             note(
                 name,
-                f"{name} is of {_short(parameter.dtype)}: only real floating numbers are split.",
+                f"{name} is of {_short(parameter.dtype)} and trained: only real floating numbers are split.",
                 "Make it a buffer, or of real numbers: torch.view_as_real() of a complex one.",
             )
     units = units_of(model, named)
@@ -110,7 +119,18 @@ def slots_of(unit: nn.Module, *, inner: Iterable[nn.Module]) -> list[Slot]:
     """Return where a unit's own parameters are registered, without those of the units within it."""
     others = set(itertools.chain.from_iterable(one.modules() for one in inner if one is not unit))
     modules = [one for one in unit.modules() if one not in others]
-    return [(one, name, parameter) for one in modules for name, parameter in one.named_parameters(recurse=False)]
+    return [
+        (one, name, parameter)
+        for one in modules
+        for name, parameter in one.named_parameters(recurse=False)
+        if not stays_whole(parameter)
+    ]
+
+
+def stays_whole(parameter: nn.Parameter) -> bool:
+    """Whether every worker keeps all of a parameter: frozen codes of a quantised weight, which no one gathers as
+    numbers, and whose scales the module has elsewhere."""
+    return not parameter.requires_grad and (parameter.is_complex() or not parameter.is_floating_point())
 
 
 def trained_types(slots: Iterable[Slot]) -> list[str]:

@@ -37,6 +37,7 @@ class _KnownWeight:
 
     pieces: _Pieces
     is_kept: bool
+    beside: frozenset[str] = frozenset()  # names of what goes with it, such as the scales of quantised codes
 
 
 class FrozenWeights:
@@ -56,26 +57,33 @@ class FrozenWeights:
         """The full names of what is frozen here now, and was when it was prepared."""
         return {key for name in self._registry.models for key in self._frozen(name)} & self._prepared.keys()
 
-    def unchanged(self) -> dict[str, int]:
+    def unchanged(self) -> dict[str, int | None]:
         """The digests of all weights that a checkpoint may leave out now, by full names; an operation of all workers
-        that write one. Each tensor of which a writer has other bits than it prepared is missing."""
+        that write one. Each tensor of which a writer has other bits than it prepared is missing.
+
+        What a module keeps beside a weight has no digest: scales of quantised codes, which are made with the codes.
+        """
         if not any(map(has_adapters, self._registry.models.values())):
             return {}
         omittable = self.omittable()
-        now = self._digests(self._prepared)
+        now, beside = self._digests(self._prepared), self._beside(self._prepared)
         here = {
-            name: _KnownWeight(pieces, is_kept=name in omittable and pieces == self._prepared[name])
+            name: _KnownWeight(pieces, name in omittable and pieces == self._prepared[name], beside[name])
             for name, pieces in now.items()
         }
         axes = self._axes
         for group in (axes.shard_group, axes.tensor, axes.experts, axes.parted):
             here = _joined(group.gather_objects(here))
-        return {name: _sum(held.pieces) for name, held in sorted(here.items()) if held.is_kept}
+        found: dict[str, int | None] = {}
+        for name, held in sorted(here.items()):
+            if held.is_kept:
+                found |= {name: _sum(held.pieces), **dict.fromkeys(sorted(held.beside))}
+        return found
 
-    def require(self, name: str, stored: Mapping[str, int], group: WorkerGroup) -> None:
+    def require(self, name: str, stored: Mapping[str, int | None], group: WorkerGroup) -> None:
         """Raise CheckpointError where the script did not prepare a model with the weights that a checkpoint has left
         out; an operation of all workers. `stored`: their digests, by full names."""
-        wanted = {key: digest for key, digest in stored.items() if key.startswith(f"{name}.")}
+        wanted = {key: one for key, one in stored.items() if one is not None and key.startswith(f"{name}.")}
         if not wanted:
             return
         parts = group.gather_objects({key: _KnownWeight(self._prepared.get(key, {}), is_kept=True) for key in wanted})
@@ -97,6 +105,18 @@ class FrozenWeights:
         names = list(model_entries(model)[0])
         frozen = {key for key, one in parameters.items() if not one.requires_grad and _is_here(one)}
         return [f"{name}.{key}" for key in sorted(frozen.intersection(names).difference(adapter_names(model, names)))]
+
+    def _beside(self, names: Iterable[str]) -> dict[str, frozenset[str]]:
+        """The full names of what modules keep beside weights: state below a weight's own name."""
+        stored = [f"{prefix}.{key}" for prefix, one in self._registry.models.items() for key in model_entries(one)[0]]
+        found: dict[str, set[str]] = {name: set() for name in names}
+        for key in stored:
+            above = key.rpartition(".")[0]
+            while above and above not in found:
+                above = above.rpartition(".")[0]
+            if above:
+                found[above].add(key)
+        return {name: frozenset(some) for name, some in found.items()}
 
     def _digests(self, names: Iterable[str]) -> dict[str, _Pieces]:
         """The digests of the pieces that this worker would write of tensors, by full names."""
@@ -120,9 +140,9 @@ class FrozenWeights:
         return found
 
 
-def left_out_names(objects: Mapping[str, object]) -> Mapping[str, int]:
-    """The digests of the weights that a checkpoint has left out, by full names. `objects`: its plain values of prepared
-    objects."""
+def left_out_names(objects: Mapping[str, object]) -> Mapping[str, int | None]:
+    """The digests, where there are some, of what a checkpoint has left out, by full names. `objects`: its plain values
+    of prepared objects."""
     found = objects.get(FROZEN)
     return found if isinstance(found, dict) else {}
 
@@ -138,7 +158,8 @@ def _joined(parts: Sequence[Mapping[str, _KnownWeight]]) -> dict[str, _KnownWeig
         for name, held in part.items():
             before = found.get(name)
             pieces = held.pieces if before is None else {**held.pieces, **before.pieces}
-            found[name] = _KnownWeight(pieces, is_kept=held.is_kept and (before is None or before.is_kept))
+            kept, beside = (True, frozenset[str]()) if before is None else (before.is_kept, before.beside)
+            found[name] = _KnownWeight(pieces, held.is_kept and kept, held.beside | beside)
     return found
 
 

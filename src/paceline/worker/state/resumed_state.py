@@ -175,7 +175,7 @@ class ResumedState:
         """Before a registered model is filled: what of it a checkpoint may leave out is as it is now."""
         self._contents.frozen.take(name, self._left_out())
 
-    def _left_out(self) -> Mapping[str, int]:
+    def _left_out(self) -> Mapping[str, int | None]:
         return {} if self._state is None else left_out_names(self._state.plain[OBJECTS])
 
     def has_optimizer(self, name: str) -> bool:
