@@ -42,7 +42,7 @@ __all__ = [
     "without_same_files",
 ]
 
-ORIGIN = "_paceline_converted_from"  # an attribute of parameters: the place whose bytes were given another type
+ORIGIN = "paceline_converted_from"  # an attribute of parameters: the place whose bytes were given another type
 
 PAGE = mmap.PAGESIZE
 PRESENT, SWAPPED, OF_FILE = (numpy.uint64(1 << bit) for bit in (63, 62, 61))  # of a page's entry
@@ -77,9 +77,7 @@ class FileMappings:
         try:
             with open("/proc/self/maps", "rb") as lines:  # as a whole: a process has thousands
                 for begin, end, offset, inode, path in LINE.findall(lines.read()):
-                    self._mappings.append(
-                        _Mapping(int(begin, 16), int(end, 16), int(offset, 16), path, int(inode))
-                    )
+                    self._mappings.append(_Mapping(int(begin, 16), int(end, 16), int(offset, 16), path, int(inode)))
             self._pages = os.open("/proc/self/pagemap", os.O_RDONLY)
         except OSError:  # not Linux, or a sandbox that does not show it
             self._mappings, self._pages = [], -1
