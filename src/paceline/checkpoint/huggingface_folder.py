@@ -100,8 +100,7 @@ def _write_model(
 
 def _config(text: str, known: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> str:
     """The configuration, with the class that reads it and the type of the weights."""
-    fields: dict[str, Any] = json.loads(text)
-    fields.pop("_name_or_path", None)
+    fields: dict[str, Any] = {key: value for key, value in json.loads(text).items() if not key.startswith("_")}
     if "class" in known:
         fields["architectures"] = [known["class"].rpartition(":")[2].rpartition(".")[2]]
     by_type: dict[torch.dtype, int] = {}

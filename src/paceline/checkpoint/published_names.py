@@ -65,8 +65,8 @@ def published_names(
     the model.
     """
     model = _on_meta(class_name, json.loads(config))
-    never = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    replaced = set(getattr(model, "all_tied_weights_keys", None) or ())
+    never: set[str] = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    replaced: set[str] = set(getattr(model, "all_tied_weights_keys", None) or ())
     sources = {first: name for name, first in ties.items() if first in replaced and name not in replaced}
     kept = {sources.get(name, name): about for name, about in tensors.items() if name not in never}
     own = {new: name for name, new in sources.items()}

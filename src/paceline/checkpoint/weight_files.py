@@ -1,4 +1,4 @@
-"""The files of a checkpoint's weights: which tensors there are, how they are dealt to files, and their index."""
+"""The files of a checkpoint's weights: which tensors there are, which files they go to, and their index."""
 
 from __future__ import annotations
 

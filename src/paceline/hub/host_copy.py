@@ -78,7 +78,7 @@ def _identity(store: ObjectStore, wanted: Sequence[ObjectInfo]) -> str:
 def _bring(store: ObjectStore, wanted: Sequence[ObjectInfo], folder: Path) -> None:
     partial = folder.with_suffix(".partial")
     partial.mkdir(exist_ok=True)
-    done = _Pieces(partial / ".pieces")
+    done = _DoneParts(partial / ".pieces")
     missing = [
         (one.name, start, min(start + PIECE_BYTES, one.num_bytes))
         for one in wanted
@@ -118,7 +118,7 @@ def _bring(store: ObjectStore, wanted: Sequence[ObjectInfo], folder: Path) -> No
     partial.rename(folder)
 
 
-class _Pieces:
+class _DoneParts:
     """Which pieces of files have come, one line each: what a killed download goes on from."""
 
     def __init__(self, path: Path) -> None:

@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from paceline.checkpoint.published_names import published_names
 from paceline.checkpoint.safetensors_file import TensorInfo
+from paceline.checkpoint.staging import bytes_of
 from paceline.checkpoint.weight_files import MAX_SHARD_BYTES, write_shards
 from paceline.errors import CheckpointError
 from paceline.hub.host_lock import alone
@@ -80,8 +81,9 @@ def _make(stored: StoredWeights, folder: Path, load: Callable[[], Any]) -> None:
             f"{folder.parent} meanwhile, and {bytes_text(free)} are free: free space there, or name another place, "
             "from_pretrained(..., cache_dir=...)"
         )
-    pieces = _Pieces(partial / "pieces")
-    handle = register_module_parameter_registration_hook(pieces.keep)
+    pieces = _ParameterFiles(partial / "pieces")
+    keep: Any = pieces.keep  # torch's annotation of such hooks has no result
+    handle = register_module_parameter_registration_hook(keep)
     try:
         model = load()
     finally:
@@ -95,7 +97,7 @@ def _make(stored: StoredWeights, folder: Path, load: Callable[[], Any]) -> None:
     partial.rename(folder)
 
 
-class _Pieces:
+class _ParameterFiles:
     """Puts parameters that are in memory into files, as soon as a module gets them."""
 
     def __init__(self, folder: Path) -> None:
@@ -112,7 +114,7 @@ class _Pieces:
         self._number += 1
         path = self._folder / str(self._number)
         with open(path, "wb") as file:
-            file.write(memoryview(parameter.detach().contiguous().view(torch.uint8).numpy()).cast("B"))
+            file.write(bytes_of(parameter.detach().contiguous()))
         raw = torch.from_file(str(path), shared=False, size=parameter.nbytes, dtype=torch.uint8)
         mapped = nn.Parameter(raw.view(parameter.dtype).view(parameter.shape), parameter.requires_grad)
         vars(mapped).update(vars(parameter))  # what transformers notes there

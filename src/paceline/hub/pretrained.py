@@ -8,10 +8,9 @@ import importlib
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any
 
 import torch
-from torch import nn
 
 from paceline import environment
 from paceline.errors import CheckpointError, PlanError
@@ -21,8 +20,6 @@ from paceline.hub.stored_weights import StoredWeights, read_config, stored_weigh
 from paceline.parallel.part_dtype import convert_later
 
 __all__ = ["from_pretrained"]
-
-M = TypeVar("M", bound=nn.Module)
 
 TYPES = {
     "float32": torch.float32,
@@ -48,34 +45,6 @@ TAKEN = {  # options of transformers that would put weights elsewhere, with the 
     "ignore_mismatched_sizes": "name tensors that the model shall begin anew: new=['score.*']",
     "local_files_only": "nothing is asked of a hub",
 }
-
-
-@overload
-def from_pretrained(
-    source: str | Path,
-    model_class: type[M],
-    *,
-    dtype: torch.dtype | str = ...,
-    revision: str | None = ...,
-    cache_dir: str | Path | None = ...,
-    new: Sequence[str] = ...,
-    unused: Sequence[str] = ...,
-    **options: Any,
-) -> M: ...
-
-
-@overload
-def from_pretrained(
-    source: str | Path,
-    model_class: None = ...,
-    *,
-    dtype: torch.dtype | str = ...,
-    revision: str | None = ...,
-    cache_dir: str | Path | None = ...,
-    new: Sequence[str] = ...,
-    unused: Sequence[str] = ...,
-    **options: Any,
-) -> Any: ...
 
 
 def from_pretrained(
@@ -106,9 +75,12 @@ def from_pretrained(
     model has the files' type.
 
     new: patterns of names (`"score.*"`) of weights that the files lack, and that the model begins anew. unused: those
-    of weights in the files for which the model has no place. Any others are a CheckpointError, as are files that are
-    absent or cut short. Quantised files are a PlanError. options: further ones of transformers, such as
+    of weights in the files for which the model has no place. options: further ones of transformers, such as
     `attn_implementation`.
+
+    Raises CheckpointError that names each other weight that is on one side only or of another shape, a file that is
+    absent or cut short, and an id that the cache does not have; PlanError for quantised files and for options that
+    would put weights elsewhere. Both say what to do.
 
     Example::
 

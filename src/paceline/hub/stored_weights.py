@@ -13,7 +13,7 @@ import torch
 
 from paceline.errors import CheckpointError
 
-__all__ = ["CONFIG", "INDEX", "WHOLE", "StoredTensor", "StoredWeights", "read_config", "stored_weights"]
+__all__ = ["CONFIG", "INDEX", "WHOLE", "FileTensor", "StoredWeights", "read_config", "stored_weights"]
 
 WHOLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 MOST_HEADER_BYTES = 100_000_000  # as safetensors itself limits it
@@ -26,7 +26,7 @@ FLOATS = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StoredTensor:
+class FileTensor:
     """A tensor of a file."""
 
     file: str
@@ -41,7 +41,7 @@ class StoredWeights:
 
     folder: Path
     files: tuple[str, ...]
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, FileTensor]
 
     @property
     def num_bytes(self) -> int:
@@ -81,7 +81,7 @@ def stored_weights(folder: Path) -> StoredWeights:
         places, files = None, (WHOLE,)
     else:
         raise CheckpointError(_without_weights(folder))
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, FileTensor] = {}
     for name in files:
         tensors.update(_header(folder / name))
     if places is not None:
@@ -113,7 +113,7 @@ def _without_weights(folder: Path) -> str:
     return f"{folder} has no {WHOLE} and no {INDEX}: name a folder as save_pretrained or a hub's client writes it"
 
 
-def _header(path: Path) -> dict[str, StoredTensor]:
+def _header(path: Path) -> dict[str, FileTensor]:
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -121,11 +121,11 @@ def _header(path: Path) -> dict[str, StoredTensor]:
             if size < 8 or length > min(MOST_HEADER_BYTES, size - 8):
                 raise CheckpointError(f"{path} is no safetensors file, or was cut short: copy it again")
             found = json.loads(file.read(length))
-        end, tensors = 8 + length, dict[str, StoredTensor]()
+        end, tensors = 8 + length, dict[str, FileTensor]()
         for name, about in found.items():
             if name != "__metadata__":
                 start, stop = about["data_offsets"]
-                tensors[name] = StoredTensor(path.name, about["dtype"], tuple(about["shape"]), stop - start)
+                tensors[name] = FileTensor(path.name, about["dtype"], tuple(about["shape"]), stop - start)
                 end = max(end, 8 + length + stop)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
@@ -140,7 +140,7 @@ def _header(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _compare(index: Path, places: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> None:
+def _compare(index: Path, places: Mapping[str, Any], tensors: Mapping[str, FileTensor]) -> None:
     wrong = [name for name, file in places.items() if name not in tensors or tensors[name].file != file]
     if wrong:
         raise CheckpointError(

@@ -42,7 +42,7 @@ __all__ = [
     "without_same_files",
 ]
 
-ORIGIN = "_paceline_converted_from"  # an attribute of parameters: the place whose bytes were given another type
+ORIGIN = "paceline_converted_from"  # an attribute of parameters: the place whose bytes were given another type
 
 PAGE = mmap.PAGESIZE
 PRESENT, SWAPPED, OF_FILE = (numpy.uint64(1 << bit) for bit in (63, 62, 61))  # of a page's entry

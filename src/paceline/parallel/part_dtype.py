@@ -17,7 +17,7 @@ from paceline.parallel.file_weights import ORIGIN, FileMappings, WeightFiles
 
 __all__ = ["convert_later", "convert_parts", "convert_rows", "forget", "later_dtype", "later_dtypes", "mark"]
 
-MARK = "_paceline_later_dtype"  # an attribute of parameters
+MARK = "paceline_later_dtype"  # an attribute of parameters
 
 
 def convert_later(model: nn.Module, dtype: torch.dtype) -> None:

@@ -102,8 +102,8 @@ def test_the_folder_is_the_one_that_transformers_would_write(
     target = tmp_path / "Tuned-1.0"
     assert main_export(world.run_dir, target, is_huggingface=True, max_shard_bytes=8192) == 0
 
-    again: Any
-    again, told = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+    again, told = loaded
     assert not any(told[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
     with torch.no_grad():
         torch.testing.assert_close(again.eval()(LONG).logits, logits, rtol=1e-4, atol=1e-5)

@@ -88,7 +88,7 @@ def _described(model: nn.Module) -> dict[str, Any] | None:
 
 def _tokenizer_files(model: Any) -> dict[str, bytes]:
     """The files beside the weights that the model came from, read once."""
-    place = str(getattr(model.config, "_name_or_path", "") or "")
+    place = str(getattr(model.config, "name_or_path", "") or "")
     known = _files.get(model)
     if known is not None and known[0] == place:
         return known[1]
