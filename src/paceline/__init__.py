@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from paceline.comm.torch_backend.process_group import register_backend
     from paceline.data.mixture import Mixture
     from paceline.data.sharded_stream import ShardedStream
+    from paceline.data.stream_mixture import StreamMixture
     from paceline.errors import (
         BadNumbersError,
         CheckpointError,
@@ -92,6 +93,7 @@ __all__ = [
     "Sparse",
     "Ssh",
     "StepBatch",
+    "StreamMixture",
     "SyncError",
     "TopK",
     "Worker",
@@ -108,6 +110,7 @@ __all__ = [
 _HOMES = {
     "paceline.comm.torch_backend.process_group": ("register_backend",),
     "paceline.data.mixture": ("Mixture",),
+    "paceline.data.stream_mixture": ("StreamMixture",),
     "paceline.data.sharded_stream": ("ShardedStream",),
     "paceline.errors": (
         "BadNumbersError",

@@ -283,6 +283,7 @@ class Worker(StatefulMember):
             begin_loader=request.begin_loader,
             takeover=request.takeover,
             lanes=request.lanes,
+            mixing=request.mixing,
         )
         return self._loop.open(source, timeout_s=self._parts.timeout_s)
 

@@ -17,6 +17,7 @@ from paceline.comm.group import WorkerGroup, total
 from paceline.data.sharded_stream import LaneSource
 from paceline.errors import SyncError
 from paceline.plan import Batch
+from paceline.schedule.lane_mix import LaneMix
 from paceline.schedule.micro_batches import (
     MicroBatch,
     WorkerShare,
@@ -24,6 +25,7 @@ from paceline.schedule.micro_batches import (
     split_evenly,
     step_ranges,
 )
+from paceline.schedule.mixture_order import MixtureOrder
 from paceline.schedule.sample_order import IndexOrder, WeightedDraws
 from paceline.worker.data.data_loading import (
     Collate,
@@ -62,6 +64,7 @@ class StreamSource:
     drop_last: bool | None = None  # the same
     takeover: str = ""  # what of a torch DataLoader is not the same here
     lanes: tuple[LaneSource, ...] = ()  # of a stream that is read in lanes: those of its datasets
+    mixing: LaneMix | None = None  # of several
     begin_loader: Callable[[int], Any] | None = None  # called in each loader process first, with its number
     has_equal_runs: bool = False  # every worker runs as many micro-batches in a step; some are void
     is_endless: bool = False  # a program reads its own data: samples are numbers in order, and no epoch ends
@@ -124,6 +127,20 @@ class BatchStream:
     def about(self) -> dict[str, Any]:
         """For the ledger: the order and the steps of the samples."""
         return self._order.to_dict()
+
+    def drawn(self) -> dict[str, int] | None:
+        """How many samples of each dataset are in committed steps, of a mixture; None for other streams."""
+        order, at = self.source.draws, self.cursor
+        if not isinstance(order, MixtureOrder):
+            return None
+        return order.drawn_before(seed=self._order.seed, epoch=at.epoch, position=at.position)
+
+    def shares(self) -> dict[str, float]:
+        """The shares that each dataset is to have, of a mixture."""
+        order, mixing = self.source.draws, self.source.mixing
+        if isinstance(order, MixtureOrder):
+            return order.shares
+        return {} if mixing is None else dict(zip(mixing.names, mixing.shares, strict=True))
 
     def _order_name(self) -> dict[str, str]:
         """The fields of a SampleOrder that name an order which is no shuffle."""

@@ -15,8 +15,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_
 
 from paceline.data.mixture import Mixture
 from paceline.data.sharded_stream import LaneSource, as_sharded_stream
+from paceline.data.stream_mixture import StreamMixture
 from paceline.plan import Batch
 from paceline.schedule.index_orders import SimilarLengths
+from paceline.schedule.lane_mix import LaneMix
 from paceline.schedule.sample_order import IndexOrder, WeightedDraws
 from paceline.worker.data.data_loading import Collate
 from paceline.worker.data.sampler_orders import order_of_sampler
@@ -42,7 +44,8 @@ class DataRequest:
     begin_loader: Callable[[int], Any] | None = None
     batch_size: int | None = None  # of a loader: samples of a step, where the plan names no size
     takeover: str = ""  # what of a loader is not the same here
-    lanes: tuple[LaneSource, ...] = ()  # of a stream that is read in lanes
+    lanes: tuple[LaneSource, ...] = ()  # of a stream that is read in lanes, or of several
+    mixing: LaneMix | None = None  # of several
 
     def within(self, batch: Batch) -> Batch:
         """The plan's batch, with what a loader says of the size and the order."""
@@ -79,7 +82,9 @@ def read_request(
     request = _taken_over(dataset, batch, seed) if isinstance(dataset, DataLoader) else DataRequest(dataset=dataset)
     own: dict[str, Any] = {"collate": collate, "loaders": loaders, "prefetch": prefetch}
     request = dataclasses.replace(request, **{name: value for name, value in own.items() if value is not None})
-    if not is_map_style(request.dataset) and (stream := as_sharded_stream(request.dataset)) is not None:
+    if isinstance(dataset, StreamMixture):
+        request = dataclasses.replace(request, lanes=dataset.lanes, mixing=dataset.mixing)
+    elif not is_map_style(request.dataset) and (stream := as_sharded_stream(request.dataset)) is not None:
         request = dataclasses.replace(request, lanes=(stream,))
     if isinstance(dataset, Mixture):
         if weights is not None or lengths is not None:
