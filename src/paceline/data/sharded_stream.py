@@ -1,4 +1,4 @@
-"""Streams of samples that are cut into lanes: `ShardedStream`, and what becomes one by itself.
+"""Streams of samples that are cut into lanes: `ShardedStream`, and one that cannot be cut.
 
 A lane is a part of the stream that can only be read forwards, such as some of its files. It is the same part whichever
 worker reads it, so lanes are given to other workers at any time. A lane with a state goes on from it at once; one
@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-__all__ = ["FileSequence", "LaneSource", "OpenLane", "ShardedStream", "as_sharded_stream", "has_state"]
+__all__ = ["MOST_LANES", "FileSequence", "LaneSource", "OpenLane", "ShardedStream", "WholeStream", "has_state"]
 
 MOST_LANES = 64  # by default: each is open on the worker that reads it, and all are on a single one
 
@@ -148,7 +148,7 @@ class OpenLane:
                 close()
 
 
-class _WholeStream:
+class WholeStream:
     """A stateful iterable that cannot be cut: one lane, which each worker reads."""
 
     num_lanes, opens_copies = 1, False
@@ -173,27 +173,3 @@ def has_state(thing: Any) -> bool:
     except (TypeError, ValueError):  # of compiled code
         return True
     return all(one.default is not one.empty or one.kind in (one.VAR_KEYWORD, one.VAR_POSITIONAL) for one in parameters)
-
-
-def as_sharded_stream(dataset: Any) -> LaneSource | None:
-    """Return what of a stream is read in lanes; None for all other datasets.
-
-    A Hugging Face `IterableDataset` is cut into its shards; any other iterable with a state is one lane. Raises
-    ValueError for one that was split by worker already.
-    """
-    if isinstance(dataset, ShardedStream):
-        return dataset
-    if not (hasattr(dataset, "__iter__") and has_state(dataset)) or hasattr(dataset, "__next__"):
-        return None
-    if getattr(dataset, "_distributed", None) is not None:
-        raise ValueError(
-            "the dataset was split by split_dataset_by_node(), and its shards are divided among workers here: pass the "
-            "whole dataset"
-        )
-    shard: Callable[..., Any] | None = getattr(dataset, "shard", None)
-    num_shards = getattr(dataset, "num_shards", None)
-    if shard is not None and isinstance(num_shards, int) and num_shards > 0:
-        return ShardedStream(
-            lambda index, count: shard(num_shards=count, index=index), shards=min(num_shards, MOST_LANES)
-        )
-    return _WholeStream(dataset)

@@ -9,7 +9,8 @@ from typing import Any, get_args
 
 import numpy as np
 
-from paceline.data.sharded_stream import LaneSource, ShardedStream, as_sharded_stream
+from paceline.data.lane_sources import as_sharded_stream
+from paceline.data.sharded_stream import LaneSource, ShardedStream
 from paceline.schedule.lane_mix import Exhausted, LaneMix
 from paceline.schedule.sample_order import sample_indices
 

@@ -13,8 +13,9 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 
+from paceline.data.lane_sources import as_sharded_stream
 from paceline.data.mixture import Mixture
-from paceline.data.sharded_stream import LaneSource, as_sharded_stream
+from paceline.data.sharded_stream import LaneSource
 from paceline.data.stream_mixture import StreamMixture
 from paceline.plan import Batch
 from paceline.schedule.index_orders import SimilarLengths
@@ -132,6 +133,8 @@ def _taken_over(loader: DataLoader[Any], batch: Batch, seed: int) -> DataRequest
         loaders = 1
     if loader.generator is not None:
         said.append("its generator draws nothing: the plan's seed does")
+    if callable(getattr(loader, "state_dict", None)):
+        said.append("its state_dict() is not needed: checkpoints have the stream's position")
     if loader.timeout:
         said.append(f"a loader may take the run's timeout_s, not {loader.timeout:g} s")
     names_size = (batch.size, batch.resolved_micro) != (UNNAMED.size, UNNAMED.resolved_micro)
