@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from paceline.runs.open_worker import open_worker
     from paceline.runs.run import run
     from paceline.runs.tune import tune_trainable
+    from paceline.storage.reading import open_file
     from paceline.worker.data.step_batch import StepBatch
     from paceline.worker.state.weight_average import ExponentialMovingAverage
     from paceline.worker.worker import Worker
@@ -100,6 +101,7 @@ __all__ = [
     "WorkerError",
     "WorkersLostError",
     "fits",
+    "open_file",
     "open_worker",
     "register_backend",
     "run",
@@ -110,8 +112,9 @@ __all__ = [
 _HOMES = {
     "paceline.comm.torch_backend.process_group": ("register_backend",),
     "paceline.data.mixture": ("Mixture",),
-    "paceline.data.stream_mixture": ("StreamMixture",),
     "paceline.data.sharded_stream": ("ShardedStream",),
+    "paceline.data.stream_mixture": ("StreamMixture",),
+    "paceline.storage.reading": ("open_file",),
     "paceline.errors": (
         "BadNumbersError",
         "CheckpointError",

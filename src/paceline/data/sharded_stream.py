@@ -12,6 +12,8 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
+from paceline.storage.reading import files_like
+
 __all__ = ["MOST_LANES", "FileSequence", "LaneSource", "OpenLane", "ShardedStream", "WholeStream", "has_state"]
 
 MOST_LANES = 64  # by default: each is open on the worker that reads it, and all are on a single one
@@ -59,13 +61,20 @@ class ShardedStream:
 
     @classmethod
     def of_files(
-        cls, files: Sequence[Any], read: Callable[[Any], Iterable[Any]], *, shards: int | None = None
+        cls, files: Sequence[Any] | str, read: Callable[[Any], Iterable[Any]], *, shards: int | None = None
     ) -> ShardedStream:
-        """Return a stream over files, or whatever `read(file)` gives the samples of (tar archives of WebDataset).
+        """Return a stream over files, or whatever `read(file)` gives the samples of.
+
+        `files` may be one pattern: `"data/*.jsonl"`, or `"s3://bucket/data/*.jsonl"` (also gs://, az://). `read` is
+        given the paths or addresses that match, and may open them with `paceline.open_file`.
 
         Lanes take turns in the list: lane k has files k, k + shards, ... A resume opens the file that a lane stood in,
         and passes over what it had given of it. `shards` is at most the number of files, by default up to 64 of them.
         """
+        if isinstance(files, str):
+            pattern, files = files, files_like(files)
+            if not files:
+                raise ValueError(f"ShardedStream.of_files(): no file is like {pattern!r}; correct the pattern")
         if not files:
             raise ValueError("ShardedStream.of_files() got no files")
         lanes = min(len(files), MOST_LANES) if shards is None else shards
