@@ -14,9 +14,9 @@ __all__ = ["as_sharded_stream"]
 def as_sharded_stream(dataset: Any) -> LaneSource | None:
     """Return what of a stream is read in lanes; None for all other datasets.
 
-    A Hugging Face `IterableDataset` is cut into its shards, and datasets of WebDataset and litdata into their files; any
-    other iterable with a state is one lane. Raises ValueError for one that was split by worker already, and for what of
-    these packages cannot be divided, with the remedy.
+    A Hugging Face `IterableDataset` is cut into its shards, and datasets of WebDataset and litdata into their files.
+    Any other iterable with a state is one lane. Raises ValueError for one that was split by worker already, and for
+    what of these packages cannot be divided, with the remedy.
     """
     if isinstance(dataset, ShardedStream):
         return dataset

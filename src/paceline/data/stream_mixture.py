@@ -81,9 +81,7 @@ class StreamMixture:
         roots = {name: given[name] ** (1 / temperature) for name in self.datasets}
         self.shares = {name: root / sum(roots.values()) for name, root in roots.items()}
         self.lanes: tuple[LaneSource, ...] = tuple(_lanes_of(name, one) for name, one in self.datasets.items())
-        self.mixing = LaneMix(
-            list(self.shares), list(self.shares.values()), exhausted=exhausted, num_samples=size or 0
-        )
+        self.mixing = LaneMix(list(self.shares), list(self.shares.values()), exhausted=exhausted, num_samples=size or 0)
 
 
 def _lanes_of(name: str, dataset: Any) -> LaneSource:

@@ -50,8 +50,6 @@ class SourceTurns:
     def between(self, seed: int, start: int, stop: int) -> Indices:
         """The datasets at positions [start, stop)."""
         numbers = range(start // BLOCK, -(-stop // BLOCK))
-        parts = [
-            self.block(seed, number)[max(0, start - number * BLOCK) : stop - number * BLOCK] for number in numbers
-        ]
+        parts = [self.block(seed, number)[max(0, start - number * BLOCK) : stop - number * BLOCK] for number in numbers]
         empty: NDArray[Any] = np.empty(0, np.int64)
         return np.concatenate([empty, *parts]).astype(np.int64)

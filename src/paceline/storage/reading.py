@@ -42,7 +42,7 @@ def open_file(path: str | os.PathLike[str], *, block_bytes: int = AHEAD_BYTES) -
 
 
 def files_like(pattern: str | os.PathLike[str]) -> list[str]:
-    """Return the paths or addresses that a pattern with `*` stands for, sorted; `**` stands for folders of any depth."""
+    """Return the paths or addresses that a pattern with `*` stands for, sorted; `**` is folders of any depth."""
     text = os.fspath(pattern)
     if not is_address(text):
         return sorted(glob.glob(text, recursive=True))

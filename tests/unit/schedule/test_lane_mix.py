@@ -83,7 +83,9 @@ def test_what_is_known_of_ends_and_the_size_of_steps_change_no_position(seed: in
     one_by_one = Walk(mixing, lengths)
     sources = [[item[0] for item in one_by_one.epoch(epoch, need)] for epoch, need in ((0, 1), (1, 13))]
     again = Walk(mixing, lengths)
-    assert sources == [[item[0] for item in again.epoch(epoch, 7)] for epoch in (0, 1)], "the batch size changes nothing"
+    assert sources == [[item[0] for item in again.epoch(epoch, 7)] for epoch in (0, 1)], (
+        "the batch size changes nothing"
+    )
 
 
 def test_stop_ends_where_the_first_stream_has_no_sample_for_its_turn() -> None:
@@ -91,9 +93,9 @@ def test_stop_ends_where_the_first_stream_has_no_sample_for_its_turn() -> None:
     counts = collections.Counter(item[0] for item in walk.epoch(0, 8))
     assert counts[1] == 20 and 0 < counts[0] < 60
     again = walk.epoch(1, 8)
-    assert {item[1] for item in again} == {1} and sorted(item[3] for item in again if item[0] == 1 and item[2] == 0) == [
-        *range(10)
-    ]
+    assert {item[1] for item in again} == {1} and sorted(
+        item[3] for item in again if item[0] == 1 and item[2] == 0
+    ) == [*range(10)]
 
 
 def test_drop_gives_each_sample_once_and_the_others_keep_their_proportions() -> None:

@@ -141,7 +141,9 @@ ALL = [huggingface, webdataset, shuffled_webdataset, nodes, stateful_loader, lit
     ("kind", "loaders"),
     [(huggingface, 2), (webdataset, 0), *[quick.further(one, 0) for one in ALL[2:]], quick.further(webdataset, 2)],
 )
-def test_the_same_steps_on_any_workers_and_after_a_resume(world: World, tmp_path: Path, kind: Any, loaders: int) -> None:
+def test_the_same_steps_on_any_workers_and_after_a_resume(
+    world: World, tmp_path: Path, kind: Any, loaders: int
+) -> None:
     make = kind(tmp_path)
 
     def run(worker: Any, **options: Any) -> tuple[dict[Any, list[float]], int]:

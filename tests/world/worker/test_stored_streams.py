@@ -108,5 +108,7 @@ def test_what_can_not_be_read_says_why(monkeypatch: pytest.MonkeyPatch, server: 
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         store = ObjectStore("s3://bucket/data", retries=SHORT)
         proxy.is_away = True
-        with pytest.raises(StorageError, match=r"could not read s3://bucket/data/0\.jsonl \(6 tries\).*Check the network"):
+        with pytest.raises(
+            StorageError, match=r"could not read s3://bucket/data/0\.jsonl \(6 tries\).*Check the network"
+        ):
             store.read("0.jsonl", 0, 10)

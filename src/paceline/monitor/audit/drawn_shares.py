@@ -1,4 +1,4 @@
-"""How many samples a mixture has taken of each dataset, as the ledgers of a run say, beside the shares it was to have."""
+"""How many samples a mixture has taken of each dataset, as the ledgers say, beside its shares."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from paceline.schedule.sample_order import IndexOrder, WeightedDraws
 from paceline.worker.data.data_loading import Collate
 from paceline.worker.data.sampler_orders import order_of_sampler
 
-__all__ = ["DataRequest", "is_map_style", "read_request"]
+__all__ = ["DataRequest", "is_map_style", "read_request", "require_forked"]
 
 Numbers = Sequence[float] | Tensor
 UNNAMED = Batch()  # what plans have that name no size
@@ -179,17 +179,22 @@ def _batching(loader: DataLoader[Any]) -> tuple[Any, int, bool]:
 
 
 def _refuse_unfit(loader: DataLoader[Any]) -> None:
-    context: Any = loader.multiprocessing_context
-    method = context if isinstance(context, str) else context and context.get_start_method()
-    if method not in (None, "fork"):
-        raise ValueError(
-            f"the DataLoader has multiprocessing_context={method!r}, and loader processes are forked here: leave it out"
-        )
+    require_forked(loader)
     if not is_map_style(loader.dataset) and loader.worker_init_fn is not None:
         raise ValueError(
             "the DataLoader of an iterable dataset has a worker_init_fn, which may give each loader process a part of "
             "the stream: leave it out, and see `docs/how-to/stream-data-with-exact-resume.md` for streams that are "
             "divided"
+        )
+
+
+def require_forked(loader: DataLoader[Any]) -> None:
+    """Raise ValueError where a loader starts its processes in another way than is done here."""
+    context: Any = loader.multiprocessing_context
+    method = context if isinstance(context, str) else context and context.get_start_method()
+    if method not in (None, "fork"):
+        raise ValueError(
+            f"the DataLoader has multiprocessing_context={method!r}, and loader processes are forked here: leave it out"
         )
 
 

@@ -38,9 +38,7 @@ class LaneStream(BatchStream):
         """As for `BatchStream`; the source has lanes."""
         self._lanes = source.lanes
         super().__init__(source, *args, cursor=cursor, **parts)
-        self._table = LaneTable(
-            [one.num_lanes for one in source.lanes], mixing=source.mixing, seed=self._order.seed
-        )
+        self._table = LaneTable([one.num_lanes for one in source.lanes], mixing=source.mixing, seed=self._order.seed)
         saved = cursor.lanes() if cursor.lanes is not None else cursor.saved_lanes
         is_there = (self.cursor.epoch, self.cursor.position) == (cursor.epoch, cursor.position)
         if saved is not None and is_there:
