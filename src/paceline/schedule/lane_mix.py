@@ -23,7 +23,7 @@ from paceline.schedule.source_turns import MIXTURE, SourceTurns
 __all__ = ["Exhausted", "LaneMix"]
 
 Exhausted = Literal["stop", "repeat", "drop"]
-Dealt = tuple[list[tuple[LaneBlock, Sequence[int]]], tuple[SourceProgress, ...]]
+MixedBlocks = tuple[list[tuple[LaneBlock, Sequence[int]]], tuple[SourceProgress, ...]]
 
 
 class LaneMix:
@@ -59,7 +59,7 @@ class LaneMix:
 
     def deal(
         self, progress: Sequence[SourceProgress], ends: LaneEnds, *, seed: int, epoch: int, start: int, need: int
-    ) -> Dealt:
+    ) -> MixedBlocks:
         """Return the blocks of the step of at most `need` items from `start` on, each with the places of its items in
         the step, and how far the streams have come then. At the end of the epoch there are fewer.
 

@@ -31,9 +31,8 @@ def open_file(path: str | os.PathLike[str], *, block_bytes: int = AHEAD_BYTES) -
 
     Example::
 
-        with paceline.open_file("train.py") as file:
-            first = file.readline()
-        # paceline.open_file("s3://bucket/data/0.jsonl"): the same
+        with paceline.open_file(paceline.__file__) as file:  # "s3://bucket/data/0.jsonl" is opened alike
+            assert file.readline()
     """
     if not is_address(path):
         return open(path, "rb")

@@ -17,7 +17,7 @@ Item = tuple[int, int, int, int]  # source, its epoch, lane, number
 SEED = 7
 
 
-class Walk:
+class TakenSteps:
     """Takes steps of a mixture as workers do: divides a step again until nobody finds a lane too short."""
 
     def __init__(self, mixing: LaneMix, lengths: list[list[int]], *, knows: bool = False, epochs: int = 40) -> None:
@@ -68,39 +68,40 @@ def mixed(exhausted: Exhausted, *shares: float, size: int = 0) -> LaneMix:
 
 @pytest.mark.parametrize("exhausted", ["stop", "repeat", "drop", "size"])
 @pytest.mark.parametrize("seed", range(8))
-def test_what_is_known_of_ends_and_the_size_of_steps_change_no_position(seed: int, exhausted: Any) -> None:
+def test_what_is_known_of_ends_and_the_size_of_steps_change_no_position(seed: int, exhausted: str) -> None:
     draw = random.Random(seed)
     lengths = [
         [draw.choice([0, 3, draw.randrange(30)]) for _ in range(draw.randrange(1, 6))] + [draw.randrange(1, 9)]
         for _ in range(3)
     ]
     size = 150 if exhausted == "size" else 0
-    mixing = mixed("repeat" if size else exhausted, 3, 1, 2, size=size)
-    walks = [Walk(mixing, lengths, knows=knows) for knows in (False, True, False)]
+    way: Any = "repeat" if size else exhausted
+    mixing = mixed(way, 3, 1, 2, size=size)
+    takers = [TakenSteps(mixing, lengths, knows=knows) for knows in (False, True, False)]
     for epoch in (0, 1):
-        alone, known, _ = (walk.epoch(epoch, need) for walk, need in zip(walks, (7, 7, 7), strict=True))
+        alone, known, _ = (taker.epoch(epoch, need) for taker, need in zip(takers, (7, 7, 7), strict=True))
         assert alone == known
-    one_by_one = Walk(mixing, lengths)
+    one_by_one = TakenSteps(mixing, lengths)
     sources = [[item[0] for item in one_by_one.epoch(epoch, need)] for epoch, need in ((0, 1), (1, 13))]
-    again = Walk(mixing, lengths)
+    again = TakenSteps(mixing, lengths)
     assert sources == [[item[0] for item in again.epoch(epoch, 7)] for epoch in (0, 1)], (
         "the batch size changes nothing"
     )
 
 
 def test_stop_ends_where_the_first_stream_has_no_sample_for_its_turn() -> None:
-    walk = Walk(mixed("stop", 1, 1), [[1000], [10, 10]])
-    counts = collections.Counter(item[0] for item in walk.epoch(0, 8))
+    taker = TakenSteps(mixed("stop", 1, 1), [[1000], [10, 10]])
+    counts = collections.Counter(item[0] for item in taker.epoch(0, 8))
     assert counts[1] == 20 and 0 < counts[0] < 60
-    again = walk.epoch(1, 8)
+    again = taker.epoch(1, 8)
     assert {item[1] for item in again} == {1} and sorted(
         item[3] for item in again if item[0] == 1 and item[2] == 0
     ) == [*range(10)]
 
 
 def test_drop_gives_each_sample_once_and_the_others_keep_their_proportions() -> None:
-    walk = Walk(mixed("drop", 4, 2, 1), [[500, 500], [40], [300]])
-    items = walk.epoch(0, 16)
+    taker = TakenSteps(mixed("drop", 4, 2, 1), [[500, 500], [40], [300]])
+    items = taker.epoch(0, 16)
     assert len(items) == len(set(items)) == 1340
     sources = [item[0] for item in items]
     last = max(place for place, source in enumerate(sources) if source == 1)
@@ -109,29 +110,29 @@ def test_drop_gives_each_sample_once_and_the_others_keep_their_proportions() -> 
 
 
 def test_repeat_ends_when_each_was_used_up_and_counts_epochs_of_its_own() -> None:
-    walk = Walk(mixed("repeat", 1, 1), [[60], [7]])
-    items = walk.epoch(0, 8)
+    taker = TakenSteps(mixed("repeat", 1, 1), [[60], [7]])
+    items = taker.epoch(0, 8)
     seen = collections.Counter((item[0], item[1]) for item in items)
     assert seen[0, 0] == 60 and seen[1, 0] == 7 and max(epoch for source, epoch in seen if source == 1) > 3
     assert not [1 for source, epoch in seen if source == 0 and epoch > 0]
-    assert min(item[1] for item in walk.epoch(1, 8) if item[0] == 0) == 1
+    assert min(item[1] for item in taker.epoch(1, 8) if item[0] == 0) == 1
 
 
 def test_a_size_is_an_epoch_and_streams_go_on_in_the_next_one() -> None:
-    walk = Walk(mixed("repeat", 3, 1, size=1000), [[400, 400], [30]])
-    epochs = [walk.epoch(epoch, 64) for epoch in range(4)]
+    taker = TakenSteps(mixed("repeat", 3, 1, size=1000), [[400, 400], [30]])
+    epochs = [taker.epoch(epoch, 64) for epoch in range(4)]
     assert [len(one) for one in epochs] == [1000] * 4
     items = [item for one in epochs for item in one]
     assert len(set(items)) == 4000, "no sample comes twice in an epoch of its stream"
     counts = collections.Counter(item[0] for item in items[: 3 * 1024])
     assert counts == {0: 3 * 768, 1: 3 * 256}
     drawn = collections.Counter(item[0] for item in items)
-    assert walk.mixing.drawn(walk.progress) == {"s0": drawn[0], "s1": drawn[1]}
+    assert taker.mixing.drawn(taker.progress) == {"s0": drawn[0], "s1": drawn[1]}
 
 
 def test_an_empty_stream_is_named() -> None:
     with pytest.raises(ValueError, match="dataset 's1' of the mixture is empty"):
-        Walk(mixed("repeat", 1, 1), [[50], [0, 0]]).epoch(0, 8)
+        TakenSteps(mixed("repeat", 1, 1), [[50], [0, 0]]).epoch(0, 8)
 
 
 def test_turns_are_the_same_from_any_position() -> None:

@@ -10,6 +10,7 @@ before the position.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -40,6 +41,7 @@ from paceline.worker.data.data_loading import (
 from paceline.worker.data.data_request import is_map_style
 from paceline.worker.data.load_balancing import LoadBalancer
 from paceline.worker.data.micro_batch_size import MicroBatchSize
+from paceline.worker.data.read_meter import ReadMeter
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.data.stream_position import SampleOrder, StreamPosition, resume_position, stream_seed
 from paceline.worker.membership.consensus import RunTogether
@@ -97,6 +99,8 @@ class BatchStream:
         self._together, self._balance, self._replicas = together, balance, replicas
         self._update_share()
         self._items: Iterator[Any] = iter(())
+        self.meter = ReadMeter()
+        self._wait_s = 0.0  # for the items of the next step, of an iterable
         self._is_stale = True  # what was read ahead is not this worker's present share
         self.num_samples = len(source.dataset) if is_map_style(source.dataset) else 0
         self._check()
@@ -387,11 +391,11 @@ class BatchStream:
         while epoch < self.source.epochs:
             if self._is_stale:
                 self._open_iterable(epoch, position)
-            counted: StepItems = next(self._items)
+            counted: StepItems = self._next_item()
             self._compare_counts(counted.num_samples, epoch, position)
             if self._is_stale and counted.num_samples:  # a member was just lost: the same step, another share
                 self._open_iterable(epoch, position)
-                counted = next(self._items)
+                counted = self._next_item()
             if counted.num_samples == 0:
                 if (epoch, position) == (0, 0):
                     raise ValueError(self._empty_text())
@@ -410,9 +414,21 @@ class BatchStream:
                 fetch=lambda parts=parts: next(parts),
                 run_pass=self._run_pass,
             )
+            self._note_wait(batch)
             yield batch
             batch.let_go()
             position += counted.num_samples
+
+    def _next_item(self) -> Any:
+        """What the loader gives next, of an iterable; how long it takes counts as waiting for the step's data."""
+        began = time.perf_counter()
+        try:
+            return next(self._items)
+        finally:
+            self._wait_s += time.perf_counter() - began
+
+    def _note_wait(self, batch: StepBatch) -> None:
+        batch.data_s, self._wait_s = self._wait_s, 0.0
 
     def _compare_counts(self, count: int, epoch: int, position: int) -> None:
         """Raise on all workers when they did not all read the same number of items for this step."""
@@ -461,6 +477,7 @@ class BatchStream:
             pin=s.pin,
             timeout_s=self._timeout_s,
             begin=s.begin_loader,
+            meter=self.meter,
         )
 
     def _reading(self) -> ReadOptions:

@@ -35,7 +35,7 @@ class EvaluationData:
 
         In this process it leaves the global random state as each micro-batch has it: the caller preserves its own.
         """
-        reader = _Reader(self, seeds)
+        reader = _EvaluationReader(self, seeds)
         if not self.loaders or not micros:
             return (reader[one] for one in micros)
         return open_loader(
@@ -49,7 +49,7 @@ class EvaluationData:
         )
 
 
-class _Reader(Dataset[Any]):
+class _EvaluationReader(Dataset[Any]):
     def __init__(self, data: EvaluationData, seeds: tuple[int, ...]) -> None:
         self._data, self._seeds = data, seeds
 

@@ -7,7 +7,6 @@ resume, on another number of workers, or when a worker was lost.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -114,6 +113,7 @@ class LaneStream(BatchStream):
                 fetch=lambda parts=parts: next(parts),
                 run_pass=self._run_pass,
             )
+            self._note_wait(batch)
             yield batch
             batch.let_go()
             position = stop
@@ -194,12 +194,13 @@ class LaneStream(BatchStream):
             pin=s.pin,
             timeout_s=self._timeout_s,
             begin=s.begin_loader,
+            meter=self.meter,
         )
         self._is_stale = False
 
     def _next_items(self) -> LaneItems:
         """The next step, of all loader processes."""
-        parts: list[LaneItems] = list(itertools.islice(self._items, max(1, self.source.loaders)))
+        parts: list[LaneItems] = [self._next_item() for _ in range(max(1, self.source.loaders))]
         ends = {key: count for part in parts for key, count in part.ends.items()}
         states = {key: state for part in parts for key, state in part.states.items()}
         data = () if ends else tuple(one for part in parts for one in part.data)

@@ -142,10 +142,10 @@ class LaneTable:
                 progress, self.ends, seed=self._seed, epoch=epoch, start=start, need=size
             )
             return StepDeal(start, start + sum(len(places) for _, places in mixed), tuple(mixed), reached)
-        dealt, after = deal(0, progress[0], self.ends, size)
+        own_blocks, after = deal(0, progress[0], self.ends, size)
         blocks: list[tuple[LaneBlock, Sequence[int]]] = []
         num = 0
-        for block in dealt:
+        for block in own_blocks:
             blocks.append((block, range(num, num + block.count)))
             num += block.count
         return StepDeal(start, start + num, tuple(blocks), (after,))

@@ -106,6 +106,7 @@ class TrainingLoop:
             replicas=terms.replicas,
         )
         self.streams[source.name] = stream
+        self.step_log.data_pace.opened(stream)
         self._resumed.begin_training()
         self._note_changes(stream)
         self.between.tell_micro_batch()
