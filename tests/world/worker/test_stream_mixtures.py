@@ -13,6 +13,7 @@ from paceline import Mixture, ShardedStream, StreamMixture
 from paceline.events import Note, decode
 from paceline.monitor.audit.audit import audit
 from paceline.plan import Batch, LocalSGD, Plan
+from paceline.worker.bare.bare_batches import bare_batches
 from seen_samples import Numbers, joined, merged, seen
 from stream_shards import COUNTS, ShardStream
 
@@ -147,3 +148,19 @@ def test_an_empty_dataset_of_a_mixture_is_named_on_all_workers(world: World) -> 
         world(run, 2, PLAN)
     assert sorted(failed.value.errors) == [0, 1]
     assert all("dataset 'none' of the mixture is empty" in text for text in failed.value.errors.values())
+
+
+def test_the_plain_torch_loop_reads_the_same_steps(world: World) -> None:
+    """As `paceline parity` compares them."""
+    alone = merged([world.one_process(lambda worker: seen(worker, mixture("repeat"), epochs=2), PLAN)])
+    bare: Any = bare_batches(
+        mixture("repeat"),
+        PLAN.batch,
+        stream="train",
+        epochs=2,
+        collate=None,
+        weights=None,
+        run_pass=lambda batch: (batch.read(micro) for micro in batch.micros),
+    )
+    steps = [(batch.epoch, [float(value) for x, _ in batch for value in x[:, 0]]) for batch in bare]
+    assert steps == [(epoch, values) for (epoch, _), values in alone.items()]
