@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from paceline.data.mixture import Mixture
     from paceline.data.packed_sequences import PackedSequences, block_diagonal_mask
     from paceline.data.sharded_stream import ShardedStream
+    from paceline.data.stream_mixture import StreamMixture
     from paceline.errors import (
         BadNumbersError,
         CheckpointError,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from paceline.runs.open_worker import open_worker
     from paceline.runs.run import run
     from paceline.runs.tune import tune_trainable
+    from paceline.storage.reading import open_file
     from paceline.worker.data.step_batch import StepBatch
     from paceline.worker.state.weight_average import ExponentialMovingAverage
     from paceline.worker.worker import Worker
@@ -95,6 +97,7 @@ __all__ = [
     "Sparse",
     "Ssh",
     "StepBatch",
+    "StreamMixture",
     "SyncError",
     "TopK",
     "Worker",
@@ -103,6 +106,7 @@ __all__ = [
     "block_diagonal_mask",
     "fits",
     "from_pretrained",
+    "open_file",
     "open_worker",
     "register_backend",
     "run",
@@ -115,6 +119,8 @@ _HOMES = {
     "paceline.data.mixture": ("Mixture",),
     "paceline.data.packed_sequences": ("PackedSequences", "block_diagonal_mask"),
     "paceline.data.sharded_stream": ("ShardedStream",),
+    "paceline.data.stream_mixture": ("StreamMixture",),
+    "paceline.storage.reading": ("open_file",),
     "paceline.errors": (
         "BadNumbersError",
         "CheckpointError",

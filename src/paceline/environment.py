@@ -62,6 +62,7 @@ __all__ = [
     "ssh_address",
     "token",
     "trial_parameters",
+    "usable_cores",
     "variables_of",
     "visible_gpus",
     "world_processes",
@@ -411,7 +412,7 @@ def default_threads(local_workers: int) -> int:
                 f"OMP_NUM_THREADS is {os.environ['OMP_NUM_THREADS']!r}; it must be 1 or more. Correct or unset it."
             )
         return int(chosen)
-    return max(1, _usable_cores() // local_workers)
+    return max(1, usable_cores() // local_workers)
 
 
 def _read_secret(path: Path, make: str) -> bytes:
@@ -438,7 +439,7 @@ def _set_default(name: str, value: str) -> bool:
     return True
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _quota_cores(CGROUP)
     return cores if quota is None else max(1, min(cores, quota))

@@ -1,6 +1,6 @@
 """A training program over a stream in lanes, whose workers are lost at chosen points; a step's loss names its samples.
 
-OPTIONS  JSON: plan, loaders, pause_s (after each step), and fields of the Job
+OPTIONS  JSON: plan, loaders, pause_s (after each step), is_mixed (with another stream), and fields of the Job
 """
 
 from __future__ import annotations
@@ -51,7 +51,11 @@ def train(worker: paceline.Worker) -> None:
     step = worker.stepper(model, optim, forward=named)
     stream = Doomed(LENGTHS)
     stream.worker = worker
-    for batch in worker.batches(stream, epochs=2, loaders=OPTIONS.get("loaders", 0)):
+    dataset: Any = stream
+    if OPTIONS.get("is_mixed"):
+        other = ShardStream([60, 9])
+        dataset = paceline.StreamMixture({"a": stream, "b": other}, weights={"a": 2, "b": 1}, exhausted="drop")
+    for batch in worker.batches(dataset, epochs=2, loaders=OPTIONS.get("loaders", 0)):
         worker.report(loss=step(batch))
         time.sleep(OPTIONS.get("pause_s", 0.0))
 

@@ -1,1 +1,1 @@
-"""Datasets: streams that are cut into lanes with state, mixtures; imports `schedule` only."""
+"""Datasets: streams that are cut into lanes with state, mixtures; imports `schedule` and `storage` only."""

@@ -45,7 +45,7 @@ class Mixture:
             if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
                 raise TypeError(
                     f"Mixture: {name!r} is a {type(dataset).__name__} without len() and []: a mixture takes samples by "
-                    "their numbers"
+                    "their numbers. Streams are mixed by paceline.StreamMixture"
                 )
         self.datasets = dict(datasets)
         sizes = {name: len(dataset) for name, dataset in self.datasets.items()}

@@ -1,4 +1,4 @@
-"""Streams of samples that are cut into lanes: `ShardedStream`, and what becomes one by itself.
+"""Streams of samples that are cut into lanes: `ShardedStream`, and one that cannot be cut.
 
 A lane is a part of the stream that can only be read forwards, such as some of its files. It is the same part whichever
 worker reads it, so lanes are given to other workers at any time. A lane with a state goes on from it at once; one
@@ -12,7 +12,9 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-__all__ = ["FileSequence", "LaneSource", "OpenLane", "ShardedStream", "as_sharded_stream", "has_state"]
+from paceline.storage.reading import files_like
+
+__all__ = ["MOST_LANES", "FileSequence", "LaneSource", "OpenLane", "ShardedStream", "WholeStream", "has_state"]
 
 MOST_LANES = 64  # by default: each is open on the worker that reads it, and all are on a single one
 
@@ -59,13 +61,20 @@ class ShardedStream:
 
     @classmethod
     def of_files(
-        cls, files: Sequence[Any], read: Callable[[Any], Iterable[Any]], *, shards: int | None = None
+        cls, files: Sequence[Any] | str, read: Callable[[Any], Iterable[Any]], *, shards: int | None = None
     ) -> ShardedStream:
-        """Return a stream over files, or whatever `read(file)` gives the samples of (tar archives of WebDataset).
+        """Return a stream over files, or whatever `read(file)` gives the samples of.
+
+        `files` may be one pattern: `"data/*.jsonl"`, or `"s3://bucket/data/*.jsonl"` (also gs://, az://). `read` is
+        given the paths or addresses that match, and may open them with `paceline.open_file`.
 
         Lanes take turns in the list: lane k has files k, k + shards, ... A resume opens the file that a lane stood in,
         and passes over what it had given of it. `shards` is at most the number of files, by default up to 64 of them.
         """
+        if isinstance(files, str):
+            pattern, files = files, files_like(files)
+            if not files:
+                raise ValueError(f"ShardedStream.of_files(): no file is like {pattern!r}; correct the pattern")
         if not files:
             raise ValueError("ShardedStream.of_files() got no files")
         lanes = min(len(files), MOST_LANES) if shards is None else shards
@@ -148,7 +157,7 @@ class OpenLane:
                 close()
 
 
-class _WholeStream:
+class WholeStream:
     """A stateful iterable that cannot be cut: one lane, which each worker reads."""
 
     num_lanes, opens_copies = 1, False
@@ -173,27 +182,3 @@ def has_state(thing: Any) -> bool:
     except (TypeError, ValueError):  # of compiled code
         return True
     return all(one.default is not one.empty or one.kind in (one.VAR_KEYWORD, one.VAR_POSITIONAL) for one in parameters)
-
-
-def as_sharded_stream(dataset: Any) -> LaneSource | None:
-    """Return what of a stream is read in lanes; None for all other datasets.
-
-    A Hugging Face `IterableDataset` is cut into its shards; any other iterable with a state is one lane. Raises
-    ValueError for one that was split by worker already.
-    """
-    if isinstance(dataset, ShardedStream):
-        return dataset
-    if not (hasattr(dataset, "__iter__") and has_state(dataset)) or hasattr(dataset, "__next__"):
-        return None
-    if getattr(dataset, "_distributed", None) is not None:
-        raise ValueError(
-            "the dataset was split by split_dataset_by_node(), and its shards are divided among workers here: pass the "
-            "whole dataset"
-        )
-    shard: Callable[..., Any] | None = getattr(dataset, "shard", None)
-    num_shards = getattr(dataset, "num_shards", None)
-    if shard is not None and isinstance(num_shards, int) and num_shards > 0:
-        return ShardedStream(
-            lambda index, count: shard(num_shards=count, index=index), shards=min(num_shards, MOST_LANES)
-        )
-    return _WholeStream(dataset)

@@ -24,6 +24,7 @@ from paceline.worker.data.data_loading import (
     require_fit,
 )
 from paceline.worker.data.data_request import is_map_style
+from paceline.worker.data.lane_steps import lane_steps
 from paceline.worker.script_inspection import ScriptData
 
 __all__ = ["reading_rate"]
@@ -87,6 +88,23 @@ def _items(data: ScriptData, *, index: int, readers: int, pin: bool, timeout_s: 
         own = split_evenly(len(micros), readers)[index]
         return micros[own.start : own.stop]
 
+    if request.lanes:
+        steps = lane_steps(
+            reading,
+            request.lanes,
+            request.mixing,
+            batch=batch,
+            epochs=ENDLESS,
+            mine=mine,
+            loaders=loaders,
+            prefetch=prefetch,
+            pin=pin,
+            timeout_s=timeout_s,
+        )
+        for _, start, found in steps:
+            for micro, one in zip(mine(start, start + found.num_samples), found.data, strict=True):
+                yield micro.num_samples, _num_bytes(one)
+        return
     if not is_map_style(dataset):
         reader = StreamReader(
             reading,

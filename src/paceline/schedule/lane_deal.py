@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from paceline.schedule.micro_batches import split_evenly
 
-__all__ = ["LaneBlock", "LaneEnds", "SourceProgress", "deal"]
+__all__ = ["LaneBlock", "LaneEnds", "SourceProgress", "deal", "num_left"]
 
 LaneEnds = Mapping[tuple[int, int, int], int]  # by source, its epoch and lane: how many items the lane has then
 
@@ -37,6 +37,14 @@ class SourceProgress:
 
     epoch: int
     counts: tuple[int, ...]
+    first: int = 0  # its own epoch in which the stream's epoch began, of a mixture
+    before: int = 0  # items that were taken of it in earlier epochs, of a mixture
+    is_over: bool = False  # it gives nothing any more in the stream's epoch, of a mixture that goes on without it
+
+    @property
+    def num_taken(self) -> int:
+        """Items that were taken of it in all epochs, of a mixture."""
+        return self.before + sum(self.counts)
 
     @classmethod
     def begin(cls, num_lanes: int, *, epoch: int = 0) -> SourceProgress:
@@ -62,7 +70,15 @@ def deal(
             blocks.append(LaneBlock(source, epoch, lane, counts[lane], count))
             counts[lane] += count
             need -= count
-    return tuple(blocks), SourceProgress(epoch, tuple(counts))
+    return tuple(blocks), dataclasses.replace(progress, counts=tuple(counts))
+
+
+def num_left(source: int, progress: SourceProgress, ends: LaneEnds) -> int | None:
+    """How many items a source has left in its epoch; None where an end is not known yet."""
+    known = [ends.get((source, progress.epoch, lane)) for lane in range(len(progress.counts))]
+    if any(end is None for end in known):
+        return None
+    return sum(end or 0 for end in known) - sum(progress.counts)
 
 
 def _shares(left: Sequence[int], need: int) -> list[int]:

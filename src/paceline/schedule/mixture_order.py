@@ -16,12 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.schedule.sample_order import mix, sample_indices
+from paceline.schedule.source_turns import BLOCK, MIXTURE, SourceTurns
 
 __all__ = ["MixtureOrder"]
-
-BLOCK = 1024  # positions over which shares are exact
-SCALE = 1 << 40  # shares are whole numbers of this, so that all machines round alike
-MIXTURE = 23  # mixed into the seed, beside the datasets' own numbers
 
 Indices = NDArray[np.int64]
 
@@ -35,8 +32,8 @@ class MixtureOrder:
         self.num_indices = sum(sizes.values())
         self._sizes = [sizes[name] for name in self.names]
         self._offsets = [0, *np.cumsum(self._sizes).tolist()]
-        bounds = np.cumsum([shares[name] for name in self.names])
-        self._bounds = [round(float(bound) / float(bounds[-1]) * SCALE) for bound in bounds]
+        self.shares = dict(shares)
+        self._turns = SourceTurns([shares[name] for name in self.names])
         told = ",".join(f"{name}={shares[name]:.6g}/{size}" for name, size in sizes.items())
         self.checksum = f"{zlib.crc32(f'{told} {num_samples}'.encode()):08x}"
 
@@ -46,8 +43,14 @@ class MixtureOrder:
 
     def counts_before(self, position: int) -> list[int]:
         """How many samples of each dataset come before a position that is a whole number of blocks."""
-        reached = [position * bound // SCALE for bound in self._bounds]
-        return [stop - start for start, stop in zip([0, *reached], reached, strict=False)]
+        return self._turns.counts_before(position)
+
+    def drawn_before(self, *, seed: int, epoch: int, position: int) -> dict[str, int]:
+        """How many samples of each dataset come before any position of an epoch, in all epochs."""
+        number, rest = divmod(position + epoch * self.num_samples, BLOCK)
+        sources = self._turns.block(mix(seed, MIXTURE) >> 1, number)[:rest]
+        counts = np.array(self.counts_before(number * BLOCK)) + np.bincount(sources, minlength=len(self.names))
+        return dict(zip(self.names, counts.tolist(), strict=True))
 
     def sources(self, *, seed: int, epoch: int, positions: NDArray[Any]) -> tuple[Indices, Indices]:
         """Return the number of the dataset at each position of an epoch, and how many of its samples came before."""
@@ -77,16 +80,9 @@ class MixtureOrder:
 
     def _block(self, seed: int, number: int) -> tuple[Indices, Indices]:
         """The dataset at each place of a block, and how many of its samples came before."""
-        before = self.counts_before(number * BLOCK)
-        after = self.counts_before((number + 1) * BLOCK)
-        shares = [stop - start for start, stop in zip(before, after, strict=True)]
-        slots = np.repeat(np.arange(len(shares)), shares)
-        order = sample_indices(
-            seed=mix(seed, MIXTURE) >> 1, epoch=number, num_samples=BLOCK, positions=np.arange(BLOCK)
-        )
-        sources = slots[order].astype(np.int64)
+        sources = self._turns.block(mix(seed, MIXTURE) >> 1, number)
         ranks = np.empty_like(sources)
-        for source, count in enumerate(before):
+        for source, count in enumerate(self.counts_before(number * BLOCK)):
             chosen = sources == source
             ranks[chosen] = count + np.arange(int(chosen.sum()))
         return sources, ranks

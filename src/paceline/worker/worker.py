@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import default_collate
 
 from paceline.errors import SyncError
 from paceline.events import Evaluated
@@ -25,6 +24,7 @@ from paceline.units import name_text
 from paceline.worker.data.batch_stream import StreamSource
 from paceline.worker.data.data_loading import Collate
 from paceline.worker.data.data_request import read_request
+from paceline.worker.data.evaluation_data import read_evaluation
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.data.stream_position import stream_seed
 from paceline.worker.loop.stepper import Stepper, make_stepper
@@ -283,6 +283,7 @@ class Worker(StatefulMember):
             begin_loader=request.begin_loader,
             takeover=request.takeover,
             lanes=request.lanes,
+            mixing=request.mixing,
         )
         return self._loop.open(source, timeout_s=self._parts.timeout_s)
 
@@ -342,7 +343,9 @@ class Worker(StatefulMember):
     ) -> dict[str, float]:
         """Return exact means over a dataset with len() and [], equal on all workers.
 
-        No sample is padded or counted twice.
+        No sample is padded or counted twice. `dataset` may be a torch DataLoader: its dataset, collate_fn, batch_size
+        (as `micro`), num_workers, prefetch_factor, pin_memory and worker_init_fn are taken over; with drop_last, too,
+        every sample counts.
 
         `measures` maps names to fn(output, target), which returns the mean over a micro-batch or (sum, count). One
         function alone is called "loss". `micro` samples are run at once (default: the plan's micro-batch).
@@ -350,7 +353,8 @@ class Worker(StatefulMember):
         mode meanwhile, without gradients. Each worker runs its share; only sums and counts move between workers. So
         what a measure appends to a list is of one share; that is warned of.
 
-        Raises TypeError for a dataset without len() or [], ValueError for an empty one, and RuntimeError inside a step.
+        Raises TypeError for a dataset without len() or []; ValueError for an empty one, and for a loader whose sampler
+        does not take each sample once; and RuntimeError inside a step.
 
         Example::
 
@@ -361,6 +365,13 @@ class Worker(StatefulMember):
         self._place.recorder.begin("evaluation", self.step)
         began = time.perf_counter()
         named = measures if isinstance(measures, Mapping) else {"loss": measures}
+        data = read_evaluation(
+            dataset,
+            micro=micro,
+            collate=_only_one("collate", collate, "collate_fn", collate_fn),
+            default_micro=self._parts.sizes.samples,
+        )
+        data = dataclasses.replace(data, pin=data.pin and self.device.type == "cuda")
         # Replicas that are apart evaluate by themselves, on the weights that each has.
         place = self._parts.scope.place if self._loop.mode.is_apart else self._place
 
@@ -368,14 +379,13 @@ class Worker(StatefulMember):
             with self._loop.mode.averaged():
                 return evaluate(
                     model,
-                    dataset,
+                    data,
                     named,
-                    micro=micro or self._parts.sizes.samples,
                     group=place.group,
                     device=self.device,
                     precision=self.plan.compute.precision,
                     seeds=(self.plan.batch.seed, 4, self.step),
-                    collate=_only_one("collate", collate, "collate_fn", collate_fn) or default_collate,
+                    timeout_s=self._parts.timeout_s,
                     forward=forward,
                     axes=place.axes,
                     shards=self._parts.executor.shards,
@@ -395,7 +405,7 @@ class Worker(StatefulMember):
             )
         took_s = time.perf_counter() - began
         shown = {name_text(name): value for name, value in results.items()}
-        self._files.emit(Evaluated(step=self.step, num_samples=len(dataset), metrics=shown, duration_s=took_s))
+        self._files.emit(Evaluated(step=self.step, num_samples=len(data.dataset), metrics=shown, duration_s=took_s))
         return results
 
     def report(self, **metrics: float | Tensor) -> None:

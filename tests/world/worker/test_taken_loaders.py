@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Sampler, SubsetRandomSampler, WeightedRandomSampler, get_worker_info
 
 from forked import WorkersFailed, World
 from paceline.data.mixture import Mixture
 from paceline.events import Note, decode
 from paceline.monitor.audit.audit import audit
 from paceline.plan import Batch, Plan
+from paceline.worker.data.evaluation_data import read_evaluation
 from seen_samples import Numbers, merged, seen
 
 
@@ -114,3 +115,41 @@ def test_a_mixture_is_the_same_on_any_workers_and_across_a_resume(world: World) 
     before = merged(world(train, 2, plan, max_steps=6))
     assert {**before, **merged(world(train, 3, plan))} == alone
     assert audit(world.run_dir).is_clean
+
+
+def test_evaluate_takes_a_loader_and_counts_each_sample_once(world: World) -> None:
+    def collate(items: list[Any]) -> Any:
+        return torch.stack([x for x, _ in items]) * 2, torch.zeros(len(items), 1)
+
+    loader = DataLoader(Numbers(29), 8, collate_fn=collate, num_workers=1, drop_last=True)  # type: ignore[arg-type]
+    part = DataLoader(Numbers(29), 4, sampler=SubsetRandomSampler([28, 3, 5]))  # type: ignore[arg-type]
+    sizes: list[int] = []
+
+    def run(worker: Any) -> Any:
+        model = worker.prepare(torch.nn.Identity())
+
+        def mean(output: torch.Tensor, target: torch.Tensor) -> Any:
+            sizes.append(len(output))
+            return output.sum(), len(output)
+
+        found = worker.evaluate(model, loader, {"mean": mean})["mean"], max(sizes)
+        own = worker.evaluate(model, loader, {"mean": mean}, micro=3, collate=None)["mean"]
+        return *found, own, worker.evaluate(model, part, {"mean": mean})["mean"]
+
+    alone = world.one_process(run)
+    assert alone == (28.0, 8, 28.0, 12.0)
+    assert world(run, 2)[0] == alone
+
+
+@pytest.mark.parametrize(
+    ("loader", "says"),
+    [
+        (DataLoader(Numbers(8), 2, sampler=WeightedRandomSampler([1.0] * 8, 8)), "pass torch.utils.data.Subset"),  # type: ignore[arg-type]
+        (DataLoader(Numbers(8), 2, sampler=Halves()), "whose Halves does not take each sample"),  # type: ignore[arg-type]
+        (DataLoader(Numbers(8), None), "batch_size=None, and takes samples one by one"),  # type: ignore[arg-type]
+        (DataLoader(Numbers(0), 2), "got an empty Numbers"),  # type: ignore[arg-type]
+    ],
+)
+def test_loaders_that_have_no_exact_mean_are_refused(loader: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        read_evaluation(loader, micro=None, collate=None, default_micro=4)

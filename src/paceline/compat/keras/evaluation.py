@@ -17,6 +17,7 @@ from paceline.compat.keras.losses import num_samples_of
 from paceline.compat.keras.metrics import add_over_workers
 from paceline.compat.keras.the_keras import keras
 from paceline.events import Evaluated
+from paceline.worker.data.evaluation_data import EvaluationData
 from paceline.worker.run_member import parts_of
 from paceline.worker.step.evaluation import evaluate
 from paceline.worker.worker import Worker
@@ -93,14 +94,12 @@ def _through(worker: Worker, model: nn.Module, source: SampleSource, batch_size:
 
     evaluate(
         model,
-        numbered,
+        EvaluationData(dataset=numbered, collate=numbered.collate, micro=batch_size),
         {"loss": measure},
-        micro=batch_size,
         group=parts.scope.place.group,
         device=worker.device,
         precision=worker.plan.compute.precision,
         seeds=(worker.plan.batch.seed, 4, worker.step),
-        collate=numbered.collate,
         forward=forward,
         axes=parts.scope.place.axes,
         shards=parts.executor.shards,

@@ -13,6 +13,8 @@ Of a run that goes on, the newest steps may be in the ledgers of some workers on
 Under asynchronous updates (`ParameterServer(staleness=...)`) the ledgers also record how stale each update was. None
 may be staler than the plan allows.
 
+Of a mixture of datasets the report says how many samples each has given, and which share it was to have.
+
 The report has a line for each epoch, and one for each range of samples that was lost or repeated. It counts epochs from
 1, as people do.
 """
@@ -27,6 +29,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from paceline.monitor.audit.drawn_shares import DrawnShares, drawn_lines
 from paceline.monitor.audit.epoch import (
     EpochAudit,
     MissingRange,
@@ -55,6 +58,7 @@ class AuditResult:
     epochs: tuple[EpochAudit, ...]
     problems: tuple[str, ...]  # beyond single epochs
     notes: tuple[str, ...]  # worth knowing, nothing wrong
+    drawn: Mapping[str, DrawnShares] = dataclasses.field(default_factory=dict[str, DrawnShares])  # of mixtures
 
     @property
     def is_clean(self) -> bool:
@@ -116,6 +120,7 @@ def audit(run_dir: Path | str) -> AuditResult:
         epochs=epochs,
         problems=tuple(problems),
         notes=tuple(notes),
+        drawn=dict(sorted(ledgers.drawn.items())),
     )
 
 
@@ -258,6 +263,8 @@ def audit_text(result: AuditResult) -> str:
     lines = [f"audit of {local_path(result.run_dir)}, {attempts}"]
     for _, alike in itertools.groupby(result.epochs, key=_group_key):
         lines += _epochs_lines(list(alike))
+    for stream, drawn in result.drawn.items():
+        lines += drawn_lines(stream, drawn)
     lines += [f"  note: {note}" for note in result.notes]
     lines += [f"  PROBLEM: {problem}" for problem in result.problems]
     num_finished = sum(epoch.state in ("exact", "continued") for epoch in result.epochs)

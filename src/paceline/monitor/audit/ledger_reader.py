@@ -17,6 +17,7 @@ from typing import Any
 from paceline.logs.ledger_runs import Run, join_runs, runs_in
 from paceline.logs.log_reader import Unreadable, lines_of
 from paceline.logs.sealed_log import sealed_path
+from paceline.monitor.audit.drawn_shares import DrawnShares, read_drawn
 from paceline.monitor.audit.epoch_columns import EpochColumns, StreamHeader, block_of
 from paceline.monitor.audit.settled_steps import settled_step
 from paceline.monitor.audit.step_alignment import ToldRuns, aligned
@@ -89,6 +90,7 @@ class RunLedgers:
         self.notes: list[str] = []
         self.epochs: dict[tuple[str, int], EpochColumns] = {}
         self.lags: dict[str, StalenessSeen] = {}  # by stream
+        self.drawn: dict[str, DrawnShares] = {}  # by stream, where it is a mixture
         self._paths: dict[tuple[int, int], Path] = {}
         self.attempts = self._find_attempts(run_dir)
         self.begun_elsewhere = self._find_line()
@@ -179,6 +181,8 @@ class RunLedgers:
                 self._take_runs(attempt, worker, waiting, streams)
                 if "rollback" in line:
                     self._take_rollback(attempt, line["rollback"])
+                elif "drawn" in line:
+                    self._take_drawn(attempt, *read_drawn(line))
                 elif "joins" in line:
                     pass  # a worker that came later; what it took over was another worker's
                 elif "stream" in line:
@@ -190,6 +194,13 @@ class RunLedgers:
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 self._not_said(where, error)
         self._take_runs(attempt, worker, waiting, streams)
+
+    def _take_drawn(self, attempt: AttemptLedger, stream: str, drawn: DrawnShares) -> None:
+        """Keep the newest; attempts are read in order, and counts go on from those of the one before."""
+        newest = self.drawn.get(stream)
+        is_valid = drawn.until_step <= attempt.until_step
+        if is_valid and (newest is None or drawn.until_step >= newest.until_step):
+            self.drawn[stream] = drawn
 
     def _known(self, where: str, runs: Iterator[Run], streams: dict[str, StreamHeader]) -> Iterator[Run]:
         """Those of a stream that was opened."""

@@ -18,7 +18,8 @@ from paceline.worker.data.data_loading import (
     StreamReader,
     require_fit,
 )
-from paceline.worker.data.data_request import is_map_style, read_request
+from paceline.worker.data.data_request import DataRequest, is_map_style, read_request
+from paceline.worker.data.lane_steps import lane_steps
 from paceline.worker.data.stream_position import stream_seed
 
 __all__ = ["BareBatch", "bare_batches"]
@@ -83,7 +84,10 @@ def bare_batches(
         require_fit(draws, stream, num_samples=num_samples, shuffle=batch.shuffle)
         num_samples = draws.num_samples
     reading = ReadOptions(dataset, request.collate, num_samples, seed, batch.shuffle and is_map, draws)
-    steps = _map_steps(reading, batch, epochs) if is_map else _iterable_steps(reading, batch, epochs)
+    if request.lanes:
+        steps = _lane_steps(reading, request, batch, epochs)
+    else:
+        steps = _map_steps(reading, batch, epochs) if is_map else _iterable_steps(reading, batch, epochs)
     for epoch, micros, read, ends_epoch in steps:
         yield BareBatch(stream, epoch, micros, read=read, run_pass=run_pass, ends_epoch=ends_epoch)
 
@@ -103,6 +107,15 @@ def _map_steps(reading: ReadOptions, batch: Batch, epochs: int) -> Iterator[Step
 
             micros = micro_batches(start, stop, batch.resolved_micro)
             yield epoch, micros, read, stop == ranges[-1][1]
+
+
+def _lane_steps(reading: ReadOptions, request: DataRequest, batch: Batch, epochs: int) -> Iterator[Step]:
+    def cut(start: int, stop: int) -> Sequence[MicroBatch]:
+        return micro_batches(start, stop, batch.resolved_micro)
+
+    found = lane_steps(reading, request.lanes, request.mixing, batch=batch, epochs=epochs, mine=cut)
+    for epoch, start, items in found:
+        yield epoch, cut(start, start + items.num_samples), lambda micro, data=items.data: data[micro.index], None
 
 
 def _iterable_steps(reading: ReadOptions, batch: Batch, epochs: int) -> Iterator[Step]:

@@ -14,7 +14,6 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import default_collate
 
 from paceline.errors import PlanError
 from paceline.events import Evaluated, Event, Reported, StepDone
@@ -24,6 +23,7 @@ from paceline.worker.bare.bare_batches import BareBatch, bare_batches
 from paceline.worker.bare.bare_step import BarePass, BareStepper
 from paceline.worker.data import random_state
 from paceline.worker.data.data_loading import fetch_samples
+from paceline.worker.data.evaluation_data import read_evaluation
 from paceline.worker.record.parity_capture import ParityCapture
 
 __all__ = ["BareWorker"]
@@ -169,17 +169,20 @@ class BareWorker:
     ) -> dict[str, float]:
         """Return means over a dataset."""
         began, named = time.perf_counter(), measures if isinstance(measures, Mapping) else {"loss": measures}
-        sums = {name: [0.0, 0.0] for name in named}
+        data = read_evaluation(
+            dataset, micro=micro, collate=collate or collate_fn, default_micro=self.plan.batch.resolved_micro
+        )
+        dataset, sums = data.dataset, {name: [0.0, 0.0] for name in named}
         modes = [(module, module.training) for module in model.modules()]
         model.eval()
         with torch.no_grad(), random_state.PreservedRandomState():
-            for part in micro_batches(0, len(dataset), micro or self.plan.batch.resolved_micro):
+            for part in micro_batches(0, len(dataset), data.micro):
                 random_state.seed_all(self.plan.batch.seed, 4, self.step, part.index)
                 items = fetch_samples(dataset, list(range(part.start, part.stop)))
-                data = self._pass.moved((collate or collate_fn or default_collate)(items))
+                moved = self._pass.moved(data.collate(items))
                 random_state.seed_all(self.plan.batch.seed, 4, self.step, part.index)
                 with self._pass.computing():
-                    output, target = forward(model, data) if forward else (model(data[0]), data[1])
+                    output, target = forward(model, moved) if forward else (model(moved[0]), moved[1])
                     for name, measure in named.items():
                         value = measure(output, target)
                         pair = (

@@ -10,6 +10,7 @@ before the position.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from paceline.comm.group import WorkerGroup, total
 from paceline.data.sharded_stream import LaneSource
 from paceline.errors import SyncError
 from paceline.plan import Batch
+from paceline.schedule.lane_mix import LaneMix
 from paceline.schedule.micro_batches import (
     MicroBatch,
     WorkerShare,
@@ -24,6 +26,7 @@ from paceline.schedule.micro_batches import (
     split_evenly,
     step_ranges,
 )
+from paceline.schedule.mixture_order import MixtureOrder
 from paceline.schedule.sample_order import IndexOrder, WeightedDraws
 from paceline.worker.data.data_loading import (
     Collate,
@@ -38,6 +41,7 @@ from paceline.worker.data.data_loading import (
 from paceline.worker.data.data_request import is_map_style
 from paceline.worker.data.load_balancing import LoadBalancer
 from paceline.worker.data.micro_batch_size import MicroBatchSize
+from paceline.worker.data.read_meter import ReadMeter
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.data.stream_position import SampleOrder, StreamPosition, resume_position, stream_seed
 from paceline.worker.membership.consensus import RunTogether
@@ -62,6 +66,7 @@ class StreamSource:
     drop_last: bool | None = None  # the same
     takeover: str = ""  # what of a torch DataLoader is not the same here
     lanes: tuple[LaneSource, ...] = ()  # of a stream that is read in lanes: those of its datasets
+    mixing: LaneMix | None = None  # of several
     begin_loader: Callable[[int], Any] | None = None  # called in each loader process first, with its number
     has_equal_runs: bool = False  # every worker runs as many micro-batches in a step; some are void
     is_endless: bool = False  # a program reads its own data: samples are numbers in order, and no epoch ends
@@ -94,6 +99,8 @@ class BatchStream:
         self._together, self._balance, self._replicas = together, balance, replicas
         self._update_share()
         self._items: Iterator[Any] = iter(())
+        self.meter = ReadMeter()
+        self._wait_s = 0.0  # for the items of the next step, of an iterable
         self._is_stale = True  # what was read ahead is not this worker's present share
         self.num_samples = len(source.dataset) if is_map_style(source.dataset) else 0
         self._check()
@@ -124,6 +131,20 @@ class BatchStream:
     def about(self) -> dict[str, Any]:
         """For the ledger: the order and the steps of the samples."""
         return self._order.to_dict()
+
+    def drawn(self) -> dict[str, int] | None:
+        """How many samples of each dataset are in committed steps, of a mixture; None for other streams."""
+        order, at = self.source.draws, self.cursor
+        if not isinstance(order, MixtureOrder):
+            return None
+        return order.drawn_before(seed=self._order.seed, epoch=at.epoch, position=at.position)
+
+    def shares(self) -> dict[str, float]:
+        """The shares that each dataset is to have, of a mixture."""
+        order, mixing = self.source.draws, self.source.mixing
+        if isinstance(order, MixtureOrder):
+            return order.shares
+        return {} if mixing is None else dict(zip(mixing.names, mixing.shares, strict=True))
 
     def _order_name(self) -> dict[str, str]:
         """The fields of a SampleOrder that name an order which is no shuffle."""
@@ -370,11 +391,11 @@ class BatchStream:
         while epoch < self.source.epochs:
             if self._is_stale:
                 self._open_iterable(epoch, position)
-            counted: StepItems = next(self._items)
+            counted: StepItems = self._next_item()
             self._compare_counts(counted.num_samples, epoch, position)
             if self._is_stale and counted.num_samples:  # a member was just lost: the same step, another share
                 self._open_iterable(epoch, position)
-                counted = next(self._items)
+                counted = self._next_item()
             if counted.num_samples == 0:
                 if (epoch, position) == (0, 0):
                     raise ValueError(self._empty_text())
@@ -393,9 +414,21 @@ class BatchStream:
                 fetch=lambda parts=parts: next(parts),
                 run_pass=self._run_pass,
             )
+            self._note_wait(batch)
             yield batch
             batch.let_go()
             position += counted.num_samples
+
+    def _next_item(self) -> Any:
+        """What the loader gives next, of an iterable; how long it takes counts as waiting for the step's data."""
+        began = time.perf_counter()
+        try:
+            return next(self._items)
+        finally:
+            self._wait_s += time.perf_counter() - began
+
+    def _note_wait(self, batch: StepBatch) -> None:
+        batch.data_s, self._wait_s = self._wait_s, 0.0
 
     def _compare_counts(self, count: int, epoch: int, position: int) -> None:
         """Raise on all workers when they did not all read the same number of items for this step."""
@@ -444,6 +477,7 @@ class BatchStream:
             pin=s.pin,
             timeout_s=self._timeout_s,
             begin=s.begin_loader,
+            meter=self.meter,
         )
 
     def _reading(self) -> ReadOptions:

@@ -23,6 +23,7 @@ from paceline.comm.messages.socket_directory import loader_directory
 from paceline.schedule.micro_batches import MicroBatch
 from paceline.schedule.sample_order import IndexOrder, sample_indices
 from paceline.worker.data import random_state
+from paceline.worker.data.read_meter import ReadMeter, timed
 
 __all__ = [
     "MicroBatchRequest",
@@ -230,11 +231,12 @@ def open_loader(
     pin: bool,
     timeout_s: float,
     begin: Callable[[int], Any] | None = None,
+    meter: ReadMeter | None = None,
 ) -> Iterator[Any]:
     """Start reading ahead; `loaders` processes (0: in this process), each `prefetch` micro-batches ahead. `begin`:
-    called in each process first, with its number."""
+    called in each process first, with its number. `meter`: notes how long reading takes."""
     loader = DataLoader(
-        cast("Dataset[Any]", reader),
+        cast("Dataset[Any]", reader) if meter is None else timed(reader),
         batch_size=None,  # requests are whole micro-batches already
         sampler=None if requests is None else RequestList(lambda: iter(requests)),
         collate_fn=_as_is,
@@ -245,7 +247,7 @@ def open_loader(
         generator=torch.Generator(),  # its own: the user's random state is not touched
         timeout=timeout_s if loaders else 0,
     )
-    return iter(loader)
+    return iter(loader) if meter is None else meter.data_of(iter(loader))
 
 
 def _as_is(data: Any) -> Any:

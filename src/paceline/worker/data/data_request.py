@@ -13,15 +13,18 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 
+from paceline.data.lane_sources import as_sharded_stream
 from paceline.data.mixture import Mixture
-from paceline.data.sharded_stream import LaneSource, as_sharded_stream
+from paceline.data.sharded_stream import LaneSource
+from paceline.data.stream_mixture import StreamMixture
 from paceline.plan import Batch
 from paceline.schedule.index_orders import SimilarLengths
+from paceline.schedule.lane_mix import LaneMix
 from paceline.schedule.sample_order import IndexOrder, WeightedDraws
 from paceline.worker.data.data_loading import Collate
 from paceline.worker.data.sampler_orders import order_of_sampler
 
-__all__ = ["DataRequest", "is_map_style", "read_request"]
+__all__ = ["DataRequest", "is_map_style", "read_request", "require_forked"]
 
 Numbers = Sequence[float] | Tensor
 UNNAMED = Batch()  # what plans have that name no size
@@ -42,7 +45,8 @@ class DataRequest:
     begin_loader: Callable[[int], Any] | None = None
     batch_size: int | None = None  # of a loader: samples of a step, where the plan names no size
     takeover: str = ""  # what of a loader is not the same here
-    lanes: tuple[LaneSource, ...] = ()  # of a stream that is read in lanes
+    lanes: tuple[LaneSource, ...] = ()  # of a stream that is read in lanes, or of several
+    mixing: LaneMix | None = None  # of several
 
     def within(self, batch: Batch) -> Batch:
         """The plan's batch, with what a loader says of the size and the order."""
@@ -79,7 +83,9 @@ def read_request(
     request = _taken_over(dataset, batch, seed) if isinstance(dataset, DataLoader) else DataRequest(dataset=dataset)
     own: dict[str, Any] = {"collate": collate, "loaders": loaders, "prefetch": prefetch}
     request = dataclasses.replace(request, **{name: value for name, value in own.items() if value is not None})
-    if not is_map_style(request.dataset) and (stream := as_sharded_stream(request.dataset)) is not None:
+    if isinstance(dataset, StreamMixture):
+        request = dataclasses.replace(request, lanes=dataset.lanes, mixing=dataset.mixing)
+    elif not is_map_style(request.dataset) and (stream := as_sharded_stream(request.dataset)) is not None:
         request = dataclasses.replace(request, lanes=(stream,))
     if isinstance(dataset, Mixture):
         if weights is not None or lengths is not None:
@@ -127,6 +133,8 @@ def _taken_over(loader: DataLoader[Any], batch: Batch, seed: int) -> DataRequest
         loaders = 1
     if loader.generator is not None:
         said.append("its generator draws nothing: the plan's seed does")
+    if callable(getattr(loader, "state_dict", None)):
+        said.append("its state_dict() is not needed: checkpoints have the stream's position")
     if loader.timeout:
         said.append(f"a loader may take the run's timeout_s, not {loader.timeout:g} s")
     names_size = (batch.size, batch.resolved_micro) != (UNNAMED.size, UNNAMED.resolved_micro)
@@ -171,17 +179,22 @@ def _batching(loader: DataLoader[Any]) -> tuple[Any, int, bool]:
 
 
 def _refuse_unfit(loader: DataLoader[Any]) -> None:
-    context: Any = loader.multiprocessing_context
-    method = context if isinstance(context, str) else context and context.get_start_method()
-    if method not in (None, "fork"):
-        raise ValueError(
-            f"the DataLoader has multiprocessing_context={method!r}, and loader processes are forked here: leave it out"
-        )
+    require_forked(loader)
     if not is_map_style(loader.dataset) and loader.worker_init_fn is not None:
         raise ValueError(
             "the DataLoader of an iterable dataset has a worker_init_fn, which may give each loader process a part of "
             "the stream: leave it out, and see `docs/how-to/stream-data-with-exact-resume.md` for streams that are "
             "divided"
+        )
+
+
+def require_forked(loader: DataLoader[Any]) -> None:
+    """Raise ValueError where a loader starts its processes in another way than is done here."""
+    context: Any = loader.multiprocessing_context
+    method = context if isinstance(context, str) else context and context.get_start_method()
+    if method not in (None, "fork"):
+        raise ValueError(
+            f"the DataLoader has multiprocessing_context={method!r}, and loader processes are forked here: leave it out"
         )
 
 

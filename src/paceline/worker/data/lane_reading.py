@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -97,22 +96,21 @@ class LaneReader(IterableDataset[Any]):
         own = split_evenly(len(micros), self._num_parts)[part]
         micros = micros[own.start : own.stop]
         wanted = [(micro.start - step.start, micro.stop - step.start) for micro in micros]
-        places = [place for start, stop in wanted for place in range(start, stop)]
+        own_places = {place for start, stop in wanted for place in range(start, stop)}
         found: dict[int, Any] = {}  # the wanted items, by their place in the step
         ends: dict[tuple[int, int, int], int] = {}
         states: dict[LaneKey, LaneState] = {}
         needs_all, keeps = self._reads_all and part == 0, self._keeps_state(step.start)
         with random_state.PreservedRandomState():
-            first = 0
-            for block in step.blocks:
-                own_places = places[bisect_left(places, first) : bisect_left(places, first + block.count)]
-                if own_places or needs_all:
+            for block, places in step.blocks:
+                if needs_all or not own_places.isdisjoint(places):
                     items = self._block(block, states if keeps else None)
                     if len(items) < block.count:
                         ends[block.source, block.epoch, block.lane] = block.first + len(items)
                     elif not ends:
-                        found.update((place, items[place - first]) for place in own_places)
-                first += block.count
+                        found.update(
+                            (place, item) for place, item in zip(places, items, strict=True) if place in own_places
+                        )
         if ends:
             return LaneItems(step.num_samples, (), ends=ends, states=states)
         data = [

@@ -7,7 +7,6 @@ resume, on another number of workers, or when a worker was lost.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from paceline.worker.data.stream_position import StreamPosition
 
 __all__ = ["LaneStream"]
 
+LEAST_CHANGE = 1e-9  # of a share
 STATE_STEPS = 8  # a reader that begins passes over the items of as many steps at most
 
 
@@ -36,18 +36,40 @@ class LaneStream(BatchStream):
     def __init__(self, source: StreamSource, *args: Any, cursor: StreamPosition, **parts: Any) -> None:
         """As for `BatchStream`; the source has lanes."""
         self._lanes = source.lanes
-        self._table = LaneTable([one.num_lanes for one in source.lanes])
         super().__init__(source, *args, cursor=cursor, **parts)
+        self._table = LaneTable([one.num_lanes for one in source.lanes], mixing=source.mixing, seed=self._order.seed)
         saved = cursor.lanes() if cursor.lanes is not None else cursor.saved_lanes
         is_there = (self.cursor.epoch, self.cursor.position) == (cursor.epoch, cursor.position)
         if saved is not None and is_there:
             self._table.load_state_dict(saved, epoch=cursor.epoch, position=cursor.position)
+            self._note_shares(saved.get("shares"))
         self._read_size = self._batch.size
         self.cursor.lanes = self._saved_lanes
 
     def _saved_lanes(self) -> dict[str, Any]:
         """For a checkpoint, as far as steps are committed."""
-        return self._table.state_dict(self.cursor.epoch, self.cursor.position, self._read_size)
+        found = self._table.state_dict(self.cursor.epoch, self.cursor.position, self._read_size)
+        mixing = self.source.mixing
+        return found if mixing is None else {**found, "shares": list(mixing.shares)}
+
+    def drawn(self) -> dict[str, int] | None:
+        """How many samples of each dataset are in committed steps, of a mixture."""
+        mixing = self.source.mixing
+        if mixing is None:
+            return None
+        return mixing.drawn(self._table.progress_at(self.cursor.epoch, self.cursor.position, self._read_size))
+
+    def _note_shares(self, before: Sequence[float] | None) -> None:
+        """Say where a mixture goes on with other weights: no lane loses its place by that."""
+        mixing = self.source.mixing
+        if mixing is None or before is None or len(before) != len(mixing.shares):
+            return
+        if any(abs(now - then) > LEAST_CHANGE for now, then in zip(mixing.shares, before, strict=True)):
+            shown = ", ".join(
+                f"{name} {now:.2%} (before: {then:.2%})"
+                for name, now, then in zip(mixing.names, mixing.shares, before, strict=True)
+            )
+            self.notes.append(f"stream {self.source.name!r} goes on with other weights: {shown}")
 
     def reassign(self, batch: StepBatch) -> None:
         """Assign this worker's present share of a batch, for a step that is done again from its beginning."""
@@ -72,8 +94,9 @@ class LaneStream(BatchStream):
             if items.num_samples == 0:
                 if (epoch, position) == (0, 0):
                     raise ValueError(self._empty_text())
+                before = self._table.progress_at(epoch, position, self._batch.size)
                 epoch, position = epoch + 1, 0
-                self._table.begin_epoch(epoch)
+                self._table.begin_epoch(epoch, before)
                 self.cursor.epoch, self.cursor.position = epoch, position
                 self._is_stale = True
                 continue
@@ -90,6 +113,7 @@ class LaneStream(BatchStream):
                 fetch=lambda parts=parts: next(parts),
                 run_pass=self._run_pass,
             )
+            self._note_wait(batch)
             yield batch
             batch.let_go()
             position = stop
@@ -170,12 +194,13 @@ class LaneStream(BatchStream):
             pin=s.pin,
             timeout_s=self._timeout_s,
             begin=s.begin_loader,
+            meter=self.meter,
         )
         self._is_stale = False
 
     def _next_items(self) -> LaneItems:
         """The next step, of all loader processes."""
-        parts: list[LaneItems] = list(itertools.islice(self._items, max(1, self.source.loaders)))
+        parts: list[LaneItems] = [self._next_item() for _ in range(max(1, self.source.loaders))]
         ends = {key: count for part in parts for key, count in part.ends.items()}
         states = {key: state for part in parts for key, state in part.states.items()}
         data = () if ends else tuple(one for part in parts for one in part.data)
@@ -212,4 +237,5 @@ class LaneStream(BatchStream):
             super()._check()  # refuses it
 
     def _order_name(self) -> dict[str, str]:
-        return {"draws": f"lanes {self.source.lanes[0].num_lanes}"}
+        num_lanes, mixing = [one.num_lanes for one in self.source.lanes], self.source.mixing
+        return {"draws": f"lanes {num_lanes[0]}" if mixing is None else mixing.order_name(num_lanes)}

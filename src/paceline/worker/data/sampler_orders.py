@@ -42,7 +42,10 @@ def order_of_sampler(sampler: Any, num_indices: int, *, seed: int) -> Order:
         SubsetRandomSampler: lambda sampler, num: (SubsetOrder(sampler.indices, num), True, [f"{OURS}, {ALWAYS}"]),
         DistributedSampler: _of_distributed,
     }
+    stateful = {"RandomSampler": _of_random, "StatefulDistributedSampler": _of_distributed}  # torchdata's own
     of_kind = known.get(type(sampler))
+    if type(sampler).__module__.partition(".")[0] == "torchdata":
+        of_kind = stateful.get(type(sampler).__name__)
     if of_kind is not None and _is_of(sampler, num_indices):
         return of_kind(sampler, num_indices)
     return _listed(sampler, num_indices, seed)

@@ -19,6 +19,7 @@ from paceline.sync.allreduce.buckets import SentBytes
 from paceline.units import name_text
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.data.stream_position import StreamPosition
+from paceline.worker.loop.data_pace import DataPace
 from paceline.worker.loop.learning_rates import LearningRates
 from paceline.worker.parts import WorkerParts
 from paceline.worker.step.loss_scale import LEAST, scale_text
@@ -72,6 +73,11 @@ class StepLog:
         self._reported_at, self._bytes_reported = time.perf_counter(), 0
         self._wire_reported = SentBytes()
         self._warned: set[str] = set()
+        self.data_pace = DataPace(
+            tell=lambda text: self._files.emit(Note(text=text)),
+            warn=lambda text, once: self.warn(text, once=once),
+            is_first=place.group.index == 0,
+        )
         self.is_counting = False  # the steps of a program's own loop: what it reports belongs to its next step
         self._between: dict[str, Tensor | float] = {}
 
@@ -348,6 +354,7 @@ class StepLog:
             seconds["recovery"] = recovery_s - self._recovery_reported_s
             self._recovery_reported_s = recovery_s
         self._add_work(len(batch), seconds)
+        self.data_pace.step(batch, seconds)
         self.last_done = StepDone(
             step=batch.step,
             epoch=batch.epoch,

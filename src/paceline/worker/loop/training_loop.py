@@ -106,10 +106,13 @@ class TrainingLoop:
             replicas=terms.replicas,
         )
         self.streams[source.name] = stream
+        self.step_log.data_pace.opened(stream)
         self._resumed.begin_training()
         self._note_changes(stream)
         self.between.tell_micro_batch()
-        self._files.ledger.opened(source.name, **stream.about(), **terms.ledger_facts)
+        self._files.ledger.opened(
+            source.name, drawn=stream.drawn, shares=stream.shares(), **stream.about(), **terms.ledger_facts
+        )
         last_step = stream.last_step(self.step)
         self._files.emit(
             StreamOpened(name=source.name, num_samples=stream.num_samples, epochs=source.epochs, last_step=last_step)

@@ -21,7 +21,12 @@ __all__ = ["ResumeOrigin", "SampleLedger"]
 
 SEAL_BYTES, KEEP_BYTES = 1 << 19, 1 << 16  # of the file; and of its newest lines, that stay as they are
 STEP = '{"step": '  # how the line of a step begins
+TOLD_EVERY = 500  # steps: what mixtures have given
 GRID = 1000  # steps: all workers' ledgers are cut at the same ones, so that their runs are as long
+
+
+Drawn = Mapping[str, int] | None
+Shares = Mapping[str, float]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +56,8 @@ class SampleLedger:
         """`origin` is None for a worker that joins a running run, perhaps in place of a lost one. `say` is told where
         the file cannot be shortened."""
         self._path, self._attempt = path, attempt
+        self._mixtures: dict[str, tuple[Callable[[], Drawn], Shares]] = {}  # by stream
+        self._step = self._told_at = 0  # the newest step; the one with which it was told what mixtures had given
         self._waiting: dict[int, tuple[dict[str, Any], list[MicroBatch]]] = {}  # by step, until the round is committed
         with writing(path):
             sealing = Sealing(merge=merge_ledger, cut=_cut, over_bytes=SEAL_BYTES)
@@ -67,10 +74,13 @@ class SampleLedger:
             line.update(source=origin.source, starts={name: list(start) for name, start in origin.starts.items()})
         self._write(line)
 
-    def opened(self, stream: str, **about: Any) -> None:
+    def opened(self, stream: str, *, drawn: Callable[[], Drawn], shares: Shares, **about: Any) -> None:
         """Note what a stream reads: samples, batch, micro, seed, shuffle, drop_last; and the plan's staleness, where it
-        bounds how far updates may be behind."""
+        bounds how far updates may be behind. `drawn()`: of a mixture, how many samples of each dataset committed steps
+        have, and `shares`, which part of all each is to have."""
         self._write({"stream": stream, **about})
+        if shares:
+            self._mixtures[stream] = drawn, shares
 
     def committed(
         self,
@@ -114,9 +124,23 @@ class SampleLedger:
 
     def settle(self) -> None:
         """Write the steps that waited, in order: they are committed now."""
-        for line, micros in self._waiting.values():
+        for step, (line, micros) in self._waiting.items():
             self._write({**line, "ranges": _ranges(micros)})
+            self._step = step
         self._waiting.clear()
+        if self._step // TOLD_EVERY != self._told_at // TOLD_EVERY:
+            self._tell_drawn()
+
+    def _tell_drawn(self) -> None:
+        """Note what mixtures have given up to the newest step, of all attempts."""
+        if not self._mixtures or self._step == self._told_at:
+            return
+        self._told_at = self._step
+        for stream, (drawn, shares) in self._mixtures.items():
+            counts = drawn()
+            if counts is not None:
+                told = {name: [counts[name], round(share, 9)] for name, share in shares.items()}
+                self._write({"drawn": told, "of": stream, "until": self._step})
 
     def rolled_back(self, *, from_step: int, to_step: int, skips: Mapping[str, Sequence[tuple[int, int]]]) -> None:
         """Note that after `from_step` the state became that of `to_step` again, and the steps between are undone.
@@ -127,6 +151,8 @@ class SampleLedger:
         self._write({"rollback": {"to_step": to_step, "from_step": from_step, "skips": spans}})
 
     def close(self) -> None:
+        """Write what is left, and close the file."""
+        self._tell_drawn()
         with writing(self._path):
             self._log.close()
 

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import default_collate
 
 from paceline.comm.group import WorkerGroup, total
 from paceline.parallel.fully_sharded.sharded_model import ShardedModels
 from paceline.parallel.precision import computing, input_dtype
 from paceline.schedule.micro_batches import micro_batches, split_among_replicas
 from paceline.worker.data import random_state
-from paceline.worker.data.data_loading import Collate, fetch_samples
+from paceline.worker.data.evaluation_data import EvaluationData
 from paceline.worker.data.step_batch import to_device
 from paceline.worker.step.model_buffers import BufferAverager
 from paceline.worker.topology.parallel_groups import ParallelGroups, single_worker_replicas
@@ -38,21 +37,20 @@ ROUNDS = 2  # micro-batches in the pipeline at once, for each stage
 
 def evaluate(
     model: nn.Module,
-    dataset: Any,
+    data: EvaluationData,
     measures: Mapping[str, Measure],
     *,
-    micro: int,
     group: WorkerGroup,
     device: torch.device,
     precision: str,
     seeds: tuple[int, ...],
-    collate: Collate = default_collate,
+    timeout_s: float = 0.0,
     forward: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None,
     axes: ParallelGroups | None = None,
     shards: ShardedModels | None = None,
     staged: PipelineModel | None = None,
 ) -> dict[str, float]:
-    """Return each measure's exact mean over the dataset, equal on all workers; all must call it.
+    """Return each measure's exact mean over the data, equal on all workers; all must call it.
 
     A measure gets (output, target) of a micro-batch and returns its mean (weighted by the number of samples) or (sum,
     count). `forward(model, micro)` returns (output, target) for datasets that do not give (input, target). The model is
@@ -62,7 +60,6 @@ def evaluate(
     parallel model (`staged`) is measured by the worker of its last stage.
     """
     axes = single_worker_replicas(group) if axes is None else axes
-    _check(dataset)
     buffers = BufferAverager()
     buffers.add(model)
     modes = [(module, module.training) for module in model.modules()]
@@ -73,8 +70,8 @@ def evaluate(
     try:
         with torch.no_grad(), random_state.PreservedRandomState():
             runs = (
-                (number, count, to_device(data, device, input_dtype(precision)), is_void)
-                for number, count, data, is_void in _micros(dataset, micro, collate, group, seeds, axes)
+                (number, count, to_device(micro, device, input_dtype(precision)), is_void)
+                for number, count, micro, is_void in _micros(data, group, seeds, axes, timeout_s)
             )
 
             def output_of(moved: Any) -> tuple[Any, Any]:
@@ -137,31 +134,20 @@ def _through_pipeline(
 
 
 def _micros(
-    dataset: Any, micro: int, collate: Collate, group: WorkerGroup, seeds: tuple[int, ...], axes: ParallelGroups
+    data: EvaluationData, group: WorkerGroup, seeds: tuple[int, ...], axes: ParallelGroups, timeout_s: float
 ) -> Iterator[tuple[int, int, Any, bool]]:
     """(index, number of samples, collated data, is void) of this worker's runs."""
-    micros = micro_batches(0, len(dataset), micro)
+    micros = micro_batches(0, len(data.dataset), data.micro)
     index, size = axes.share_of(group)
     each = axes.micro_batch_peers.size
     share = split_among_replicas(len(micros), replicas=size // each, each=each)[index]
-    data: Any = None
+    read = data.read([micros[number] for number in share.reads], seeds=seeds, timeout_s=timeout_s)
+    found: Any = None
     for number in range(share.num_runs):
         item = micros[share.reads[min(number, len(share.reads) - 1)]]
         if number < len(share.reads):
-            indices = list(range(item.start, item.stop))
-            random_state.seed_all(*seeds, item.index)
-            data = collate(fetch_samples(dataset, indices))
-        yield item.index, item.num_samples, data, number >= len(share.own)
-
-
-def _check(dataset: Any) -> None:
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise TypeError(f"worker.evaluate() needs a dataset with len() and [], not a {type(dataset).__name__}")
-    if len(dataset) == 0:
-        raise ValueError(
-            f"worker.evaluate() got an empty {type(dataset).__name__}, over which there is no mean: pass one with "
-            "samples, or leave the evaluation out"
-        )
+            found = next(read)
+        yield item.index, item.num_samples, found, number >= len(share.own)
 
 
 def _run_pair(model: nn.Module, data: Any) -> tuple[Any, Any]:
