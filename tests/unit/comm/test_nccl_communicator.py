@@ -62,5 +62,5 @@ def test_it_is_made_so_that_it_can_be_aborted_while_others_are_still_to_come(mon
 
 def test_a_torch_without_it_names_what_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(dist, "ProcessGroupNCCL", raising=False)
-    with pytest.raises(SyncError, match="has no NCCL, .* or let the workers share devices: device='cuda-shared'"):
+    with pytest.raises(SyncError, match=r"has no NCCL, .* or let the workers share devices: device='cuda-shared'"):
         NcclCommunicator(dist.HashStore(), index=0, size=1, device=GPU)

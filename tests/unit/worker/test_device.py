@@ -62,7 +62,7 @@ def test_workers_that_may_share_gpus_take_them_in_turn(monkeypatch: pytest.Monke
 
 def test_gpus_that_are_to_be_shared_and_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     have_gpus(monkeypatch, 0)
-    with pytest.raises(PlanError, match="torch finds none on this host. Use device='cpu', or 'auto'"):
+    with pytest.raises(PlanError, match=r"torch finds none on this host\. Use device='cpu', or 'auto'"):
         choose_device("cuda-shared", local_rank=0, local_workers=2)
 
 
