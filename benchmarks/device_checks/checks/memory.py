@@ -31,6 +31,7 @@ source = "the rates of an H200"
 device = "here"
 hosts = 1
 devices_per_host = 1
+network_gb_s = 50.0
 source = "one device"
 """
 RECEIPT = re.compile(r"memory (\S+ [GM]B), predicted (\S+ [GM]B) \(([+-]\d+) %\)")
