@@ -17,16 +17,21 @@ CLUSTER = """
 memory_gb = 141.0
 memory_gb_s = 4800.0
 tflops = { bf16 = 989.4, fp16 = 989.4, fp32 = 66.9 }
+best_matmul = { bf16 = 0.8, fp16 = 0.8 }
+attention = { flash = 326.0, vendor = 524.0 }
+units = 132
+watts = 700
 link_gb_s = 450.0
 network_gb_s = 50.0
 host_link_gb_s = 50.0
-runtime_gb = 0.0
+runtime_gb = 0.001
 source = "the rates of an H200"
 
 [clusters.here]
 device = "here"
 hosts = 1
 devices_per_host = 1
+network_gb_s = 50.0
 source = "one device"
 """
 RECEIPT = re.compile(r"memory (\S+ [GM]B), predicted (\S+ [GM]B) \(([+-]\d+) %\)")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.errors import PlanError
-from paceline.worker.topology.device import choose_device, why_gpus_are_idle
+from paceline.worker.topology.device import backend_for, choose_device, tensor_way, why_gpus_are_idle
 
 
 def have_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[int]:
@@ -47,3 +47,31 @@ def test_a_host_without_gpus_and_one_that_was_told_to_use_the_cpu_say_nothing(mo
     have_gpus(monkeypatch, 1)
     assert choose_device("cpu", local_rank=0, local_workers=1) == torch.device("cpu")
     assert why_gpus_are_idle("cpu", local_workers=4) is None
+
+
+def test_workers_that_may_share_gpus_take_them_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = have_gpus(monkeypatch, 2)
+    found = [choose_device("cuda-shared", local_rank=rank, local_workers=5) for rank in range(5)]
+    assert [device.index for device in found] == chosen == [0, 1, 0, 1, 0]
+    assert why_gpus_are_idle("cuda-shared", local_workers=5) is None
+    with pytest.raises(
+        PlanError, match=r"has 2. Use workers=2, or device='cpu'. To try a layout, device='cuda-shared'"
+    ):
+        choose_device("cuda", local_rank=0, local_workers=5)
+
+
+def test_gpus_that_are_to_be_shared_and_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    have_gpus(monkeypatch, 0)
+    with pytest.raises(PlanError, match=r"torch finds none on this host\. Use device='cpu', or 'auto'"):
+        choose_device("cuda-shared", local_rank=0, local_workers=2)
+
+
+def test_tensors_of_a_shared_gpu_go_through_the_host_and_others_from_gpu_to_gpu() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert [tensor_way(cpu, "cpu"), tensor_way(gpu, "cuda"), tensor_way(gpu, "cuda-shared")] == [
+        "host",
+        "device",
+        "staged",
+    ]
+    assert backend_for(gpu) == "cpu:gloo,cuda:nccl"
+    assert backend_for(gpu, way="staged") == "cpu:gloo,cuda:gloo"
