@@ -25,7 +25,7 @@ def case_of(plan: Plan, model: ModelCosts, cluster: Cluster, *, workers: int) ->
     (fp64), for what does not run on such devices, and for more workers than the cluster has devices.
     """
     if plan.compute.precision == "fp64":
-        raise PlanError("The cost model has no rates for precision=fp64: predict with fp32, bf16 or fp16.")
+        raise PlanError("The cost model has no rates for precision=fp64: predict with fp32, bf16, fp16 or fp8.")
     if workers > cluster.devices:
         raise PlanError(f"The plan is for {workers} workers, and the cluster has {cluster.devices} devices.")
     why = why_not_there(plan, cluster)
