@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack  # pyright: ignore[reportPrivateUsage]  # no public name
 
 from paceline.parallel.model_units import blocks_of, find_units
 from paceline.plan import Layout
@@ -49,6 +50,11 @@ def compile_regions(model: nn.Module, units: Sequence[str] = ()) -> None:
         module.forward = _compiled(module)
 
 
+def _is_recorded() -> bool:
+    """Whether each torch function is being looked at, as when a pipeline's forward is recorded."""
+    return any(type(mode).__module__.startswith("paceline.") for mode in _get_current_function_mode_stack())
+
+
 def _how() -> dict[str, Any]:
     return {"backend": BACKEND, **({"options": OPTIONS} if BACKEND == "inductor" else {})}
 
@@ -57,12 +63,14 @@ def _compiled(module: nn.Module) -> Callable[..., Any]:
     """A module's forward, compiled, as a method: `copy.deepcopy` binds a method to the copy."""
     forward: Any = module.forward
     is_method = isinstance(forward, types.MethodType) and forward.__self__ is module
-    function: Callable[..., Any] = forward.__func__ if is_method else lambda _, *args, **kwargs: forward(*args, **kwargs)
+    function: Callable[..., Any] = (
+        forward.__func__ if is_method else lambda _, *args, **kwargs: forward(*args, **kwargs)
+    )
     compiled: Callable[..., Any] = torch.compile(function, **_how())
 
     @functools.wraps(forward)
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        is_recorded = any(isinstance(one, Tensor) and one.is_meta for one in (*args, *kwargs.values()))
-        return (function if is_recorded else compiled)(module, *args, **kwargs)
+        is_meta = any(isinstance(one, Tensor) and one.is_meta for one in (*args, *kwargs.values()))
+        return (function if is_meta or _is_recorded() else compiled)(module, *args, **kwargs)
 
     return types.MethodType(run, module)

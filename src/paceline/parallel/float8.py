@@ -113,9 +113,7 @@ def choose_linears(model: nn.Module, compute: Compute, *, units: Sequence[str] =
             f"Compute(precision='fp8') found no linear layer of {class_name(model)} to compute in FP8 ({reasons}). Use "
             "precision='bf16', layers whose sizes are multiples of 16, or fp8_layers='all'."
         )
-    return Float8Choice(
-        recipe=compute.fp8_recipe, is_emulated=compute.fp8_emulate, names=tuple(names), left=left
-    )
+    return Float8Choice(recipe=compute.fp8_recipe, is_emulated=compute.fp8_emulate, names=tuple(names), left=left)
 
 
 def _why_not(linear: nn.Linear, *, is_shared: bool) -> str:

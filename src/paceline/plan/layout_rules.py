@@ -144,9 +144,19 @@ LAYOUT_RULES = (
         says=lambda facts: (
             f"Compute(compile=True) with Layout({_slices(facts)}): each worker has slices of tensors that show the "
             "size of the whole to the model's code, and torch.compile refuses tensors that have another size than "
-            "they show (\"Guard failed on the same frame it was created\")."
+            'they show ("Guard failed on the same frame it was created").'
         ),
         fix=lambda facts: f"Use compile=False, or shard, stages or experts in place of {_slices(facts)}.",
+    ),
+    Rule(
+        name="compiled-backward-is-one-call",
+        broken_when=lambda facts: facts.plan.compute.compile and facts.plan.layout.schedule == "zero-bubble",
+        says=lambda facts: (
+            "Compute(compile=True) with Layout(schedule='zero-bubble'): the schedule asks for gradients of inputs "
+            "first and for those of weights later, and the backward of a region that torch.compile has compiled is "
+            "one function, which makes both at once."
+        ),
+        fix=lambda facts: "Use schedule='1f1b' or 'interleaved', or compile=False.",
     ),
     Rule(
         name="tokens-are-split-once",

@@ -20,8 +20,8 @@ from paceline.end_mark import mark_end
 from paceline.errors import PlanError, SyncError
 from paceline.events import Note, Warned, WorkerStarted
 from paceline.parallel import partial_parameter
-from paceline.parallel.fully_sharded import sharded_numbers
 from paceline.parallel.float8 import require_float8
+from paceline.parallel.fully_sharded import sharded_numbers
 from paceline.parallel.offload.memory import refuse_useless
 from paceline.plan import Plan
 from paceline.plan.job import Assignment, Job

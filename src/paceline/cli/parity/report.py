@@ -337,7 +337,9 @@ def _wire(row: ParityVerdict) -> str:
 
 
 def _precision(plan: Plan) -> str:
-    return {"fp32": "float32", "fp64": "float64", "bf16": "bfloat16", "fp16": "float16", "fp8": "float8"}[plan.compute.precision]
+    return {"fp32": "float32", "fp64": "float64", "bf16": "bfloat16", "fp16": "float16", "fp8": "float8"}[
+        plan.compute.precision
+    ]
 
 
 def _names(names: Iterable[str]) -> str:
