@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +31,13 @@ class AutocastFloat8Linear(Float8Linear):
             half = torch.get_autocast_dtype(device)
             input, weight = input.to(half), weight.to(half)
         output = matmul_with_hp_or_float8_args.apply(input, weight.t(), self.linear_mm_config, self.config)
-        return output if self.bias is None else output + self.bias.to(output.dtype)
+        bias: Any = self.bias  # torch declares no None
+        return output if bias is None else output + bias.to(output.dtype)
 
 
 def use_float8(module: nn.Module, *, recipe: str, emulates: bool) -> None:
     """Have a linear layer compute in FP8 from now on. `recipe`: one of torchao's names."""
-    swapped = convert_to_float8_training(nn.ModuleList([module]), config=_config(recipe, emulates))
+    swapped: Any = convert_to_float8_training(nn.ModuleList([module]), config=_config(recipe, emulates))
     for name, value in vars(swapped[0]).items():
         vars(module).setdefault(name, value)
     module.__class__ = AutocastFloat8Linear
