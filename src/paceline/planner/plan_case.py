@@ -57,6 +57,9 @@ def why_not_there(plan: Plan, cluster: Cluster) -> str:
             f"ParameterServer(...) is built for the CPU so far, not for {cluster.device.name}: predict with "
             "sync=AllReduce(), or on a cluster of CPUs."
         )
+    if plan.compute.precision == "fp8" and (plan.compute.fp8_emulate or "fp8" not in cluster.device.peak):
+        what = "emulated FP8" if plan.compute.fp8_emulate else f"FP8 on {cluster.device.name}"
+        return f"Compute(precision='fp8'): there is no published rate for {what}. Predict with precision='bf16'."
     offload = plan.compute.offload
     gains = offload == "none" or (offload == "optimizer" and plan.compute.offload_path is not None)
     if cluster.device.is_synchronous and not gains:

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from paceline.errors import PlanError
+from paceline.parallel.check.model_check import check_model
 from paceline.parallel.float8 import choose_linears, require_float8
 from paceline.parallel.float8_linear import use_float8
-from paceline.plan import Compute
+from paceline.plan import Compute, Plan
 
 CPU = torch.device("cpu")
 
@@ -65,6 +66,11 @@ def test_a_model_with_nothing_to_convert_is_refused(model: nn.Module, fields: di
     with pytest.raises(PlanError) as caught:
         choose_linears(model, fp8(**fields))
     assert says in str(caught.value)
+
+
+def test_a_check_of_a_plan_reports_it_with_all_else() -> None:
+    found = check_model(nn.Sequential(nn.Linear(3, 5), nn.ReLU()), Plan(compute=fp8()), device=CPU)
+    assert ["found no linear layer of Sequential" in one.what for one in found.refusals] == [True]
 
 
 def test_a_worker_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
