@@ -227,8 +227,8 @@ LAYOUT_RULES = (
         name="fp8-scales-are-those-of-one-process",
         broken_when=lambda facts: facts.plan.compute.precision == "fp8" and _scales_apart(facts) != "",
         says=lambda facts: (
-            f"Compute(precision='fp8') with Layout({_scales_apart(facts)}): the scales of FP8 follow the largest of the "
-            f"numbers that meet in a product, and {SEEN[_scales_apart(facts).partition('=')[0]]}, so its numbers "
+            f"Compute(precision='fp8') with Layout({_scales_apart(facts)}): the scales of FP8 follow the largest of "
+            f"the numbers that meet in a product, and {SEEN[_scales_apart(facts).partition('=')[0]]}, so its numbers "
             "would be others than those of one process."
         ),
         fix=lambda facts: f"Use precision='bf16', or shard or stages in place of {_scales_apart(facts)}.",
