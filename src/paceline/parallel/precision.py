@@ -1,8 +1,8 @@
 """In which types a model computes.
 
 fp32: as written. bf16, fp16: weights and optimizer stay fp32, matrix work runs in that type by autocast. fp64:
-everything in double precision, the reference for parity. That losses are scaled in fp16 is the step's business
-(`worker.step.loss_scale`).
+everything in double precision, the reference for parity. fp8: as bf16, but for linear layers (`parallel.float8`).
+That losses are scaled in fp16 is the step's business (`worker.step.loss_scale`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.parallel.part_dtype import later_dtype
 
 __all__ = ["HALVES", "computing", "computing_body", "convert", "input_dtype"]
 
-HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by precision: the type of matrix work
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}  # by precision: autocast's type
 
 
 def convert(model: nn.Module, precision: str) -> None:

@@ -9,8 +9,9 @@ from paceline.config import check_fields, non_defaults
 from paceline.errors import PlanError
 from paceline.plan.part import PlanPart
 
-__all__ = ["Compute", "no_loss_scale"]
+__all__ = ["Compute", "defaults_but_of"]
 
+OPTIONS = {"loss_scale": "fp16", "fp8_": "fp8"}  # how names of options begin -> the precision that has them
 MOST_SCALE = 2.0**64  # a loss times it is far from the end of fp32
 
 
@@ -27,6 +28,14 @@ class Compute(PlanPart):
     is taken by none, and halves the scale, down to 1; after `loss_scale_window` steps without overflow it doubles.
     Before it is halved, `loss_scale_hysteresis` - 1 overflows since it was last doubled are only skipped.
 
+    With "fp8" all is as with "bf16", but that linear layers multiply in 8 bits, by torchao (`pip install
+    'paceline[fp8]'`; Micikevicius et al. 2022). `fp8_recipe` says what has a scale of its own, in torchao's words:
+    "tensorwise" a whole tensor, "rowwise" each row or column, "rowwise_with_gw_hp" the same with gradients of weights
+    in bf16. `fp8_layers` "blocks" converts the linear layers in the model's repeated blocks, or all but the last one
+    where it has none; "all" also those outside of them, such as the head. Both sizes of a weight have to be multiples
+    of 16. `fp8_skip` leaves out layers by patterns of their names, as in "*.gate|layers.0.*". `fp8_emulate` rounds to
+    8 bits and multiplies in 32, on devices that have no FP8: slow, with the numbers of FP8.
+
     recompute (activation checkpointing; Chen et al. 2016) "blocks" keeps only the inputs of the model's repeated
     blocks. "selective" also keeps what is costly to compute in them (matrix products, convolutions, attention,
     collectives), and computes the cheap rest again.
@@ -40,7 +49,8 @@ class Compute(PlanPart):
     stochastically (Gupta et al. 2015). Which way a number is rounded depends on the seed, the step and its place only.
 
     Raises PlanError for a relative `offload_path`, or one without `offload`; for a loss scale without "fp16", or one
-    that is no positive number; and for options of a dynamic scale beside one that stays.
+    that is no positive number; for options of a dynamic scale beside one that stays; and for options of FP8 without
+    "fp8".
 
     Example::
 
@@ -48,7 +58,7 @@ class Compute(PlanPart):
         assert str(paceline.Plan(compute=compute)) == "compute(precision=bf16,recompute=selective)"
     """
 
-    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16", "fp8", "fp64"] = "fp32"
     recompute: Literal["none", "blocks", "selective"] = "none"
     offload: Literal["none", "optimizer", "all"] = "none"
     offload_path: str | None = None
@@ -58,12 +68,25 @@ class Compute(PlanPart):
     loss_scale_start: float = 65536.0
     loss_scale_window: int = 2000
     loss_scale_hysteresis: int = 1
+    fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    fp8_layers: Literal["blocks", "all"] = "blocks"
+    fp8_skip: str | None = None
+    fp8_emulate: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
         self._check_loss_scale()
         self._check_offload_path()
         self._check_state()
+        self._check_fp8()
+
+    def _check_fp8(self) -> None:
+        given = {name: value for name, value in non_defaults(self).items() if name.startswith("fp8_")}
+        for name, value in given.items() if self.precision != "fp8" else ():
+            raise PlanError(
+                f"Compute.{name} is {value!r}, but precision={self.precision!r} computes nothing in FP8: use "
+                f"Compute(precision='fp8', {name}={value!r}), or leave it out."
+            )
 
     def _check_state(self) -> None:
         if self.state == "bf16" and self.precision == "fp64":
@@ -116,6 +139,7 @@ class Compute(PlanPart):
             )
 
 
-def no_loss_scale() -> dict[str, Any]:
-    """Return the values that options of a loss scale have where there is none: for a plan in another precision."""
-    return {one.name: one.default for one in dataclasses.fields(Compute) if one.name.startswith("loss_scale")}
+def defaults_but_of(precision: str) -> dict[str, Any]:
+    """Return the values that options of other precisions have where a plan is given this one: their defaults."""
+    others = tuple(start for start, owner in OPTIONS.items() if owner != precision)
+    return {one.name: one.default for one in dataclasses.fields(Compute) if one.name.startswith(others)}

@@ -6,6 +6,11 @@ from paceline.plan.rules import PlanFacts, Rule, count_text, streams_parameters
 
 __all__ = ["LAYOUT_RULES"]
 
+SEEN = {  # by axis: what a product sees there
+    "tensor": "each worker has a slice of the features",
+    "context": "each worker has a slice of the tokens",
+    "experts": "an expert gets tokens of several workers at once",
+}
 AXES = ("shard", "experts", "stages", "context", "tensor")  # of a replica, as fields of Layout
 
 
@@ -44,8 +49,14 @@ def _layout_fix(facts: PlanFacts) -> str:
     return f"Use workers={needed}, or Layout({other})."
 
 
-def _tensor_is_compiled(facts: PlanFacts) -> bool:
-    return facts.plan.layout.tensor > 1 and facts.plan.compute.compile
+def _slices_are_compiled(facts: PlanFacts) -> bool:
+    return _slices(facts) != "" and facts.plan.compute.compile
+
+
+def _slices(facts: PlanFacts) -> str:
+    """The axis along which workers have slices of tensors, as a field of Layout; "" where there is none."""
+    layout = facts.plan.layout
+    return next((f"{axis}={size}" for axis in ("tensor", "context") if (size := getattr(layout, axis)) > 1), "")
 
 
 def _micro_exceeds_size(facts: PlanFacts) -> bool:
@@ -107,12 +118,18 @@ def _tokens_are_split_twice(facts: PlanFacts) -> bool:
 
 def _context_is_changed(facts: PlanFacts) -> bool:
     compute = facts.plan.compute
-    return facts.plan.layout.context > 1 and (compute.compile or compute.offload == "all")
+    return facts.plan.layout.context > 1 and compute.offload == "all"
 
 
 def _experts_are_changed(facts: PlanFacts) -> bool:
     compute = facts.plan.compute
-    return facts.plan.layout.experts > 1 and (compute.compile or compute.offload == "all")
+    return facts.plan.layout.experts > 1 and compute.offload == "all"
+
+
+def _scales_apart(facts: PlanFacts) -> str:
+    """The axis under which a product sees other numbers than in one process, as a field of Layout; "" for none."""
+    layout = facts.plan.layout
+    return next((f"{axis}={size}" for axis in SEEN if (size := getattr(layout, axis)) > 1), "")
 
 
 def _has_stages(facts: PlanFacts) -> bool:
@@ -122,13 +139,24 @@ def _has_stages(facts: PlanFacts) -> bool:
 LAYOUT_RULES = (
     Rule(name="layout-fits-workers", broken_when=_layout_does_not_fit, says=_layout_says, fix=_layout_fix),
     Rule(
-        name="tensor-parallel-is-not-compiled",
-        broken_when=_tensor_is_compiled,
+        name="slices-are-not-compiled",
+        broken_when=_slices_are_compiled,
         says=lambda facts: (
-            f"Compute(compile=True) with Layout(tensor={facts.plan.layout.tensor}): the compiler does not see through "
-            "tensor parallel layers."
+            f"Compute(compile=True) with Layout({_slices(facts)}): each worker has slices of tensors that show the "
+            "size of the whole to the model's code, and torch.compile refuses tensors that have another size than "
+            'they show ("Guard failed on the same frame it was created").'
         ),
-        fix=lambda facts: "Use compile=False, or tensor=1.",
+        fix=lambda facts: f"Use compile=False, or shard, stages or experts in place of {_slices(facts)}.",
+    ),
+    Rule(
+        name="compiled-backward-is-one-call",
+        broken_when=lambda facts: facts.plan.compute.compile and facts.plan.layout.schedule == "zero-bubble",
+        says=lambda facts: (
+            "Compute(compile=True) with Layout(schedule='zero-bubble'): the schedule asks for gradients of inputs "
+            "first and for those of weights later, and the backward of a region that torch.compile has compiled is "
+            "one function, which makes both at once."
+        ),
+        fix=lambda facts: "Use schedule='1f1b' or 'interleaved', or compile=False.",
     ),
     Rule(
         name="tokens-are-split-once",
@@ -144,27 +172,18 @@ LAYOUT_RULES = (
         broken_when=_context_is_changed,
         says=lambda facts: (
             f"Layout(context={facts.plan.layout.context}) with {facts.plan.compute!r}: context parallel does not work "
-            "with the compiler yet, nor with parameters that are brought to the device unit by unit."
+            "with parameters that are brought to the device unit by unit yet."
         ),
-        fix=lambda facts: "Use compile=False and offload='none' or 'optimizer', or context=1.",
+        fix=lambda facts: "Use offload='none' or 'optimizer', or context=1.",
     ),
     Rule(
         name="expert-parallel-runs-as-written",
         broken_when=_experts_are_changed,
         says=lambda facts: (
-            f"Layout(experts={facts.plan.layout.experts}) with {facts.plan.compute!r}: the compiler does not see "
-            "through the exchange of tokens, and parameters of experts are not brought to the device unit by unit yet."
+            f"Layout(experts={facts.plan.layout.experts}) with {facts.plan.compute!r}: parameters of experts are not "
+            "brought to the device unit by unit yet."
         ),
-        fix=lambda facts: "Use compile=False and offload='none' or 'optimizer', or experts=1.",
-    ),
-    Rule(
-        name="pipeline-parallel-is-not-compiled",
-        broken_when=lambda facts: _has_stages(facts) and facts.plan.compute.compile,
-        says=lambda facts: (
-            f"Compute(compile=True) with Layout(stages={facts.plan.layout.stages}): the compiler does not see through "
-            "calls that another pipeline stage answers."
-        ),
-        fix=lambda facts: "Use compile=False, or stages=1.",
+        fix=lambda facts: "Use offload='none' or 'optimizer', or experts=1.",
     ),
     Rule(
         name="stages-stay-on-the-device",
@@ -203,6 +222,16 @@ LAYOUT_RULES = (
             "brought to the device unit by unit yet."
         ),
         fix=lambda facts: f"Use offload='optimizer', or shard={facts.plan.layout.tensor} in place of tensor.",
+    ),
+    Rule(
+        name="fp8-scales-are-those-of-one-process",
+        broken_when=lambda facts: facts.plan.compute.precision == "fp8" and _scales_apart(facts) != "",
+        says=lambda facts: (
+            f"Compute(precision='fp8') with Layout({_scales_apart(facts)}): the scales of FP8 follow the largest of "
+            f"the numbers that meet in a product, and {SEEN[_scales_apart(facts).partition('=')[0]]}, so its numbers "
+            "would be others than those of one process."
+        ),
+        fix=lambda facts: f"Use precision='bf16', or shard or stages in place of {_scales_apart(facts)}.",
     ),
     Rule(name="micro-fits-size", broken_when=_micro_exceeds_size, says=_micro_says, fix=_micro_fix),
     Rule(name="work-for-every-worker", broken_when=_workers_would_idle, says=_idle_says, fix=_idle_fix),

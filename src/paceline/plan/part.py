@@ -52,9 +52,7 @@ def _remade(cls: type[PlanPart], fields: dict[str, Any]) -> PlanPart:
 
 
 # Fields of a part, and single values of a field ("Field=value"): what it is, what to use now.
-NOT_BUILT = {
-    "Compute.precision=fp8": ("fp8 arithmetic", "precision='bf16'"),
-}
+NOT_BUILT: dict[str, tuple[str, str]] = {}
 
 
 def not_built_reason(cls: str, name: str, value: object) -> str | None:

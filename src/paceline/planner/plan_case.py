@@ -25,7 +25,7 @@ def case_of(plan: Plan, model: ModelCosts, cluster: Cluster, *, workers: int) ->
     (fp64), for what does not run on such devices, and for more workers than the cluster has devices.
     """
     if plan.compute.precision == "fp64":
-        raise PlanError("The cost model has no rates for precision=fp64: predict with fp32, bf16 or fp16.")
+        raise PlanError("The cost model has no rates for precision=fp64: predict with fp32, bf16, fp16 or fp8.")
     if workers > cluster.devices:
         raise PlanError(f"The plan is for {workers} workers, and the cluster has {cluster.devices} devices.")
     why = why_not_there(plan, cluster)
@@ -57,6 +57,9 @@ def why_not_there(plan: Plan, cluster: Cluster) -> str:
             f"ParameterServer(...) is built for the CPU so far, not for {cluster.device.name}: predict with "
             "sync=AllReduce(), or on a cluster of CPUs."
         )
+    if plan.compute.precision == "fp8" and (plan.compute.fp8_emulate or "fp8" not in cluster.device.peak):
+        what = "emulated FP8" if plan.compute.fp8_emulate else f"FP8 on {cluster.device.name}"
+        return f"Compute(precision='fp8'): there is no published rate for {what}. Predict with precision='bf16'."
     offload = plan.compute.offload
     gains = offload == "none" or (offload == "optimizer" and plan.compute.offload_path is not None)
     if cluster.device.is_synchronous and not gains:

@@ -12,7 +12,7 @@ from typing import Any
 from paceline.config import suggest
 from paceline.errors import PlanError
 from paceline.plan import Plan
-from paceline.plan.compute import no_loss_scale
+from paceline.plan.compute import defaults_but_of
 from paceline.planner.cluster import Catalogue, Cluster
 
 __all__ = ["CHANGES", "Variation", "rate_of", "read_changes", "variations", "with_workers"]
@@ -25,7 +25,7 @@ CHANGES = {
     "per_host": "devices of a host: 8",
     "memory": "memory of a device: 40GB",
     "device": "another device of the catalogue: h200",
-    "precision": "of compute: bf16, fp16 or fp32",
+    "precision": "of compute: bf16, fp16, fp8 or fp32",
 }
 MOST_WORKERS = 10_000_000
 MOST = 1000  # cases of one question
@@ -111,11 +111,10 @@ def _asked(plan: Plan, changed: Mapping[str, str], workers: int) -> Plan:
         micro = min(batch.resolved_micro, size // workers if per_worker else size)
         batch = dataclasses.replace(batch, size=size, micro=max(1, micro))
     if "precision" in changed:
-        if changed["precision"] not in ("bf16", "fp16", "fp32"):
-            raise PlanError(f"precision={changed['precision']} has no rates: write bf16, fp16 or fp32.")
+        if changed["precision"] not in ("bf16", "fp16", "fp8", "fp32"):
+            raise PlanError(f"precision={changed['precision']} has no rates: write bf16, fp16, fp8 or fp32.")
         precision: Any = changed["precision"]
-        scale = {} if precision == "fp16" else no_loss_scale()
-        compute = dataclasses.replace(compute, precision=precision, **scale)
+        compute = dataclasses.replace(compute, precision=precision, **defaults_but_of(precision))
     return dataclasses.replace(plan, batch=batch, compute=compute)
 
 

@@ -20,6 +20,7 @@ from paceline.end_mark import mark_end
 from paceline.errors import PlanError, SyncError
 from paceline.events import Note, Warned, WorkerStarted
 from paceline.parallel import partial_parameter
+from paceline.parallel.float8 import require_float8
 from paceline.parallel.fully_sharded import sharded_numbers
 from paceline.parallel.offload.memory import refuse_useless
 from paceline.plan import Plan
@@ -267,6 +268,7 @@ def _checked(plan: Plan, assignment: Assignment, job: Job) -> tuple[Plan, torch.
     _refuse_capture(resolved, job)
     device = choose_device(job.device, local_rank=assignment.local_rank, local_workers=assignment.local_workers)
     refuse_useless(resolved.compute, device)
+    require_float8(resolved.compute, device)
     return resolved, device
 
 

@@ -150,7 +150,7 @@ def test_changes_win_and_are_merged_before_the_job_is_checked(tmp_path: Path) ->
             "[plan]\nsync = {kind = 'LocalSGD', every = 64, outer = 3}",
             "plan.sync.outer is 3; it must be Nesterov or none",
         ),
-        ("[plan]\ncompute = {precision = 'fp8'}", "Compute(precision='fp8'): "),
+        ("[plan]\ncompute = {fp8_recipe = 'rowwise'}", "Compute(precision='fp8', fp8_recipe='rowwise')"),
         ("[plan]\nreplicas = 4", "Did you mean 'plan.layout.replicas'?"),
     ],
 )

@@ -33,6 +33,7 @@ from paceline.plan import (
     Raw,
     Sparse,
     TopK,
+    part,
 )
 
 counts = st.integers(min_value=1, max_value=10**9)
@@ -226,25 +227,34 @@ def test_a_pipelines_text_is_read_back() -> None:
     assert Plan.parse(str(Plan(layout=layout))).layout == layout
 
 
-NOT_BUILT_FIELDS: list[tuple[type[Any], dict[str, Any]]] = [
-    (Compute, {"precision": "fp8"}),
-]
-
-
-@pytest.mark.parametrize(("cls", "fields"), NOT_BUILT_FIELDS)
-def test_fields_and_values_that_are_not_built_are_refused_by_name(cls: type[Any], fields: dict[str, Any]) -> None:
-    (name,) = fields
-    with pytest.raises(PlanError, match=rf"^{cls.__name__}\({name}=.*is not built yet\. Use "):
-        cls(**fields)
+def test_fields_and_values_that_are_not_built_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(part.NOT_BUILT, "Compute.precision=fp4", ("fp4 arithmetic", "precision='bf16'"))
+    says = r"^Compute\(precision='?fp4'?\): fp4 arithmetic is not built yet\. Use precision='bf16'"
+    fields: dict[str, Any] = {"precision": "fp4"}
+    with pytest.raises(PlanError, match=says):
+        Compute(**fields)
+    with pytest.raises(PlanError, match=says):
+        Plan.parse("compute(precision=fp4)")
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["compute(precision=fp8)"],
+    ("fields", "says"),
+    [
+        ({"fp8_recipe": "rowwise"}, "Compute(precision='fp8', fp8_recipe='rowwise')"),
+        ({"precision": "bf16", "fp8_emulate": True}, "precision='bf16' computes nothing in FP8"),
+        ({"precision": "fp8", "fp8_recipe": "delayed"}, "'tensorwise', 'rowwise' or 'rowwise_with_gw_hp'"),
+    ],
 )
-def test_text_refuses_by_name_what_the_constructors_refuse(text: str) -> None:
-    with pytest.raises(PlanError, match=r"^\w+\(\w+=.*is not built yet\. Use "):
-        Plan.parse(text)
+def test_options_of_fp8_need_it(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        Compute(**fields)
+    assert says in str(caught.value)
+
+
+def test_a_text_with_fp8_is_read_back() -> None:
+    plan = Plan(compute=Compute(precision="fp8", fp8_recipe="rowwise", fp8_skip="head|*.gate", fp8_emulate=True))
+    assert Plan.parse(str(plan)) == plan
+    assert Plan.parse("compute(precision=fp8,fp8_skip=head|*.gate)").compute.fp8_skip == "head|*.gate"
 
 
 def test_the_planner_is_refused_by_name() -> None:

@@ -29,9 +29,10 @@ from paceline.plan.plan import RULES
 BREAKS: dict[str, tuple[Plan, dict[str, Any]]] = {
     "layout-fits-workers": (Plan(layout=Layout(replicas=4)), {"workers": 6}),
     "tokens-are-split-once": (Plan(layout=Layout(context=2, tensor=2, sequence=True)), {}),
-    "context-parallel-runs-as-written": (Plan(layout=Layout(context=2), compute=Compute(compile=True)), {}),
-    "expert-parallel-runs-as-written": (Plan(layout=Layout(experts=2), compute=Compute(compile=True)), {}),
-    "tensor-parallel-is-not-compiled": (Plan(layout=Layout(tensor=2), compute=Compute(compile=True)), {}),
+    "context-parallel-runs-as-written": (Plan(layout=Layout(context=2), compute=Compute(offload="all")), {}),
+    "expert-parallel-runs-as-written": (Plan(layout=Layout(experts=2), compute=Compute(offload="all")), {}),
+    "slices-are-not-compiled": (Plan(layout=Layout(tensor=2), compute=Compute(compile=True)), {}),
+    "fp8-scales-are-those-of-one-process": (Plan(layout=Layout(context=2), compute=Compute(precision="fp8")), {}),
     "micro-fits-size": (Plan(batch=Batch(size=4, micro=8)), {}),
     "work-for-every-worker": (Plan(batch=Batch(size=8, micro=4)), {"workers": 3}),
     "sharded-rows-need-elementwise-wire": (Plan(layout=Layout(shard=2), wire=PowerSGD()), {}),
@@ -51,7 +52,10 @@ BREAKS: dict[str, tuple[Plan, dict[str, Any]]] = {
     "parameter-server-holds-optimizer-state": (Plan(sync=ParameterServer(), compute=Compute(offload="optimizer")), {}),
     "parameter-server-rounds-no-state": (Plan(sync=ParameterServer(), compute=Compute(state="bf16")), {}),
     "parameter-server-does-not-roll-back": (Plan(sync=ParameterServer(), guard=Guard(snapshot_every=2)), {}),
-    "pipeline-parallel-is-not-compiled": (Plan(layout=Layout(stages=2), compute=Compute(compile=True)), {}),
+    "compiled-backward-is-one-call": (
+        Plan(layout=Layout(stages=2, schedule="zero-bubble"), compute=Compute(compile=True)),
+        {},
+    ),
     "fragments-need-fixed-replicas": (
         Plan(sync=LocalSGD(every=4, fragments=2), layout=Layout(replicas=(1, 2))),
         {},

@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 # By precision. In 16 bits it is two and a half roundings: each worker rounds its part of a sum.
-DEFAULTS = {"fp32": 1e-5, "fp64": 1e-9, "bf16": 2e-2, "fp16": 2.5e-3}
+DEFAULTS = {"fp32": 1e-5, "fp64": 1e-9, "bf16": 2e-2, "fp16": 2.5e-3, "fp8": 2e-2}
 FAILED, REFUSED = "FAILED", "REFUSED"  # verdicts on what could not be compared
 BARE = "a plain torch loop"
 LOST = "what the wire sends and keeps differs from the gradient most in"
@@ -337,7 +337,9 @@ def _wire(row: ParityVerdict) -> str:
 
 
 def _precision(plan: Plan) -> str:
-    return {"fp32": "float32", "fp64": "float64", "bf16": "bfloat16", "fp16": "float16"}[plan.compute.precision]
+    return {"fp32": "float32", "fp64": "float64", "bf16": "bfloat16", "fp16": "float16", "fp8": "float8"}[
+        plan.compute.precision
+    ]
 
 
 def _names(names: Iterable[str]) -> str:

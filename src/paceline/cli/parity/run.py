@@ -41,7 +41,7 @@ from paceline.events import WorkerStarted, decode
 from paceline.launch.fork.warm_parent_client import WarmParent
 from paceline.logs.log_reader import lines_of
 from paceline.plan import CommandPlan, Job, Plan
-from paceline.plan.compute import no_loss_scale
+from paceline.plan.compute import defaults_but_of
 from paceline.runs.attempt import Attempt, error_from_failures
 
 __all__ = ["ParityTrial", "main_parity", "trials"]
@@ -69,7 +69,7 @@ class ParityTrial:
             changed = ["plan.layout=layout(replicas=1)", "plan.wire=raw"]
         if float64:
             changed.append("plan.compute.precision=fp64")
-            changed += [f"plan.compute.{name}={to_word(value)}" for name, value in no_loss_scale().items()]
+            changed += [f"plan.compute.{name}={to_word(value)}" for name, value in defaults_but_of("fp64").items()]
         return tuple(changed)
 
     @property

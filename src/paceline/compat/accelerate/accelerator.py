@@ -46,7 +46,7 @@ from paceline.worker.worker import Worker
 __all__ = ["Accelerator", "skip_first_batches"]
 
 STATE = "accelerate"  # the name of a program's own state in checkpoints
-PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp64": "no"}
+PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "fp64": "no"}
 
 
 class _Program:
@@ -143,7 +143,7 @@ class Accelerator(ProgramMember):
 
     @property
     def mixed_precision(self) -> str:
-        """In which numbers the forwards of models compute: "no", "bf16" or "fp16"."""
+        """In which numbers the forwards of models compute: "no", "bf16", "fp16" or "fp8"."""
         return PRECISIONS.get(self.worker.plan.compute.precision, "no")
 
     @property

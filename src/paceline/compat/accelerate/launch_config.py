@@ -53,7 +53,7 @@ ABSENT = {
     "tpu_env": "there are no TPUs",
     "command_file": "there are no TPUs",
     "commands": "there are no TPUs",
-    "fp8_config": "there is no fp8 arithmetic: compute(precision=bf16)",
+    "fp8_config": "torchao's recipes are the plan's: compute(precision=fp8,fp8_recipe=rowwise)",
     "mpirun_config": "mpirun starts workers by itself: mpirun -n 8 python train.py",
     "megatron_lm_config": "write the plan: tensor=, stages= (with worker.stepper), context=",
 }

@@ -231,7 +231,7 @@ class DeepSpeedEngine(nn.Module):
 
     def bfloat16_enabled(self) -> bool:
         """Whether forwards compute in bf16."""
-        return self._worker.plan.compute.precision == "bf16"
+        return self._worker.plan.compute.precision in ("bf16", "fp8")
 
     def fp16_enabled(self) -> bool:
         """Whether forwards compute in fp16."""

@@ -22,6 +22,7 @@ from paceline.parallel.check.model_support import require_fit, require_open
 from paceline.parallel.context.find_plan import find_plan as find_context
 from paceline.parallel.context.plan import ContextPlan
 from paceline.parallel.expert.find_experts import RoutedExperts, find_experts
+from paceline.parallel.float8 import choose_linears
 from paceline.parallel.fully_sharded.sharded_units import require_splittable
 from paceline.parallel.meta.fake_weights import shapes_only
 from paceline.parallel.meta.tensor_tree import map_tensors
@@ -120,6 +121,8 @@ def check_model(
         return ModelCheck(name=name, errors=tuple(errors))
     if layout.shard > 1 or plan.compute.offload == "all":
         ask(lambda: require_splittable(model, units))
+    if plan.compute.precision == "fp8":
+        ask(lambda: choose_linears(model, plan.compute, units=units))
     routed = ask(experts) if layout.experts > 1 else None
     is_run = layout.tensor * layout.stages * layout.context > 1
     tensors = [*model.parameters(), *model.buffers()]

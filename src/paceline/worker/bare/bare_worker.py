@@ -69,6 +69,11 @@ class BareWorker:
     def prepare(self, thing: T, *, name: str | None = None, buffers: Mapping[str, str] | None = None, **_: Any) -> T:
         """Move and convert a model; take note of an optimizer; leave everything else as it is."""
         if isinstance(thing, nn.Module):
+            if self.plan.compute.precision == "fp8":
+                raise PlanError(
+                    "the plain torch loop of `paceline parity --bare` has no precision='fp8'. Compare without --bare, "
+                    "or with precision='bf16'."
+                )
             if self.plan.compute.precision == "fp64":
                 thing.double()
             thing.to(self.device)

@@ -93,6 +93,7 @@ class ModelLayout:
             units=hints.units,
             split_layers=lambda one: self._split_layers(one, device=device, is_fresh=is_fresh, hints=hints),
             shard=lambda one: self._shard(one, is_fresh=is_fresh, hints=hints),
+            note=self._note,
         )
         carry_hooks(before, model)
         self._guard_gradients(model)
@@ -229,6 +230,8 @@ class ModelLayout:
         applied = distribute_experts(model, found, expert_parallel_group)
         self._expert_splits[model], self._expert_owners[model] = applied.splits, applied.owners
         self._experts[model] = found
+        for one in found if self._plan.compute.compile else ():  # the compiled block calls it as written
+            one.module.forward = torch.compiler.disable(one.module.forward)
         self._expert_ids.update(id(p) for name, p in model.named_parameters() if applied.is_of_experts(name))
         self._note(applied.headline)
 
