@@ -8,7 +8,7 @@
 #   make test-torch TORCH=2.15.0  unit and world tests on another torch, in an environment of its own (up to 6 GB)
 #   make accelerator  the checks that need a GPU, on the one that is here: a table, in ten minutes at most; installs nothing
 #   make check    formatter, linter, import contract, the library's types in short, unit tests: under a minute
-#   make lint     the same without tests, and the types of everything, in full
+#   make lint     the same without tests, and the types of everything, in full, and of the library on later Pythons
 #   make bench    the measurements of docs/reference/benchmarks.md
 #   make docs     the documentation, in docs/_build/html
 #   make format   rewrite the sources as the formatter wants them
@@ -29,6 +29,8 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
     $$python -c '$(NEW_ENOUGH)' 2>/dev/null && command -v $$python && break; done)
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
+LATER_PYTHONS := 3.12 3.13 3.14
+OWN_TO_LATER := UP,B912,RUF058# rules that ask for what Python 3.11 lacks
 PYRIGHT = $(BIN)/pyright --pythonpath $(BIN)/python
 
 define STYLE
@@ -102,6 +104,11 @@ check: $(VENV)/.dev
 
 lint: $(VENV)/.dev
 	$(STYLE)
+	@echo "== Python $(LATER_PYTHONS)"
+	@for version in $(LATER_PYTHONS); do \
+	    $(BIN)/ruff check --quiet --target-version py$$(echo $$version | tr -d .) --ignore $(OWN_TO_LATER) $(SOURCES) && \
+	    $(BIN)/pyrefly check --python-interpreter-path $(BIN)/python --python-version $$version > $(VENV)/types.log 2>&1 \
+	        || { cat $(VENV)/types.log; exit 1; }; done
 	@echo "== types"
 	@$(PYRIGHT) --threads 2 > $(VENV)/types.log || { cat $(VENV)/types.log; exit 1; }
 

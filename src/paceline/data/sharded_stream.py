@@ -125,15 +125,17 @@ class OpenLane:
             set_epoch(epoch)
         is_own = uses_state and has_state(dataset)
         if state is not None and is_own:
-            dataset.load_state_dict(state)  # type: ignore[attr-defined]  # it has one
+            own: Any = dataset
+            own.load_state_dict(state)
         self._items = iter(dataset)
-        self._holder: Any = dataset if is_own else self._items if uses_state and has_state(self._items) else None
+        holder: Any = dataset if is_own else self._items if uses_state and has_state(self._items) else None
+        self._holder = holder
         if state is not None and not is_own:
-            if self._holder is None:
+            if holder is None:
                 raise ValueError(
                     f"a checkpoint has a state of a lane, and its {type(dataset).__name__} has no load_state_dict() now"
                 )
-            self._holder.load_state_dict(state)
+            holder.load_state_dict(state)
         self._known = (self.count, state)
 
     def __next__(self) -> Any:

@@ -33,10 +33,10 @@ NUM_LISTED = 5
 TAKEN = {  # options of transformers that would put weights elsewhere, with the remedy
     "device_map": "worker.prepare moves each worker's part to its device",
     "tp_plan": "name the layout in the plan: paceline.run(train, plan='tensor=2')",
-    "quantization_config": "load quantised weights by transformers itself, and prepare the model under replicas",
+    "quantization_config": "load quantised weights by transformers itself, under replicas, shard or tensor",
     "torch_dtype": "its name is dtype=",
-    "load_in_8bit": "load quantised weights by transformers itself, and prepare the model under replicas",
-    "load_in_4bit": "load quantised weights by transformers itself, and prepare the model under replicas",
+    "load_in_8bit": "load quantised weights by transformers itself, under replicas, shard or tensor",
+    "load_in_4bit": "load quantised weights by transformers itself, under replicas, shard or tensor",
     "low_cpu_mem_usage": "no worker has room for all of the model in any case",
     "state_dict": "call model.load_state_dict(weights, assign=True) on the model",
     "from_tf": "only safetensors files can be read in parts",
@@ -198,7 +198,7 @@ def _refuse_quantised(folder: Path, config: Mapping[str, Any]) -> None:
             "read its part of it, and layouts split no quantised layers. Take the folder with weights of 16 bits, "
             "or make it once by transformers (where the method has it: from_pretrained(folder, dtype=torch.bfloat16, "
             "quantization_config=...(dequantize=True)).save_pretrained(other)). As a frozen base of adapters load it "
-            "by transformers itself, under Layout(replicas=n)."
+            "by transformers itself, under replicas, shard (whole on each worker) or tensor."
         )
 
 

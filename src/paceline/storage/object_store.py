@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import fsspec
 
@@ -122,9 +122,7 @@ class ObjectStore:
             except FileNotFoundError:
                 continue
 
-    def request(
-        self, what: str, name: str, request: Callable[Concatenate[P], T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
+    def request(self, what: str, name: str, request: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Make another request with the same tries and errors."""
         return self._call(what, name, lambda: request(*args, **kwargs))
 

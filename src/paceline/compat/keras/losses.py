@@ -91,9 +91,10 @@ def _ignored(loss: Any) -> int | None:
 def _mask_of(loss: Any, y: Tensor, output: Any) -> Tensor | None:
     """Which values a loss is the mean of: those of the output's mask, and not of the class that the loss ignores."""
     mask: Tensor | None = output._keras_mask if _has_mask(output) else None
-    if _ignored(loss) is None:
+    ignored = _ignored(loss)
+    if ignored is None:
         return mask
-    valid = y != _ignored(loss)
+    valid = torch.ne(y, ignored)
     return valid if mask is None else mask.to(torch.bool) & valid.reshape(mask.shape)
 
 

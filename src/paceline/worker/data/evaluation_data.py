@@ -79,8 +79,7 @@ def read_evaluation(dataset: Any, *, micro: int | None, collate: Collate | None,
             f"worker.evaluate() got an empty {type(found.dataset).__name__}, over which there is no mean: pass one "
             "with samples, or leave the evaluation out"
         )
-    own = {"micro": micro or None, "collate": collate}
-    return dataclasses.replace(found, **{name: value for name, value in own.items() if value is not None})
+    return dataclasses.replace(found, micro=micro or found.micro, collate=collate or found.collate)
 
 
 def _of_loader(loader: DataLoader[Any], default_micro: int) -> EvaluationData:
