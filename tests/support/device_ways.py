@@ -1,8 +1,9 @@
 """CPU tensors stand for those of a device: they go the way that a plan's workers with GPUs would take.
 
 "staged": every tensor is copied to the host and back, as where workers share a GPU. "device": floating-point tensors of
-more than one number travel on a communicator, the stand-in for NCCL; votes and objects stay on the host. A file in
-FAULT_DIR tells of each communicator that was connected, and of each that was aborted inside a collective.
+more than one number travel on a communicator, the stand-in for NCCL; votes and objects stay on the host. After a wait
+the host reads, so it waits for the device, and is released by an abort with anything as numbers. A file in FAULT_DIR
+tells of each communicator that was connected, and of each that was aborted inside a collective.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fake_nccl import FakeNccl
+from fake_nccl import FakeNccl, read_after_waits
 from paceline.comm.devices.abortable_group import AbortableGroup
 from paceline.worker.membership import join_context
 from paceline.worker.membership.generation_builder import GenerationBuilder
@@ -54,6 +55,7 @@ def pretend(way: str) -> None:
         (join_context, "tensor_way", lambda device, wanted: way),
         (GenerationBuilder, "make_communicator", _Told),
         (AbortableGroup, "_is_on_device", _is_large),
+        read_after_waits(),
     ]
     for owner, name, value in patched:
         setattr(owner, name, value)

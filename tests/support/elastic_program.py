@@ -5,7 +5,7 @@ Where they may be lost: `doomed`.
 OPTIONS  JSON: plan, and fields of the Job; pause_s: after each step; gate: after this step wait for the file "open";
          whole: [step, workers], after this step (0: after each) wait until so many are there, or are to be; turns:
          replicas do not wait for each other, so there is no schedule; loops: over batches, all but the last one over
-         one epoch; hooked: gradients are clamped by hooks, and an average of the weights is kept; way: of a device's
+         one epoch; averages: the workers average a tensor after each step; hooked: gradients are clamped by hooks, and an average of the weights is kept; way: of a device's
          tensors, which the host's take here
 """
 
@@ -119,6 +119,10 @@ def train(worker: paceline.Worker) -> str:
             step(batch)
         if schedule is not None:
             schedule.step()
+        if OPTIONS.get("averages"):
+            fault(worker, "average")
+            if worker.average(torch.full((4,), worker.step / 2)).tolist() != [worker.step / 2] * 4:
+                raise ValueError("an average that was given up half way counts")
         if average is not None:
             average.update()
         time.sleep(pause_s)

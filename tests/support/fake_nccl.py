@@ -4,6 +4,8 @@ What is kept of the documentation ("Fault Tolerance", and `ncclCommAbort`, `nccl
 `ncclCommGetAsyncError` in "Communicator Creation and Management Functions"):
 
  - Collectives are enqueued, and run one after the other, on a thread that stands for the stream.
+ - A work's `wait` returns at once: it has the stream wait, not the host. What comes next in the stream, or reads a
+   number on the host, waits (`FakeWork.reach`, `read_after_waits`). Who reads without it finds nan.
  - One in which a member is lost never ends, and no error tells so. What waits for it waits for ever.
  - `abort` ends what hangs here, on this member only. Its tensors hold anything then (nan), and its works count as
    completed: nothing marks them.
@@ -11,6 +13,10 @@ What is kept of the documentation ("Fault Tolerance", and `ncclCommAbort`, `nccl
  - `connect` waits for ever for a member that does not come, unless it is aborted.
 
 `quiet=False`: a closed connection is told by `error`, as NCCL does where its network notices one.
+`error_completes=True`: a collective in which a member is lost ends by itself, with anything as result. Its work then
+raises RuntimeError when it is asked whether it has completed, as torch's watch over NCCL has it.
+`late_connect=True`: nothing ends a `connect` but the others, or `LATE_S`, and `abort` waits for it. So it is where
+torch waits for members with its lock held.
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,30 +38,71 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["FakeNccl"]
+from paceline.comm.devices import abortable_group
+
+__all__ = ["FakeNccl", "read_after_waits"]
+
+LATE_S = 60.0
 
 
 class FakeWork:
     """A collective in the queue."""
 
-    def __init__(self, do: Callable[[], None], results: Sequence[Tensor], aborted: threading.Event) -> None:
-        self.do, self.results, self._aborted = do, results, aborted
+    def __init__(self, do: Callable[[], None], results: Sequence[Tensor]) -> None:
+        self.do, self.results = do, results
         self.ended = threading.Event()
+        self.failure: str | None = None
 
     def wait(self) -> None:
-        """Wait as the stream would, so that what comes next finds the numbers; an abort ends that without an error."""
+        """Have the stream wait: returns at once."""
+
+    def reach(self) -> None:
+        """Wait as the stream does, before what comes next in it; an abort ends that without an error."""
         while not self.ended.wait(0.005):
             pass
 
     def is_completed(self) -> bool:
+        if self.ended.is_set() and self.failure is not None:
+            raise RuntimeError(self.failure)
         return self.ended.is_set()
+
+
+class _Reached(abortable_group._DeviceTransfer):
+    """A transfer after whose `wait` the stream's next work, or a host that reads, waits for the collective."""
+
+    def wait(self) -> None:
+        copies, self._copies = self._copies, ()
+        super().wait()
+        work: Any = self._work
+        work.reach()
+        for target, found in copies:
+            target.detach().copy_(found)
+
+
+def read_after_waits() -> tuple[Any, str, Any]:
+    """What to patch where tensors are used after `wait`, without `settle`: owner, name and value.
+
+    All that transfers find out themselves comes before the host waits for the device, as with NCCL."""
+    return abortable_group, "_DeviceTransfer", _Reached
 
 
 class FakeNccl:
     """One member's end. Member 0 takes what all send, and answers each with everything."""
 
-    def __init__(self, store: dist.Store, *, index: int, size: int, quiet: bool = True, **_: Any) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        *,
+        index: int,
+        size: int,
+        quiet: bool = True,
+        error_completes: bool = False,
+        late_connect: bool = False,
+        **_: Any,
+    ) -> None:
         self._store, self._index, self._size, self._is_quiet = store, index, size, quiet
+        self._error_completes, self._connects_late = error_completes, late_connect
+        self._lock = threading.Lock()  # of a late connect
         self._sockets: dict[int, socket.socket] = {}
         self._aborted = threading.Event()
         self._error: str | None = None
@@ -63,6 +111,10 @@ class FakeNccl:
         self._stream = threading.Thread(target=self._run, name="fake-stream", daemon=True)
 
     def connect(self) -> None:
+        with self._lock if self._connects_late else contextlib.nullcontext():
+            self._connect(time.monotonic() + LATE_S)
+
+    def _connect(self, deadline: float) -> None:
         if self._index == 0:
             name = f"\0fake-nccl-{secrets.token_hex(8)}"  # an abstract name: nothing is left in the file system
             with socket.socket(socket.AF_UNIX) as listener:
@@ -72,6 +124,8 @@ class FakeNccl:
                 self._store.set("fake_nccl", name.removeprefix("\0"))
                 while len(self._sockets) < self._size - 1:
                     self._refuse_aborted()
+                    if time.monotonic() > deadline:
+                        raise RuntimeError("NCCL timeout: a member has not come")
                     try:
                         link, _ = listener.accept()
                     except TimeoutError:
@@ -92,35 +146,45 @@ class FakeNccl:
         self._stream.start()
 
     def all_reduce(self, tensor: Tensor) -> FakeWork:
-        def do() -> None:
-            parts = self._everything(tensor)
-            tensor.copy_(_sum(parts))
-
-        return self._enqueue(do, [tensor])
+        own = tensor.clone()
+        return self._enqueue(lambda: tensor.copy_(_sum(self._everything(own))), [tensor])
 
     def all_gather(self, tensor: Tensor, out: Sequence[Tensor]) -> FakeWork:
+        own = tensor.clone()
+
         def do() -> None:
-            for target, part in zip(out, self._everything(tensor), strict=True):
+            for target, part in zip(out, self._everything(own), strict=True):
                 target.copy_(part)
 
         return self._enqueue(do, out)
 
     def reduce_scatter(self, parts: Sequence[Tensor], out: Tensor) -> FakeWork:
+        given = torch.stack(list(parts))
+
         def do() -> None:
-            own = [rows[self._index] for rows in self._everything(torch.stack(list(parts)))]
-            out.copy_(_sum(own))
+            out.copy_(_sum([rows[self._index] for rows in self._everything(given)]))
 
         return self._enqueue(do, [out])
 
     def all_to_all(self, parts: Sequence[Tensor], out: Sequence[Tensor]) -> FakeWork:
+        given = [part.clone() for part in parts]
+
         def do() -> None:
-            for target, rows in zip(out, self._everything(list(parts)), strict=True):
+            for target, rows in zip(out, self._everything(given), strict=True):
                 target.copy_(rows[self._index])
 
         return self._enqueue(do, out)
 
     def broadcast(self, tensor: Tensor, source: int) -> FakeWork:
-        return self._enqueue(lambda: tensor.copy_(self._everything(tensor)[source]), [tensor])
+        own = tensor.clone()
+        results = [] if source == self._index else [tensor]  # the source's own is only read
+
+        def do() -> None:
+            sent = self._everything(own)[source]
+            for target in results:
+                target.copy_(sent)
+
+        return self._enqueue(do, results)
 
     @property
     def is_busy(self) -> bool:
@@ -132,7 +196,8 @@ class FakeNccl:
 
     def abort(self) -> None:
         """End what hangs here, and wait for it."""
-        self._aborted.set()
+        with self._lock if self._connects_late else contextlib.nullcontext():
+            self._aborted.set()
         self._queue.put(None)
         for link in list(self._sockets.values()):
             with contextlib.suppress(OSError):  # the other end is gone
@@ -144,7 +209,8 @@ class FakeNccl:
 
     def _enqueue(self, do: Callable[[], Any], results: Sequence[Tensor]) -> FakeWork:
         self._refuse_aborted()
-        work = FakeWork(do, results, self._aborted)
+        work = FakeWork(do, results)
+        _fill(results)  # whoever reads before it has ended reads anything
         self._num_begun += 1
         self._queue.put(work)
         return work
@@ -158,26 +224,28 @@ class FakeNccl:
         """The stream: one collective after the other; after an abort each ends at once, with anything as result."""
         while (work := self._queue.get()) is not None or not self._aborted.is_set():
             if work is not None:
-                self._received(work.do)
+                if not self._received(work.do) and not self._aborted.is_set():
+                    work.failure = f"NCCL's watch: {self._error}"
                 self._end(work)
         while not self._queue.empty():
             if (work := self._queue.get()) is not None:
                 self._end(work)
 
     def _end(self, work: FakeWork) -> None:
-        if self._aborted.is_set():
-            for tensor in work.results:
-                tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
+        if self._aborted.is_set() or work.failure is not None:
+            _fill(work.results)
         self._num_ended += 1
         work.ended.set()
 
     def _received(self, do: Callable[[], Any]) -> bool:
-        """Do something that needs all members; False: aborted. Where one is lost, nothing ends it but an abort."""
+        """Do something that needs all members; False: aborted. Where one is lost, nothing ends it but an abort, or
+        with `error_completes` an error."""
         try:
             do()
         except (OSError, EOFError) as lost:
             self._error = f"a connection was closed: {type(lost).__name__}"
-            self._aborted.wait()
+            if not (self._error_completes and self._stream.is_alive()):
+                self._aborted.wait()
             return False
         return True
 
@@ -190,6 +258,11 @@ class FakeNccl:
             return [_receive_back(one) for one in parts]
         _send(self._sockets[0], own)
         return _receive(self._sockets[0])
+
+
+def _fill(results: Sequence[Tensor]) -> None:
+    for tensor in results:
+        tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:

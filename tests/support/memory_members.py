@@ -71,6 +71,9 @@ class Underneath:
     def barrier(self) -> None:
         self.calls.append("barrier")
 
+    def settle(self) -> None:
+        return
+
     def close(self) -> None:
         self.calls.append("close")
 

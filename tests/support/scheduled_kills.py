@@ -2,8 +2,8 @@
 
 FAULTS     JSON: a list of {"worker": 2, "step": 5, "where": "forward", "signal": 9}; with "target": "supervisor" it is
            the supervisor that is killed, by that worker, with "server" the parameter server that it has started; with
-           "after": "open" not before that file is there. where: data, forward, backward, evaluate (the program calls
-           `fault` there), sum (its part of a sum over replicas is handed over), vote (it has the sums, others may not
+           "after": "open" not before that file is there. where: data, forward, backward, evaluate, average (the program
+           calls `fault` there), weights (the first worker's are sent), sum (its part of a sum over replicas is handed over), vote (it has the sums, others may not
            know), committed, save (its part of a checkpoint is on its way), regroup (during the recovery from another);
            with OPTIONS["turns"]: permitted (its update may be applied), half (one of two servers has it), applied (all
            have it, and it is not in the ledger)
@@ -78,6 +78,14 @@ def arm(worker: paceline.Worker, *, sums: tuple[str, ...], save: tuple[type, str
             fault(worker, "sum")
         return transfer
 
+    sends: Any = ElasticGroup.broadcast
+
+    @functools.wraps(sends)
+    def lost_before_weights(members: ElasticGroup, tensor: Tensor, *, source: int = 0, what: str = "broadcast") -> None:
+        if what == "state from worker 0":
+            fault(worker, "weights")
+        sends(members, tensor, source=source, what=what)
+
     @functools.wraps(vote)
     def lost_around(consensus: Consensus) -> bool:
         fault(worker, "vote")
@@ -87,6 +95,7 @@ def arm(worker: paceline.Worker, *, sums: tuple[str, ...], save: tuple[type, str
 
     patched: list[tuple[Any, str, Any]] = [
         (ElasticGroup, "all_reduce", lost_after),
+        (ElasticGroup, "broadcast", lost_before_weights),
         (Consensus, "vote", lost_around),
         (*save, _lost_before(worker, "save", getattr(*save))),
         (generation_builder, "connect_backend", _lost_before(worker, "regroup", generation_builder.connect_backend)),

@@ -126,6 +126,12 @@ class WorkerGroup(Protocol):
         """Return when all members have called it."""
         ...
 
+    def settle(self) -> None:
+        """Return when everything that was begun here has ended well on this worker; otherwise raise Disrupted.
+
+        A transfer's `wait` may be the device's alone, so a host reads no result of a device before this."""
+        ...
+
     def close(self) -> None:
         """Release the transport; nothing may be sent afterwards."""
         ...
@@ -179,6 +185,9 @@ class SingleWorkerGroup:
         return value
 
     def barrier(self) -> None:
+        return
+
+    def settle(self) -> None:
         return
 
     def close(self) -> None:
@@ -295,6 +304,9 @@ class Group:
 
     def barrier(self) -> None:
         self.all_reduce(torch.zeros(1), what="barrier").wait()
+
+    def settle(self) -> None:
+        return  # its waits are the host's; in a stream, what comes next waits, and members do not change
 
     def post(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], *, tag: int) -> list[dist.Work]:
         """Begin transfers with single members, all at once; return one for each, or, on a GPU, one for all.

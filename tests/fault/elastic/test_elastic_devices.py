@@ -22,6 +22,8 @@ pytestmark = pytest.mark.timeout(LIMIT_S + 20)
     ("way", "where"),
     [
         ("device", "backward"),  # the others are in the sum, which never ends
+        ("device", "average"),  # nothing but the vote keeps its numbers from the script
+        quick.further("device", "weights"),  # the others receive the first one's weights
         quick.further("device", "sum"),
         quick.further("device", "vote"),
         quick.further("device", "committed"),
@@ -30,11 +32,12 @@ pytestmark = pytest.mark.timeout(LIMIT_S + 20)
     ],
 )
 def test_a_worker_killed_in_a_collective_of_devices_costs_no_step(tmp_path: Path, way: str, where: str) -> None:
-    faults = [{"worker": 2, "step": 6, "where": "backward" if where == "regroup" else where}]
+    step = 1 if where == "weights" else 6
+    faults = [{"worker": 2, "step": step, "where": "backward" if where == "regroup" else where}]
     if where == "regroup":
         faults.append({"worker": 3, "step": 6, "where": where})
     joins = {"whole": [9, 4]} if len(faults) == 1 else {}
-    run = trained(tmp_path / "a", *faults, way=way, **joins)
+    run = trained(tmp_path / "a", *faults, way=way, averages=where == "average", **joins)
     assert_unharmed(run)
     regrouped = run.events("Regrouped")
     assert regrouped and all(event["steps_lost"] == 0 for event in regrouped)
@@ -45,8 +48,8 @@ def test_a_worker_killed_in_a_collective_of_devices_costs_no_step(tmp_path: Path
         assert connected == 0
     else:  # four members, then three or two, and mostly four again
         assert connected >= 4 + (3 + 4 if joins else 2)
-    if way == "device" and where == "backward":
-        assert aborted == 3, "each of the others had to abort its own communicator, inside the sum"
+    if way == "device" and where in ("backward", "average", "weights"):
+        assert aborted == 3, "each of the others had to abort its own communicator, inside the collective"
 
 
 @pytest.mark.further

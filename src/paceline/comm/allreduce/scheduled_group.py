@@ -135,6 +135,9 @@ class ScheduledGroup:
     def barrier(self) -> None:
         self.base.barrier()
 
+    def settle(self) -> None:
+        self.base.settle()
+
     def close(self) -> None:
         has_ended, host_group = self._threads.close(), self.host_group
         self.base.close()

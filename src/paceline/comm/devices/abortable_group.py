@@ -124,6 +124,7 @@ class AbortableGroup(RoutedGroup):
             looks += 1
             time.sleep(SPIN_S if looks < SPINS else REST_S)
         self.raise_if_over()  # what was aborted counts as completed, too
+        super().settle()
 
     def raise_if_over(self) -> None:
         """Raise why the communicator was aborted, or is about to be."""

@@ -63,6 +63,9 @@ class RoutedGroup:
     def barrier(self) -> None:
         self._for_host(None).barrier()
 
+    def settle(self) -> None:
+        self.base.settle()
+
     def close(self) -> None:
         self.base.close()
 

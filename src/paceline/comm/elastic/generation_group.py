@@ -266,6 +266,9 @@ class ElasticGroup:
         with self._recorded("barrier"):
             self._current().barrier()
 
+    def settle(self) -> None:
+        self._current().settle()
+
     def meet(self, value: Any) -> list[Any]:
         """Gather objects from all members that have joined a new generation."""
         with self._recorded("gather_objects"):

@@ -110,6 +110,13 @@ class LockstepGroup(ElasticGroup):
     def barrier(self) -> None:
         self._run_in_lockstep(super().barrier)
 
+    def settle(self) -> None:
+        """Raise Disrupted on all workers of the replica where something has failed on any of them: here, or between
+        replicas. A newcomer is alone."""
+        if not self.is_newcomer:
+            _settle(self._lockstep, super().settle)
+            self._lockstep.settle()
+
     def _run_in_lockstep(self, operation: Callable[[], T]) -> T:
         """Run a blocking operation, and compare how it ended; a newcomer is alone and need not compare."""
         if self.is_newcomer:
@@ -172,6 +179,10 @@ class CrossReplicaGroup(ElasticGroup):
     def barrier(self) -> None:
         self._keep_failure(super().barrier)
 
+    def settle(self) -> None:
+        """Return when what was sent here has ended; a failure is kept for the next operation of the whole run."""
+        _settle(self._lockstep, super().settle)
+
     def _keep_failure(self, operation: Callable[[], T]) -> T:
         if self._lockstep.failure is not None:
             raise self._lockstep.failure
@@ -191,6 +202,15 @@ def _begin(lockstep: Lockstep, begin: Callable[[], Transfer]) -> Transfer | None
     except Disrupted as failure:
         lockstep.note(failure)
         return None
+
+
+def _settle(lockstep: Lockstep, settle: Callable[[], None]) -> None:
+    """Settle a group where nothing has failed before, and keep its failure."""
+    if lockstep.failure is None:
+        try:
+            settle()
+        except Disrupted as failure:
+            lockstep.note(failure)
 
 
 class _DeferredFailureTransfer:

@@ -86,6 +86,7 @@ class GradientBuckets(ABC):
         self._buckets: list[AnyBucket] = []
         self._metadata_buckets: set[int] = set()  # buckets that all workers sum, so the step metadata can go with them
         self._pipeline = BucketPipeline()
+        self._sums_over: list[WorkerGroup] = []  # the groups of the buckets
         self._is_stale = False
         self._memory: CodecMemory | None = None  # for the next buckets; None: that of the current ones
         self._cold: dict[int, set[int]] = {}  # by gradient pass within a step: buckets that no worker used last time
@@ -190,7 +191,9 @@ class GradientBuckets(ABC):
         self._buckets, self._metadata_buckets = [], set()
         combines = self._sync.op == "adasum" and self._group.size > 1
         size = self._sync.bucket_bytes
-        for group, run in assign(here, bucket_bytes=size, group_of=self._group_of, kind_of=self._holders):
+        runs = assign(here, bucket_bytes=size, group_of=self._group_of, kind_of=self._holders)
+        self._sums_over = list({id(group): group for group, _ in runs}.values())
+        for group, run in runs:
             if group.size == 1:
                 self._buckets.append(self._staying(run, group))
                 continue

@@ -163,10 +163,12 @@ class GradientReducer(GradientBuckets):
         began = time.perf_counter()
         early_s = self._pipeline.waited_s  # while backward ran
         self._pipeline.finish()
+        if self._metadata_bucket is None:
+            self._metadata_transfer.wait()
+        self._settle()
         if self._metadata_bucket is not None:
             metadata = self._metadata_bucket.metadata()
         else:
-            self._metadata_transfer.wait()
             metadata = self._step_metadata[: self._num_metadata].tolist()
             if self._sends_square:
                 square, num_changing = self._step_metadata[self._num_metadata :].tolist()
@@ -196,6 +198,7 @@ class GradientReducer(GradientBuckets):
                 self.parts = []  # they were computed without it
                 began = time.perf_counter()
                 bucket.land()
+                self._group_of(bucket.parameters[0]).settle()  # its norm may be read next
                 self.waited_s += time.perf_counter() - began
             if scale != 1.0 and any(uses) and self._combination is None:
                 bucket.scale(scale)
@@ -215,6 +218,14 @@ class GradientReducer(GradientBuckets):
             self.waited_s += time.perf_counter() - began
         self.waited_in_all_s += self.waited_s
         self._seal()
+
+    def _settle(self) -> None:
+        """Return when all sums have ended well; raises Disrupted. A wait for a device's sum is the stream's alone, and
+        what is read of one that was aborted meanwhile are any numbers."""
+        for group in self._sums_over:
+            if group is not self._all_workers:
+                group.settle()
+        self._all_workers.settle()  # last: where replicas have several workers, these compare here
 
     def _complete_first(self) -> None:
         """Complete gradients within the replica, because whole replicas' gradients are combined."""

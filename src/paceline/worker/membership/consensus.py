@@ -213,8 +213,8 @@ class Consensus:
         """Wait until all members have the operation's result; False: it is void, and has to be done again."""
         if self.elastic is not None and not self.is_newcomer:
             try:
-                self._lockstep.settle()
-            except Disrupted as disruption:  # sums between replicas have failed: there is no result
+                self._settle(self.elastic)
+            except Disrupted as disruption:  # a sum has failed, or was aborted: there is no result
                 self.drop(disruption)
                 return False
             try:
@@ -227,6 +227,13 @@ class Consensus:
                 self._coordinator.end_if_overdue()  # this process may have stood still, and others have begun again
         self._position = None if self._position is None else self._position + 1
         return True
+
+    def _settle(self, elastic: ElasticMembership) -> None:
+        """Return when all that this worker's replica has begun with others has ended well; otherwise raise Disrupted,
+        on all its workers. What was read meanwhile of a device's sums is of no use then."""
+        if elastic.cross_replica is not None:
+            elastic.cross_replica.settle()  # a failure is kept for the next line
+        self._members.settle()
 
     def drop(self, disruption: Disrupted, *, holds_result: bool = False) -> bool:
         """Abandon the present operation, with all workers of this replica, and form the next generation. Returns

@@ -60,6 +60,9 @@ class ElasticMembership:
     lockstep: Lockstep  # of the workers of this replica
     workers_each: int  # of a replica
 
+    cross_replica: CrossReplicaGroup | None = None
+    """Between the replicas, where the run's group is not the only one that spans them."""
+
 
 class GenerationBuilder:
     """Builds the groups of one worker, generation by generation."""

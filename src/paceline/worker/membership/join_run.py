@@ -278,6 +278,7 @@ def _join_elastic(context: JoinContext, channel: Channel, coordinator: Coordinat
                 has_formed=generations.has_formed,
                 lockstep=lockstep,
                 workers_each=layout.workers_each,
+                cross_replica=cross_replica,
             ),
         )
         if not assignment.joins:
