@@ -3,7 +3,7 @@
 Where they may be lost: `doomed`.
 
 OPTIONS  JSON: plan, and fields of the Job; pause_s: after each step; no_joins: newcomers fail; routed: with experts;
-         gate: after this step wait for the file "open"
+         averages: the workers average a tensor after each step; gate: after this step wait for the file "open"
 """
 
 from __future__ import annotations
@@ -144,6 +144,10 @@ def train(worker: paceline.Worker) -> None:
     for batch in worker.batches(data, epochs=1000):
         step(batch)
         schedule.step()
+        if OPTIONS.get("averages"):
+            fault(worker, "average")
+            if worker.average(torch.full((4,), worker.step / 2)).tolist() != [worker.step / 2] * 4:
+                raise ValueError("an average that was given up half way counts")
         if worker.step % 4 == 0:
             fault(worker, "evaluate")
             worker.report(held_out=worker.evaluate(model, data, next_word)["loss"])
