@@ -6,10 +6,12 @@ names: what a worker starts in turn (loader processes, commands) inherits the va
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
+import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +91,10 @@ CGROUP = Path("/sys/fs/cgroup")
 NCCL_DEFAULTS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # torch would end the process after an error or a time limit
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # and where its own watch stands still, as during an abort
-    "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",  # a communicator can be aborted while it is made
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "60",  # s, instead of 30 min: torch waits for members with its lock held
 }
+_nccl_lock = threading.Lock()
+_nccl_set: dict[str, int] = {}  # what is set here, by how many
 MORE_NAMES = (
     OWN_ASSIGNMENT,
     OWN_PID,
@@ -388,11 +392,25 @@ def look_for_devices_without_opening_them() -> None:
     _set_default("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
-def let_nccl_be_aborted() -> None:
-    """Have torch leave it to this process what a lost member means: no end of the process, and communicators that can
-    be aborted while they are made. Values that are set stay."""
-    for name, value in NCCL_DEFAULTS.items():
-        _set_default(name, value)
+@contextlib.contextmanager
+def nccl_that_can_be_aborted() -> Iterator[None]:
+    """Have torch leave it to this process what a lost member means, for communicators that are made within: no end of
+    the process, and no long wait with a lock held. Values that are set stay. Afterwards everything is as before, so
+    groups that a program makes by itself are watched by torch as always. Any number of threads may be within."""
+    with _nccl_lock:
+        mine = [name for name in NCCL_DEFAULTS if name in _nccl_set or name not in os.environ]
+        for name in mine:
+            os.environ[name] = NCCL_DEFAULTS[name]
+            _nccl_set[name] = _nccl_set.get(name, 0) + 1
+    try:
+        yield
+    finally:
+        with _nccl_lock:
+            for name in mine:
+                _nccl_set[name] -= 1
+                if _nccl_set[name] == 0:
+                    del _nccl_set[name]
+                    os.environ.pop(name, None)
 
 
 def quiet() -> None:

@@ -2,11 +2,12 @@
 
 Where they may be lost: `doomed`.
 
-OPTIONS  JSON: plan, and fields of the Job; pause_s: after each step; gate: after this step wait for the file "open";
-         whole: [step, workers], after this step (0: after each) wait until so many are there, or are to be; turns:
-         replicas do not wait for each other, so there is no schedule; loops: over batches, all but the last one over
-         one epoch; averages: the workers average a tensor after each step; hooked: gradients are clamped by hooks, and an average of the weights is kept; way: of a device's
-         tensors, which the host's take here
+OPTIONS  JSON: plan, and fields of the Job; pause_s: after each step; gate: after this step wait for the file
+         "open"; whole: [step, workers], after this step (0: after each) wait until so many are there, or are
+         to be; turns: replicas do not wait for each other, so there is no schedule; loops: over batches, all
+         but the last one over one epoch; averages: the workers average a tensor after each step; hooked:
+         gradients are clamped by hooks, and an average of the weights is kept; way: of a device's tensors,
+         which the host's take here
 """
 
 from __future__ import annotations

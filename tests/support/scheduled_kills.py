@@ -1,12 +1,13 @@
 """Where workers of a test's program are lost: at chosen points of chosen steps, each fault once, never by the clock.
 
 FAULTS     JSON: a list of {"worker": 2, "step": 5, "where": "forward", "signal": 9}; with "target": "supervisor" it is
-           the supervisor that is killed, by that worker, with "server" the parameter server that it has started; with
-           "after": "open" not before that file is there. where: data, forward, backward, evaluate, average (the program
-           calls `fault` there), weights (the first worker's are sent), sum (its part of a sum over replicas is handed over), vote (it has the sums, others may not
-           know), committed, save (its part of a checkpoint is on its way), regroup (during the recovery from another);
-           with OPTIONS["turns"]: permitted (its update may be applied), half (one of two servers has it), applied (all
-           have it, and it is not in the ledger)
+           the supervisor that is killed, by that worker, with "server" the parameter server that it has started;
+           with "after": "open" not before that file is there. where: data, forward, backward, evaluate, average
+           (the program calls `fault` there), weights (the first worker's are sent), sum (its part of a sum over
+           replicas is handed over), vote (it has the sums, others may not know), committed, save (its part of a
+           checkpoint is on its way), regroup (during the recovery from another); with OPTIONS["turns"]: permitted
+           (its update may be applied), half (one of two servers has it), applied (all have it, and it is not in
+           the ledger)
 OPTIONS    JSON: what the programs take beside it, each its own
 FAULT_DIR  a folder for what they leave: which faults came, and the weights at the end
 """

@@ -58,7 +58,9 @@ def test_replicas_of_several_workers_exchange_on_devices_between_each_other(tmp_
     rest = "+batch(size=12,micro=2)+compute(precision=fp64)"
     alone = trained(tmp_path / "one", program=REPLICAS, plan=f"replicas=1{rest}", job={"workers": 1})
     fault = {"worker": 3, "step": 1 if where == "weights" else 6, "where": where}
-    run = trained(tmp_path / "a", fault, program=REPLICAS, plan=f"replicas=1-2,shard=2{rest}", way="device", averages=True)
+    run = trained(
+        tmp_path / "a", fault, program=REPLICAS, plan=f"replicas=1-2,shard=2{rest}", way="device", averages=True
+    )
     assert run.code == 0, run.output
     assert run.losses() == pytest.approx(alone.losses(), rel=1e-9)
     assert run.events("WorkerLost")[0]["rank"] == 3 and list(run.folder.glob("connected_*"))

@@ -14,6 +14,7 @@ Communicators are never repaired. Each member aborts its own, and the next gener
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
@@ -27,13 +28,14 @@ from paceline.comm.devices.communicator import Communicator, CommunicatorWork
 from paceline.comm.devices.routed_group import RoutedGroup
 from paceline.comm.group import CompletedTransfer, Disrupted, Transfer, WorkerGroup, first_line
 from paceline.errors import SyncError
+from paceline.host_memory import is_out_of_memory
 
 __all__ = ["AbortableGroup"]
 
 WATCH_S = 0.02  # between two looks of the thread
 SPIN_S, REST_S = 0.0001, 0.001  # between two looks of a waiting host: at first, and after SPINS of them
 SPINS = 50
-ABORT_S = 30.0  # for a communicator to end what runs, before the next one is made
+ABORT_S = 30.0  # for a communicator to end what runs: after that its tensors are used again
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class AbortableGroup(RoutedGroup):
         self._communicator, self._check, self._timeout_s = communicator, check, timeout_s
         self._pending: deque[_Enqueued] = deque()
         self._failure: SyncError | None = None  # set before the communicator is aborted
+        self._abort_failure: str | None = None
         self._ends = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="paceline-watch-device", daemon=True)
         self._watcher.start()
@@ -118,7 +121,7 @@ class AbortableGroup(RoutedGroup):
         looks = 0
         while self._pending:
             self.raise_if_over()
-            if self._pending[0].work.is_completed():
+            if self._has_ended(self._pending[0]):
                 self._pending.popleft()
                 continue
             looks += 1
@@ -132,11 +135,21 @@ class AbortableGroup(RoutedGroup):
             raise type(self._failure)(str(self._failure))
 
     def close(self) -> None:
-        """Abort the communicator, and wait until nothing of it runs: the next one may use the same tensors."""
+        """Abort the communicator, and wait until nothing of it runs: the next one may use the same tensors. Raises
+        SyncError where the device still may write to some of them; these are kept then."""
         self._end(Disrupted("this group of workers was closed: nothing can be sent any more"))
         self._watcher.join(ABORT_S)
-        self._pending.clear()
         super().close()
+        if self._watcher.is_alive() or self._abort_failure is not None:
+            with contextlib.suppress(SyncError):
+                self._drop_ended()
+            if self._pending:
+                how = f" ({self._abort_failure})" if self._abort_failure else f" within {ABORT_S:g} s"
+                raise SyncError(
+                    f"this worker's device did not end its collectives{how}, {self._pending[0].what} for one, so its "
+                    "tensors may still be written: this worker has to end; the others go on without it"
+                )
+        self._pending.clear()
 
     def _for_host(self, tensor: Tensor | None) -> WorkerGroup:
         self.settle()
@@ -153,23 +166,32 @@ class AbortableGroup(RoutedGroup):
         try:
             work = start()
         except RuntimeError as error:  # torch has no narrower type; the communicator may have been aborted meanwhile
-            self._end(Disrupted(f"lost contact with a peer during {what}: {first_line(error)}"))
-            self.raise_if_over()
-            raise
-        self._drop_ended()
+            if is_out_of_memory(error):  # no member is lost: with fewer samples there would be room
+                raise
+            raise self._end(Disrupted(f"lost contact with a peer during {what}: {first_line(error)}")) from error
         self._pending.append(_Enqueued(work, what, time.monotonic() + self._timeout_s, kept))
+        self._drop_ended()
         return _DeviceTransfer(self, work, copies)
 
     def _drop_ended(self) -> None:
         """Forget collectives that have ended, so that their tensors are freed; an abort is found by `settle`."""
-        while self._pending and self._pending[0].work.is_completed():
+        while self._pending and self._has_ended(self._pending[0]):
             self._pending.popleft()
 
-    def _end(self, failure: SyncError) -> None:
-        """Note why the generation's communicator is of no use any more, and have the thread abort it."""
+    def _has_ended(self, one: _Enqueued) -> bool:
+        """Whether the device is done with it. Raises why the generation is over, where it has ended by an error."""
+        try:
+            return one.work.is_completed()
+        except RuntimeError as error:
+            raise self._end(Disrupted(f"lost contact with a peer in {one.what}: {first_line(error)}")) from error
+
+    def _end(self, failure: SyncError) -> SyncError:
+        """Note why the generation's communicator is of no use any more, and have the thread abort it. Returns what to
+        raise: the first such reason."""
         if self._failure is None:
             self._failure = failure
         self._ends.set()
+        return type(self._failure)(str(self._failure))
 
     def _watch(self) -> None:
         while not self._ends.wait(WATCH_S):
@@ -180,7 +202,10 @@ class AbortableGroup(RoutedGroup):
                 self._end(failure)
             except Exception as error:  # whatever the look raises: the training thread must not wait for ever
                 self._end(SyncError(f"the watch over this worker's device has failed: {first_line(error)}"))
-        self._communicator.abort()
+        try:
+            self._communicator.abort()
+        except Exception as error:  # torch raises what NCCL returns
+            self._abort_failure = first_line(error)
 
     def _look_for_errors(self) -> None:
         error = self._communicator.error()
@@ -190,7 +215,7 @@ class AbortableGroup(RoutedGroup):
             oldest = self._pending[0]
         except IndexError:
             return
-        if time.monotonic() > oldest.deadline and not oldest.work.is_completed():
+        if not self._has_ended(oldest) and time.monotonic() > oldest.deadline:
             raise SyncError(f"waited too long for the other workers in {oldest.what}")
 
 

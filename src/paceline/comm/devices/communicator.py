@@ -16,6 +16,7 @@ newcomers would need another way; a new communicator serves both.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -39,7 +40,8 @@ class CommunicatorWork(Protocol):
         ...
 
     def is_completed(self) -> bool:
-        """Whether the device is done with it, also where it was aborted. Does not block."""
+        """Whether the device is done with it, also where it was aborted. Does not block. Raises RuntimeError where it
+        has failed otherwise: the device may not be done with it then."""
         ...
 
 
@@ -76,7 +78,8 @@ def connect_communicator(communicator: Communicator, check: Callable[[], None]) 
     """Connect with all members. Raises what `check` raises meanwhile, and Disrupted where a member cannot connect; the
     communicator is aborted then.
 
-    A thread connects, because that may wait for a member that was lost: nothing else would end it.
+    A thread connects, because that may wait for a member that was lost: nothing else would end it. Another one aborts,
+    because torch holds a lock while it waits. Both are left behind where they take too long.
     """
     done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
@@ -96,14 +99,26 @@ def connect_communicator(communicator: Communicator, check: Callable[[], None]) 
             try:
                 check()
             except BaseException:
-                communicator.abort()
+                _abort(communicator, ABANDONED_S)
                 thread.join(ABANDONED_S)
                 raise
             continue
         if error is None:
             return
-        communicator.abort()
+        _abort(communicator, ABANDONED_S)
         check()
         if isinstance(error, RuntimeError):
             raise Disrupted(f"the workers' devices could not all connect: {first_line(error)}") from error
         raise error
+
+
+def _abort(communicator: Communicator, limit_s: float) -> None:
+    """Abort a communicator that takes no tensors of the caller yet, for at most so long."""
+
+    def abort() -> None:
+        with contextlib.suppress(Exception):  # there is an error already that says why
+            communicator.abort()
+
+    thread = threading.Thread(target=abort, name="paceline-abort", daemon=True)
+    thread.start()
+    thread.join(limit_s)

@@ -175,7 +175,11 @@ class GenerationBuilder:
         device, timeout_s = self._context.device, self._context.job.timeout_s
         try:
             communicator = self.make_communicator(
-                dist.PrefixStore("device", store), index=host.index, size=host.size, device=device
+                dist.PrefixStore("device", store),
+                index=host.index,
+                size=host.size,
+                device=device,
+                timeout_s=timeout_s,
             )
             connect_communicator(communicator, check_rendezvous)
         except SyncError:
