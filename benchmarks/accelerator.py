@@ -42,6 +42,7 @@ CHECKS = {  # what matters most comes first; with the most seconds that each may
     "llama": 110.0,
 }
 NEEDED = ("torch", "numpy", "cloudpickle", "rich", "psutil", "safetensors", "prometheus_client")
+PROBE_S = 120.0  # a driver that is loaded anew takes long
 PROBE = (
     "import json, torch; n = torch.cuda.device_count() if torch.cuda.is_available() else 0; "
     "print(json.dumps([n, torch.cuda.get_device_name(0) if n else '', torch.__version__, torch.version.cuda or '']))"
@@ -67,9 +68,10 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    facts = _facts(options.device)
-    if facts is None:
-        print("--device cuda: torch finds no device here. --device cpu tries the checks themselves", file=sys.stderr)
+    try:
+        facts = _facts(options.device)
+    except _NoDeviceError as error:
+        print(f"--device {options.device}: {error}. --device cpu tries the checks themselves", file=sys.stderr)
         return 2
     return _run(names, options, facts, began)
 
@@ -99,15 +101,23 @@ def _run(names: list[str], options: argparse.Namespace, facts: dict[str, str], b
     return int(any(row.verdict in ("does not hold", "failed") for row in rows))
 
 
-def _facts(wanted: str) -> dict[str, str] | None:
-    """What the table is about; None where a device is wanted and there is none. A process of its own looks, so that
-    this one touches no device."""
+class _NoDeviceError(Exception):
+    """There is none, or it cannot be looked for."""
+
+
+def _facts(wanted: str) -> dict[str, str]:
+    """What the table is about. Raises _NoDeviceError where a device is wanted and there is none, or where it cannot be
+    told whether there is one: a broken driver is no machine without a GPU."""
     import json
 
-    asked = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=120)
-    number, name, torch, cuda = json.loads(asked.stdout) if asked.returncode == 0 else (0, "", "unknown", "")
+    try:
+        number, name, torch, cuda = json.loads(_probed())
+    except _NoDeviceError:
+        if wanted != "cpu":
+            raise
+        number, name, torch, cuda = 0, "", "unknown", ""
     if wanted == "cuda" and not number:
-        return None
+        raise _NoDeviceError("torch finds no device here")
     has_device = bool(number) and wanted != "cpu"
     return {
         "device": f"{number} x {name}" if has_device else "cpu",
@@ -116,6 +126,18 @@ def _facts(wanted: str) -> dict[str, str] | None:
         "cores": str(os.cpu_count()),
         "at": _revision(),
     }
+
+
+def _probed() -> str:
+    """What a process of its own says of this machine's devices, so that this one touches none."""
+    try:
+        asked = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=PROBE_S)
+    except subprocess.TimeoutExpired:
+        raise _NoDeviceError(f"torch has looked for a device for {PROBE_S:g} s, without an answer") from None
+    if asked.returncode != 0:
+        said = asked.stderr.strip().splitlines() or [f"exit status {asked.returncode}"]
+        raise _NoDeviceError(f"torch cannot look for a device: {said[-1]}")
+    return asked.stdout.strip().splitlines()[-1]
 
 
 def _revision() -> str:

@@ -71,7 +71,8 @@ class _Reached(abortable_group._DeviceTransfer):
     """A transfer after whose `wait` the stream's next work, or a host that reads, waits for the collective."""
 
     def wait(self) -> None:
-        copies, self._copies = self._copies, ()
+        copies: Sequence[tuple[Tensor, Tensor]] = self._copies
+        self._copies = ()
         super().wait()
         work: Any = self._work
         work.reach()

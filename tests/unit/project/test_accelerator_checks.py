@@ -48,6 +48,33 @@ def test_a_check_that_is_not_known_and_a_device_that_is_not_there_are_refused(tm
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("probe", "says"),
+    [
+        ("raise RuntimeError('no driver')", "torch cannot look for a device: RuntimeError: no driver"),
+        ("import time; time.sleep(60)", "torch has looked for a device for 0.5 s, without an answer"),
+    ],
+)
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_a_device_that_cannot_be_looked_for_is_not_taken_for_none(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    device: str,
+    probe: str,
+    says: str,
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    module: Any = importlib.import_module("accelerator")
+    monkeypatch.setattr(module, "PROBE", probe)
+    monkeypatch.setattr(module, "PROBE_S", 0.5 if "sleep" in probe else 60.0)
+    monkeypatch.setattr(sys, "argv", ["accelerator.py", "--device", device, "--out", str(tmp_path / "out")])
+    assert module.main() == 2
+    assert capsys.readouterr().err.endswith(f"\n--device {device}: {says}. --device cpu tries the checks themselves\n")
+    assert not (tmp_path / "out").exists()
+    assert module._facts("cpu")["device"] == "cpu"
+
+
 @pytest.fixture
 def budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleType]:
     """The module that keeps the limits, with checks of the test's own in place of the program's."""

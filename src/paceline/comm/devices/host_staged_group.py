@@ -1,8 +1,11 @@
 """A group whose device tensors travel through the host's memory, so that several workers may share one device.
 
-NCCL refuses two members on one device. Here each tensor is copied to the host, goes the way of the host's tensors
-(shared memory, or sockets that admit no stranger), and is copied back. Both copies are ordered by the current stream,
-and the first one waits for the device. So it is slower than NCCL, and every wait ends when a member is lost.
+NCCL refuses two members on one device. Here each tensor is copied to the host, goes the way of the host's tensors, and
+is copied back. Both copies are ordered by the current stream, and the first one waits for the device. So it is slower
+than NCCL, and every wait ends when a member is lost.
+
+The host's way is shared memory; else gloo in runs of a fixed size and inside replicas, and sockets that admit no
+stranger between the replicas of elastic runs (`worker.topology.device.backend_for`).
 """
 
 from __future__ import annotations
