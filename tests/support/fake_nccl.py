@@ -70,9 +70,10 @@ class FakeWork:
 class _Reached(abortable_group._DeviceTransfer):
     """A transfer after whose `wait` the stream's next work, or a host that reads, waits for the collective."""
 
+    _copies: Sequence[tuple[Tensor, Tensor]]
+
     def wait(self) -> None:
-        copies: Sequence[tuple[Tensor, Tensor]] = self._copies
-        self._copies = ()
+        copies, self._copies = self._copies, ()
         super().wait()
         work: Any = self._work
         work.reach()
