@@ -212,7 +212,7 @@ class FakeNccl:
     def _enqueue(self, do: Callable[[], Any], results: Sequence[Tensor]) -> FakeWork:
         self._refuse_aborted()
         work = FakeWork(do, results)
-        _fill(results)  # whoever reads before it has ended reads anything
+        _fill(results)  # what is read before it has ended is anything
         self._num_begun += 1
         self._queue.put(work)
         return work

@@ -165,7 +165,7 @@ class GradientReducer(GradientBuckets):
         self._pipeline.finish()
         if self._metadata_bucket is None:
             self._metadata_transfer.wait()
-        self._settle()
+        self._settle_sums()
         if self._metadata_bucket is not None:
             metadata = self._metadata_bucket.metadata()
         else:
@@ -219,7 +219,7 @@ class GradientReducer(GradientBuckets):
         self.waited_in_all_s += self.waited_s
         self._seal()
 
-    def _settle(self) -> None:
+    def _settle_sums(self) -> None:
         """Return when all sums have ended well; raises Disrupted. A wait for a device's sum is the stream's alone, and
         what is read of one that was aborted meanwhile are any numbers."""
         for group in self._sums_over:
