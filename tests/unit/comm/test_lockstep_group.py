@@ -49,6 +49,10 @@ class Between(SingleWorkerGroup):
     def wait(self) -> None:
         raise Disrupted("lost in the wait")
 
+    def settle(self) -> None:
+        if self.fails == "settle":
+            raise Disrupted("aborted on the device")
+
     def gather_objects(self, value: Any) -> list[Any]:
         if self.fails is not None:
             raise Disrupted("lost in a gather")
@@ -134,10 +138,25 @@ def test_anything_else_between_replicas_that_fails_is_raised_at_once_and_the_oth
     assert both(story) == ["left, and went on"] * 2
 
 
+@pytest.mark.parametrize("where", ["run", "place"])
+def test_a_sum_that_was_aborted_on_one_workers_device_is_void_at_both(where: str) -> None:
+    def story(worker: Worker, index: int) -> str:
+        getattr(worker, where).fails = "settle" if index else None
+        summed(worker.replica_group)
+        summed(worker.whole)
+        worker.replica_group.settle()  # a failure between replicas is only kept
+        worker.whole.settle()
+        return "counts"
+
+    assert both(story) == ["another worker of this replica knows that a member was lost", "aborted on the device"]
+
+
 def test_what_goes_well_returns_and_all_have_to_say_yes() -> None:
     def story(worker: Worker, index: int) -> Any:
         summed(worker.replica_group)
         summed(worker.whole)
+        worker.replica_group.settle()
+        worker.whole.settle()
         return worker.whole.gather_objects(5), worker.lockstep.all_agree(True), worker.lockstep.all_agree(index == 0)
 
     assert both(story) == [([5], True, False)] * 2
@@ -146,6 +165,7 @@ def test_what_goes_well_returns_and_all_have_to_say_yes() -> None:
 def test_a_newcomer_asks_nobody_and_a_worker_alone_is_always_of_one_mind() -> None:
     newcomer = LockstepGroup(Lockstep(Inside(0, threading.Barrier(2), [0.0, 0.0])), recorder=FlightRecorder.unread())
     summed(newcomer)
+    newcomer.settle()
     assert newcomer.gather_objects(3) == [3]
     alone = Lockstep()
     alone.settle()

@@ -78,6 +78,57 @@ def test_a_bucket_that_cannot_leave_is_told_at_the_end_of_the_pass(sync: AllRedu
     assert group.num_begun >= 2 + 4
 
 
+class OnDevice(SingleWorkerGroup):
+    """Two members whose waits are a device's: nothing but `settle` tells of an abort."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.is_aborted, self.num_settled = False, 0
+
+    def all_reduce(self, tensor: Tensor, *, what: str) -> CompletedTransfer:
+        return CompletedTransfer()
+
+    def settle(self) -> None:
+        self.num_settled += 1
+        if self.is_aborted:
+            raise Disrupted("worker 1 was killed by signal 9")
+
+
+@pytest.mark.parametrize("aborted", [0, 1])
+def test_no_number_of_a_device_is_read_before_its_sum_has_ended_well(aborted: int) -> None:
+    model, groups = net(), [OnDevice(), OnDevice()]
+    gradients = GradientReducer(
+        model.named_parameters(), group=groups[0], sync=AllReduce(), wire=Raw(), all_workers=groups[1]
+    )
+    run_pass(model, gradients)
+    gradients.flush([1.0])
+    assert gradients.collect() == [1.0]
+    assert [group.num_settled for group in groups] == [1, 1], "each once, whatever the number of buckets"
+    run_pass(model, gradients)
+    gradients.flush([1.0])
+    groups[aborted].is_aborted = True
+    with pytest.raises(Disrupted, match="worker 1 was killed by signal 9"):
+        gradients.collect()
+
+
+def test_so_it_is_with_a_bucket_that_leaves_after_the_others() -> None:
+    model, group = net(), OnDevice()
+    gradients = GradientReducer(model.named_parameters(), group=group, sync=AllReduce(bucket_bytes=8), wire=Raw())
+    gradients.begin(0)
+    gradients.arm()
+    next(model.children())(torch.ones(1, 8)).sum().backward()
+    gradients.flush([1.0])
+    gradients.collect()
+    gradients.land(scale=1.0)
+    run_pass(model, gradients)  # all layers: three of the buckets are cold
+    gradients.flush([1.0])
+    gradients.collect()
+    group.is_aborted = True
+    with pytest.raises(Disrupted, match="worker 1 was killed by signal 9"):
+        gradients.land(scale=1.0)
+
+
 class Taking(ServerClient):
     """One server that takes what is pushed, as long as no worker is lost."""
 
