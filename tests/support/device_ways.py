@@ -3,7 +3,8 @@
 "staged": every tensor is copied to the host and back, as where workers share a GPU. "device": floating-point tensors of
 more than one number travel on a communicator, the stand-in for NCCL; votes and objects stay on the host. After a wait
 the host reads, so it waits for the device, and is released by an abort with anything as numbers. A file in FAULT_DIR
-tells of each communicator that was connected, and of each that was aborted inside a collective.
+tells of each communicator that was connected, and of each that was aborted inside a collective. OPTIONS["refuses"]: the
+member whose abort inside a collective fails.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from fake_nccl import FakeNccl, read_after_waits
 from paceline.comm.devices.abortable_group import AbortableGroup
 from paceline.worker.membership import join_context
 from paceline.worker.membership.generation_builder import GenerationBuilder
-from scheduled_kills import left
+from scheduled_kills import OPTIONS, left
 
 __all__ = ["have_workers_pretend", "pretend"]
 
@@ -33,6 +34,7 @@ class _Told(FakeNccl):
     def abort(self) -> None:
         if self.is_busy:
             _leave("aborted")
+            self.abort_fails = OPTIONS.get("refuses") == self._index
         super().abort()
 
 

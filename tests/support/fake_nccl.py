@@ -17,6 +17,7 @@ What is kept of the documentation ("Fault Tolerance", and `ncclCommAbort`, `nccl
 raises RuntimeError when it is asked whether it has completed, as torch's watch over NCCL has it.
 `late_connect=True`: nothing ends a `connect` but the others, or `LATE_S`, and `abort` waits for it. So it is where
 torch waits for members with its lock held.
+`abort_fails`, when set: an abort raises, and what it was to end does not count as completed.
 """
 
 from __future__ import annotations
@@ -105,6 +106,7 @@ class FakeNccl:
         self._store, self._index, self._size, self._is_quiet = store, index, size, quiet
         self._error_completes, self._connects_late = error_completes, late_connect
         self._lock = threading.Lock()  # of a late connect
+        self.abort_fails = False
         self._sockets: dict[int, socket.socket] = {}
         self._aborted = threading.Event()
         self._error: str | None = None
@@ -208,6 +210,8 @@ class FakeNccl:
             self._stream.join()
         for link in self._sockets.values():
             link.close()
+        if self.abort_fails:
+            raise RuntimeError("NCCL error: unhandled cuda error")
 
     def _enqueue(self, do: Callable[[], Any], results: Sequence[Tensor]) -> FakeWork:
         self._refuse_aborted()
@@ -234,6 +238,8 @@ class FakeNccl:
                 self._end(work)
 
     def _end(self, work: FakeWork) -> None:
+        if self._aborted.is_set() and self.abort_fails:
+            work.failure = "NCCL's watch: unhandled cuda error"
         if self._aborted.is_set() or work.failure is not None:
             _fill(work.results)
         self._num_ended += 1

@@ -53,6 +53,14 @@ def test_a_worker_killed_in_a_collective_of_devices_costs_no_step(tmp_path: Path
 
 
 @pytest.mark.further
+def test_a_worker_whose_device_cannot_be_stopped_ends_and_the_others_go_on(tmp_path: Path) -> None:
+    run = trained(tmp_path / "a", {"worker": 2, "step": 6, "where": "backward"}, way="device", refuses=1, whole=[9, 4])
+    assert_unharmed(run)
+    lost = {event["rank"]: event["reason"] for event in run.events("WorkerLost")}
+    assert lost.keys() == {1, 2} and "this worker's device did not end its collectives" in lost[1]
+
+
+@pytest.mark.further
 @pytest.mark.parametrize("where", ["backward", "average", "weights"])
 def test_replicas_of_several_workers_exchange_on_devices_between_each_other(tmp_path: Path, where: str) -> None:
     rest = "+batch(size=12,micro=2)+compute(precision=fp64)"

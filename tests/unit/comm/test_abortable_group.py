@@ -19,6 +19,7 @@ from paceline.comm.devices.abortable_group import AbortableGroup
 from paceline.comm.devices.communicator import connect_communicator
 from paceline.comm.group import Disrupted, SingleWorkerGroup
 from paceline.errors import SyncError
+from paceline.worker.record.error_report import is_peer_failure
 
 LIMIT_S = 20.0
 
@@ -206,8 +207,9 @@ def test_tensors_that_the_device_may_still_write_to_end_this_worker(
     monkeypatch.setattr(members.ends[0], "abort", refuse)
     group.all_reduce(numbers, what="gradients")
     how = r"\(NCCL error: unhandled cuda error\)" if fails else "within 0.2 s"
-    with pytest.raises(SyncError, match=f"did not end its collectives {how}, gradients for one.* has to end"):
+    with pytest.raises(SyncError, match=f"did not end its collectives {how}, gradients for one.* has to end") as raised:
         group.close()
+    assert is_peer_failure(raised.value), "the others go on"
     assert group._pending[0].kept[0] is numbers
     released.set()
     abort()

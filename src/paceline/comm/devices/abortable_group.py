@@ -145,9 +145,10 @@ class AbortableGroup(RoutedGroup):
                 self._drop_ended()
             if self._pending:
                 how = f" ({self._abort_failure})" if self._abort_failure else f" within {ABORT_S:g} s"
-                raise SyncError(
-                    f"this worker's device did not end its collectives{how}, {self._pending[0].what} for one, so its "
-                    "tensors may still be written: this worker has to end; the others go on without it"
+                raise SyncError(  # its first words say that the program did nothing wrong: the others go on
+                    f"lost contact with a peer, and this worker's device did not end its collectives{how}, "
+                    f"{self._pending[0].what} for one. So its tensors may still be written: this worker has to end; "
+                    "the others go on without it"
                 )
         self._pending.clear()
 
