@@ -148,6 +148,11 @@ class Consensus:
                 if self.elastic is None:
                     raise
                 self.drop(disruption)
+            except Exception:
+                disruption = self._aborted()
+                if disruption is None:
+                    raise
+                self.drop(disruption)
             else:
                 if self.vote():
                     return value
@@ -234,6 +239,17 @@ class Consensus:
         if elastic.cross_replica is not None:
             elastic.cross_replica.settle()  # a failure is kept for the next line
         self._members.settle()
+
+    def _aborted(self) -> Disrupted | None:
+        """Why a device's sum was aborted, after an error that may come of the numbers that were read of it. In replicas
+        of several workers an error is one worker's, and the others know nothing of it."""
+        if self.elastic is None or self.elastic.workers_each > 1 or self.is_newcomer:
+            return None
+        try:
+            self._members.settle()
+        except Disrupted as disruption:
+            return disruption
+        return None
 
     def drop(self, disruption: Disrupted, *, holds_result: bool = False) -> bool:
         """Abandon the present operation, with all workers of this replica, and form the next generation. Returns
