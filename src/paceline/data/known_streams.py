@@ -64,6 +64,8 @@ class _OrderedFiles(FileSequence):
 
 # WebDataset.
 
+SPLITS = frozenset({"split_by_node", "split_by_worker", "single_node_only"})
+SHUFFLES = frozenset({"shuffle", "detshuffle"})
 OPENERS = frozenset({"StreamingOpen", "FileCache"})
 DEFAULT_BUFFER = 1000  # samples, of a shuffle that is given no number
 UNFIT_SHUFFLE = "its buffer is in no checkpoint. Leave it out; shardshuffle= shuffles the archives"
@@ -107,6 +109,12 @@ def _of_webdataset(dataset: Any) -> LaneSource:
             "the WebDataset has .repeat() or .with_epoch(): leave it out, an epoch is each sample once here, and "
             "worker.batches(..., epochs=n) has several"
         )
+    for stage in stages[1:opener]:
+        if _name_of(stage) not in (*SPLITS, *SHUFFLES):
+            raise ValueError(
+                f"the WebDataset has {_name_of(stage)!r} between its list of archives and their opening, and lanes "
+                "divide the list itself: leave it out, and pass the archives that it gives"
+            )
     for stage in stages[opener:]:
         call, remedy = UNFIT_STAGES.get(_name_of(stage), ("", ""))
         if call and (remedy != UNFIT_SHUFFLE or _shuffles(stage)):
@@ -134,7 +142,7 @@ def _name_of(stage: Any) -> str:
 
 def _shuffles(stage: Any) -> bool:
     """Whether a stage changes an order: with a buffer of one, or none (`shardshuffle=False`), it does not."""
-    if _name_of(stage) not in ("shuffle", "detshuffle"):
+    if _name_of(stage) not in SHUFFLES:
         return False
     size = getattr(stage, "kw", {}).get("bufsize", getattr(stage, "bufsize", None))
     if size is None:

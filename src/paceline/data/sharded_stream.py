@@ -73,6 +73,7 @@ class ShardedStream:
 
         Lanes take turns in the list: lane k has files k, k + shards, ... A resume opens the file that a lane stood in,
         and passes over what it had given of it. `shards` is at most the number of files, by default up to 64 of them.
+        What `read` draws at random for a sample is the same after a resume; which samples come must not be drawn.
 
         The names of the files are part of the order: all workers must have the same list, and so must a resume in an
         epoch that has begun. The folder that holds all of them may be another one.

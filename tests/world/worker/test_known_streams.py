@@ -196,6 +196,8 @@ def test_what_of_webdataset_can_not_be_divided_is_refused(tmp_path: Path, change
     stream = package.WebDataset(archives_in(tmp_path), shardshuffle=False)
     with pytest.raises(ValueError, match=says):
         as_sharded_stream(change(stream))
+    with pytest.raises(ValueError, match="has 'islice' between its list of archives and their opening"):
+        as_sharded_stream(package.DataPipeline(stream.pipeline[0], _filters().slice(2), *stream.pipeline[1:]))
     with pytest.raises(ValueError, match="begins with ResampledShards"):
         as_sharded_stream(package.DataPipeline(package.ResampledShards(archives_in(tmp_path))))
     with pytest.raises(ValueError, match="pass its WebDataset"):
