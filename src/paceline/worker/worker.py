@@ -226,8 +226,8 @@ class Worker(StatefulMember):
         where the plan names no batch size, the loader's batch_size over all workers.
 
         Raises ValueError for numbers out of range, weights that do not fit, a name that is taken, and an empty dataset.
-        Raises TypeError for what is no dataset, such as an iterator. Raises SyncError if weights or lists of files differ
-        between workers; so does the loop if an iterable dataset does.
+        Raises TypeError for what is no dataset, such as an iterator. Raises SyncError if weights or files' names
+        differ between workers; so does the loop if an iterable dataset does.
 
         Example::
 
