@@ -45,7 +45,7 @@ class _Casts:
         return found
 
 
-@torch._dynamo.allow_in_graph  # pyright: ignore[reportPrivateUsage]  # the compiler sees the casts, not this class
+@torch.compiler.allow_in_graph  # the compiler sees the casts, not this class
 class _Float8Product(torch.autograd.Function):
     """`input @ weight.t()` in FP8, which keeps and computes what gradients need, as nn.Linear does.
 
