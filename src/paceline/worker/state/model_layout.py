@@ -20,6 +20,7 @@ from paceline.errors import PlanError, SyncError
 from paceline.parallel.apply import place, send_from_first
 from paceline.parallel.check.model_hints import ModelHints
 from paceline.parallel.check.model_support import require_fit, require_open
+from paceline.parallel.compiled import leave_out
 from paceline.parallel.file_weights import without_same_files
 from paceline.parallel.fully_sharded.sharded_model import ShardedModel
 from paceline.parallel.generation_caches import is_of_transformers, turn_caches_off
@@ -234,7 +235,7 @@ class ModelLayout:
         self._expert_splits[model], self._expert_owners[model] = applied.splits, applied.owners
         self._experts[model] = found
         for one in found if self._plan.compute.compile else ():  # the compiled block calls it as written
-            one.module.forward = torch.compiler.disable(one.module.forward)
+            leave_out(one.module)
         self._expert_ids.update(id(p) for name, p in model.named_parameters() if applied.is_of_experts(name))
         self._note(applied.headline)
 
