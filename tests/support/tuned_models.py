@@ -19,12 +19,12 @@ def base() -> Any:
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
 
 
-def adapted() -> Any:
+def adapted(rank: int = 2) -> Any:
     """The base with LoRA in each layer, and a head that is trained whole."""
     import peft
 
     given: Any = peft
-    config = given.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"])
+    config = given.LoraConfig(r=rank, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"])
     return given.get_peft_model(base(), config)
 
 

@@ -1,4 +1,4 @@
-"""Streams of WebDataset, torchdata and litdata, read in lanes: none of these packages is imported here.
+"""Streams of WebDataset and litdata, read in lanes: none of these packages is imported here.
 
 Each of them divides its files among processes by itself, by what it finds in the environment. Here lanes divide them,
 so that the same steps come on any number of workers.
@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.sharded_stream import MOST_LANES, FileSequence, LaneSource, OpenLane, ShardedStream
+from paceline.data.node_stream import NodeStream
+from paceline.data.sharded_stream import MOST_LANES, FileSequence, LaneSource, ShardedStream
+from paceline.data.stream_contents import contents_of
 from paceline.schedule.sample_order import mix, sample_indices
 
 __all__ = ["known_stream"]
@@ -63,7 +65,33 @@ class _OrderedFiles(FileSequence):
 # WebDataset.
 
 SPLITS = frozenset({"split_by_node", "split_by_worker", "single_node_only"})
+SHUFFLES = frozenset({"shuffle", "detshuffle"})
 OPENERS = frozenset({"StreamingOpen", "FileCache"})
+DEFAULT_BUFFER = 1000  # samples, of a shuffle that is given no number
+UNFIT_SHUFFLE = "its buffer is in no checkpoint. Leave it out; shardshuffle= shuffles the archives"
+_UNFIT_CACHE = (
+    "it would give the first archive's samples for all others. Leave it out; cache_dir= keeps archives on disk"
+)
+UNFIT_STAGES = {  # behind the opening of an archive: each archive is read by itself
+    "shuffle": (".shuffle()", UNFIT_SHUFFLE),
+    "detshuffle": (".detshuffle()", UNFIT_SHUFFLE),
+    "batched": (
+        ".batched()",
+        "a step's samples are the plan's here. Leave it out, and give collate= to worker.batches()",
+    ),
+    "islice": (
+        ".slice()",
+        "archives are read each by itself, so it would be taken of each of them. Leave it out; pass fewer archives, or "
+        "end after a number of steps (max_steps=)",
+    ),
+    "rsample": (
+        ".rsample()",
+        "which samples it leaves out is drawn while it reads, so a resume would leave out others. Leave it out, and "
+        "choose by the key: .select(lambda sample: zlib.crc32(sample['__key__'].encode()) % 2 == 0)",
+    ),
+    "Cached": (".mcached()", _UNFIT_CACHE),
+    "LMDBCached": (".lmdb_cached()", _UNFIT_CACHE),
+}
 
 
 def _of_webdataset(dataset: Any) -> LaneSource:
@@ -81,16 +109,18 @@ def _of_webdataset(dataset: Any) -> LaneSource:
             "the WebDataset has .repeat() or .with_epoch(): leave it out, an epoch is each sample once here, and "
             "worker.batches(..., epochs=n) has several"
         )
-    behind = [_name_of(stage) for stage in stages[opener:]]
-    for name, remedy in (
-        ("shuffle", "its buffer is in no checkpoint. Leave it out; shardshuffle= shuffles the archives"),
-        ("batched", "a step's samples are the plan's here. Leave it out, and give collate= to worker.batches()"),
-    ):
-        if any(one.strip("_").endswith(name) for one in behind):
-            raise ValueError(f"the WebDataset has .{name}(): {remedy}")
+    for stage in stages[1:opener]:
+        if _name_of(stage) not in (*SPLITS, *SHUFFLES):
+            raise ValueError(
+                f"the WebDataset has {_name_of(stage)!r} between its list of archives and their opening, and lanes "
+                "divide the list itself: leave it out, and pass the archives that it gives"
+            )
+    for stage in stages[opener:]:
+        call, remedy = UNFIT_STAGES.get(_name_of(stage), ("", ""))
+        if call and (remedy != UNFIT_SHUFFLE or _shuffles(stage)):
+            raise ValueError(f"the WebDataset has {call}: {remedy}")
     kept = [stage for stage in stages[opener:] if _name_of(stage) != "check_empty"]
-    between = [_name_of(stage) for stage in stages[1:opener] if _name_of(stage) not in SPLITS]
-    shuffles = stages[0].seed is not None or any("shuffle" in name for name in between)
+    shuffles = stages[0].seed is not None or any(map(_shuffles, stages[1:opener]))
 
     def read(archive: str) -> Iterable[Any]:
         one = copy.copy(dataset)
@@ -98,53 +128,26 @@ def _of_webdataset(dataset: Any) -> LaneSource:
         return one
 
     lanes = min(len(archives), MOST_LANES)
-    return ShardedStream(
+    stream = ShardedStream(
         lambda lane, num: _OrderedFiles(list(archives), read, lane=lane, lanes=num, shuffle=shuffles), shards=lanes
     )
+    stream.contents = contents_of("archives", archives, also="shuffled" if shuffles else "")
+    return stream
 
 
 def _name_of(stage: Any) -> str:
     function = getattr(stage, "f", stage)
-    return str(getattr(function, "__name__", type(stage).__name__))
+    return str(getattr(function, "__name__", type(stage).__name__)).strip("_")
 
 
-# torchdata's nodes.
-
-
-class _NodeStream:
-    """A graph of nodes with one root: one lane, which each worker reads."""
-
-    num_lanes, opens_copies = 1, False
-
-    def __init__(self, root: Any) -> None:
-        self._root = root
-
-    def open(self, lane: int, epoch: int, count: int, state: Any) -> OpenLane:
-        """Open it; its one object begins anew, or goes on from the state."""
-        return OpenLane(_NodeItems(self._root), epoch=epoch, count=count, state=state)
-
-
-class _NodeItems:
-    def __init__(self, root: Any) -> None:
-        self._root, self._state = root, None
-
-    def __iter__(self) -> Iterator[Any]:
-        self._root.reset(self._state)
-        return iter(self._root)
-
-    def set_epoch(self, epoch: int) -> None:
-        """For nodes that have it, such as samplers."""
-        set_epoch = getattr(self._root, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
-
-    def state_dict(self) -> Any:
-        """Where it stands."""
-        return self._root.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        """Go on from there."""
-        self._state = state
+def _shuffles(stage: Any) -> bool:
+    """Whether a stage changes an order: with a buffer of one, or none (`shardshuffle=False`), it does not."""
+    if _name_of(stage) not in SHUFFLES:
+        return False
+    size = getattr(stage, "kw", {}).get("bufsize", getattr(stage, "bufsize", None))
+    if size is None:
+        size = next(iter(getattr(stage, "args", ())), DEFAULT_BUFFER)
+    return int(size) > 1
 
 
 # litdata.
@@ -158,9 +161,12 @@ def _of_litdata(dataset: Any) -> LaneSource:
         begin += stop - first
     if not bounds:
         raise ValueError("the StreamingDataset has no chunks: it is empty, or its folder has no index.json")
-    return ShardedStream(
+    stream = ShardedStream(
         lambda lane, num: _LitPart(dataset, bounds, lane=lane, lanes=num), shards=min(len(bounds), MOST_LANES)
     )
+    order = f"shuffled by {dataset.seed}" if dataset.shuffle else ""
+    stream.contents = contents_of("chunks", [f"{first}-{stop}" for first, stop in bounds], also=order)
+    return stream
 
 
 class _LitPart:
@@ -210,8 +216,8 @@ class _LitPart:
 _KNOWN: dict[tuple[str, str], Callable[[Any], LaneSource]] = {
     ("webdataset", "WebLoader"): _refused("the WebLoader reads in processes of its own", "pass its WebDataset"),
     ("webdataset", "DataPipeline"): _of_webdataset,
-    ("torchdata", "Loader"): lambda loader: _NodeStream(loader.root),
-    ("torchdata", "BaseNode"): _NodeStream,
+    ("torchdata", "Loader"): lambda loader: NodeStream(loader.root),
+    ("torchdata", "BaseNode"): NodeStream,
     ("litdata", "StreamingDataset"): _of_litdata,
     ("litdata", "CombinedStreamingDataset"): _refused(
         "the CombinedStreamingDataset draws from its datasets by itself",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.data.known_streams import known_stream
 from paceline.data.sharded_stream import MOST_LANES, LaneSource, ShardedStream, WholeStream, has_state
+from paceline.schedule.lane_mix import LaneMix
 
-__all__ = ["as_sharded_stream"]
+__all__ = ["as_sharded_stream", "lanes_name"]
 
 
 def as_sharded_stream(dataset: Any) -> LaneSource | None:
@@ -32,7 +33,17 @@ def as_sharded_stream(dataset: Any) -> LaneSource | None:
     shard: Callable[..., Any] | None = getattr(dataset, "shard", None)
     num_shards = getattr(dataset, "num_shards", None)
     if shard is not None and isinstance(num_shards, int) and num_shards > 0:
-        return ShardedStream(
+        stream = ShardedStream(
             lambda index, count: shard(num_shards=count, index=index), shards=min(num_shards, MOST_LANES)
         )
+        stream.contents = f"{num_shards} shards"
+        return stream
     return WholeStream(dataset)
+
+
+def lanes_name(lanes: Sequence[LaneSource], mixing: LaneMix | None) -> str:
+    """The name of the order that the samples of lanes have: equal where positions go on from each other's."""
+    if mixing is not None:
+        return mixing.order_name([one.num_lanes for one in lanes], [one.contents for one in lanes])
+    (stream,) = lanes
+    return f"lanes {stream.num_lanes} of {stream.contents}" if stream.contents else f"lanes {stream.num_lanes}"

@@ -27,7 +27,8 @@ class PackedSequences:
 
     - `input_ids`: the tokens, and `pad_token` at the end.
     - `position_ids`: from 0 in each sequence. Models of transformers make the mask of attention of them, so no sequence
-      sees another one: pass them without an `attention_mask`. For a model of your own there is `block_diagonal_mask`.
+      sees another one: pass them without an `attention_mask`, and to a model that `worker.prepare` has not had with
+      `use_cache=False`. For a model of your own there is `block_diagonal_mask`.
     - `labels`: `ignore_index` for a sequence's first token (which nothing in the row predicts), where the item says so,
       and for padding. Not shifted: models of transformers shift them.
 

@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
+from paceline.data.stream_contents import contents_of
 from paceline.storage.reading import files_like
 
 __all__ = ["MOST_LANES", "FileSequence", "LaneSource", "OpenLane", "ShardedStream", "WholeStream", "has_state"]
@@ -24,6 +25,7 @@ class LaneSource(Protocol):
 
     num_lanes: int
     opens_copies: bool  # a lane may be open twice, so that its state can be tried
+    contents: str  # what the order follows from besides, such as "70 files 1a2b3c4d"; "": not known
 
     def open(self, lane: int, epoch: int, count: int, state: Any) -> OpenLane:
         """Open a lane in an epoch of its own, where its state after `count` items was this; None: it had none."""
@@ -58,6 +60,7 @@ class ShardedStream:
         if shards < 1:
             raise ValueError(f"ShardedStream(shards={shards}): give at least 1, better one for each worker or more")
         self.make, self.num_lanes, self.uses_state = make, shards, uses_state
+        self.contents = ""
 
     @classmethod
     def of_files(
@@ -70,6 +73,10 @@ class ShardedStream:
 
         Lanes take turns in the list: lane k has files k, k + shards, ... A resume opens the file that a lane stood in,
         and passes over what it had given of it. `shards` is at most the number of files, by default up to 64 of them.
+        What `read` draws at random for a sample is the same after a resume; which samples come must not be drawn.
+
+        The names of the files are part of the order: all workers must have the same list, and so must a resume in an
+        epoch that has begun. The folder that holds all of them may be another one.
         """
         if isinstance(files, str):
             pattern, files = files, files_like(files)
@@ -80,7 +87,9 @@ class ShardedStream:
         lanes = min(len(files), MOST_LANES) if shards is None else shards
         if lanes > len(files):
             raise ValueError(f"shards={lanes} of {len(files)} files: use at most one shard a file")
-        return cls(lambda shard, num_shards: FileSequence(files[shard::num_shards], read), shards=lanes)
+        stream = cls(lambda shard, num_shards: FileSequence(files[shard::num_shards], read), shards=lanes)
+        stream.contents = contents_of("files", files)
+        return stream
 
     def open(self, lane: int, epoch: int, count: int, state: Any) -> OpenLane:
         """Open a lane; see `LaneSource`."""
@@ -96,14 +105,20 @@ class FileSequence:
         self._file = self._given = 0
 
     def __iter__(self) -> Iterator[Any]:
-        while self._file < len(self._files):
+        """Passes over what was given at once: random state is seeded behind that, for the first item that is used."""
+        items: Iterator[Any] | None = None
+        if self._given:
             items = iter(self._read(self._files[self._file]))
             for _ in range(self._given):
                 next(items, None)
-            for item in items:
+        return self._items(items)
+
+    def _items(self, items: Iterator[Any] | None) -> Iterator[Any]:
+        while self._file < len(self._files):
+            for item in iter(self._read(self._files[self._file])) if items is None else items:
                 self._given += 1
                 yield item
-            self._file, self._given = self._file + 1, 0
+            self._file, self._given, items = self._file + 1, 0, None
 
     def state_dict(self) -> dict[str, int]:
         """Where it stands."""
@@ -162,7 +177,7 @@ class OpenLane:
 class WholeStream:
     """A stateful iterable that cannot be cut: one lane, which each worker reads."""
 
-    num_lanes, opens_copies = 1, False
+    num_lanes, opens_copies, contents = 1, False, ""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset, self._fresh = dataset, dataset.state_dict()

@@ -98,7 +98,9 @@ def _lanes_of(name: str, dataset: Any) -> LaneSource:
         size = len(dataset)
         if not size:
             raise ValueError(f"StreamMixture: {name!r} is empty: leave it out, or correct its files or its filter")
-        return ShardedStream(functools.partial(_MapPart, dataset), shards=min(MOST_MAP_LANES, size))
+        stream = ShardedStream(functools.partial(_MapPart, dataset), shards=min(MOST_MAP_LANES, size))
+        stream.contents = f"{size} samples"
+        return stream
     if not hasattr(dataset, "__iter__"):
         raise TypeError(f"StreamMixture: {name!r} is a {type(dataset).__name__}, which can not be iterated over")
     return ShardedStream(functools.partial(_whole, dataset), shards=1)

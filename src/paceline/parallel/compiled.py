@@ -19,7 +19,7 @@ from torch.overrides import _get_current_function_mode_stack  # pyright: ignore[
 from paceline.parallel.model_units import blocks_of, find_units
 from paceline.plan import Layout
 
-__all__ = ["compile_regions", "compile_whole", "is_compiled_whole"]
+__all__ = ["compile_regions", "compile_whole", "is_compiled_whole", "leave_out"]
 
 BACKEND = "inductor"
 # Compiled code draws the random numbers that the code as written draws, so dropout is the same under every layout.
@@ -48,6 +48,12 @@ def compile_regions(model: nn.Module, units: Sequence[str] = ()) -> None:
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 4 * SHAPES * len(regions))
     for module in regions:
         module.forward = _compiled(module)
+
+
+def leave_out(module: nn.Module) -> None:
+    """Have compiled code call a module as written. Its forward must be a method of it, and stays one."""
+    forward: Any = module.forward
+    module.forward = types.MethodType(torch.compiler.disable(forward.__func__), module)
 
 
 def _is_recorded() -> bool:

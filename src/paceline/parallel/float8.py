@@ -10,14 +10,19 @@ Weights stay what they were: parameters of 32 bits under the same names. So chec
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
-from collections.abc import Iterable, Sequence
+import logging
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from paceline.errors import PlanError
 from paceline.parallel.class_name import class_name
@@ -29,7 +34,14 @@ __all__ = ["Float8Choice", "choose_linears", "require_float8"]
 LEAST_TORCHAO = (0, 18)
 MULTIPLE = 16  # of both dims of a weight: what products in 8 bits ask for
 LEAST_CAPABILITY = (8, 9)  # of NVIDIA's: Ada, then Hopper
+BASE = "base_layer"  # where peft keeps the layer that it adapts
 MOST_NAMED = 4  # layers in a sentence
+# What torchao's import always says on standard error, by logger: of libraries for other GPUs, and of a function that
+# newer versions of torch do not need. FP8 does without both.
+IMPORT_NOTES = {
+    "torchao": "Failed to load ",
+    "torch.utils._pytree": "is an Enum subclass and is now natively supported",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,8 +55,8 @@ class Float8Choice:
 
     def apply(self, model: nn.Module) -> None:
         """Have the chosen layers compute in FP8, in place: they stay the same modules, with the same parameters."""
-        from paceline.parallel.float8_linear import use_float8
-
+        with _without_notes_of_the_import():
+            from paceline.parallel.float8_linear import use_float8
         for name in self.names:
             use_float8(model.get_submodule(name), recipe=self.recipe, emulates=self.is_emulated)
 
@@ -88,6 +100,7 @@ def choose_linears(model: nn.Module, compute: Compute, *, units: Sequence[str] =
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    adapters = _adapters(model)
     inside = _inside_blocks(model, units, [name for name, _ in linears])
     skipped = [pattern for pattern in (compute.fp8_skip or "").split("|") if pattern]
     if idle := [one for one in skipped if not any(fnmatchcase(name, one) for name, _ in linears)]:
@@ -98,7 +111,7 @@ def choose_linears(model: nn.Module, compute: Compute, *, units: Sequence[str] =
         )
     names, left = list[str](), dict[str, list[str]]()
     for name, linear in linears:
-        why = _why_not(linear, is_shared=uses[id(linear.weight)] > 1)
+        why = "adapters of peft" if name.startswith(adapters) else _why_not(linear, uses)
         if any(fnmatchcase(name, pattern) for pattern in skipped):
             why = "fp8_skip names them"
         elif not why and compute.fp8_layers == "blocks" and name not in inside:
@@ -116,15 +129,32 @@ def choose_linears(model: nn.Module, compute: Compute, *, units: Sequence[str] =
     return Float8Choice(recipe=compute.fp8_recipe, is_emulated=compute.fp8_emulate, names=tuple(names), left=left)
 
 
-def _why_not(linear: nn.Linear, *, is_shared: bool) -> str:
-    rows, columns = linear.weight.shape if linear.weight.dim() == 2 else (0, 0)
+def _why_not(linear: nn.Linear, uses: Mapping[int, int]) -> str:
+    """Why a layer is not converted, or "". `uses`: how many modules have a parameter, by its id."""
+    computed = "weights are computed anew for each forward"
+    if parametrize.is_parametrized(linear):
+        return computed  # reading them would compute them, and may change buffers, as spectral_norm does
     if type(linear) is not nn.Linear or "forward" in vars(linear):
         return "of a class of their own"
+    if not isinstance(linear.weight, nn.Parameter):
+        return computed  # by a hook, as prune and the older weight_norm and spectral_norm do
+    rows, columns = linear.weight.shape if linear.weight.dim() == 2 else (0, 0)
     if rows % MULTIPLE or columns % MULTIPLE or not rows * columns:
         return f"sizes are no multiples of {MULTIPLE}"
     if not linear.weight.is_floating_point():
         return "weights are packed"
-    return "weights are shared with another module" if is_shared else ""
+    return "weights are shared with another module" if uses[id(linear.weight)] > 1 else ""
+
+
+def _adapters(model: nn.Module) -> tuple[str, ...]:
+    """How the names begin of what peft put beside the layers that it adapts: small, and all that is trained there."""
+    tuners: Any = sys.modules.get("peft.tuners.tuners_utils")
+    if tuners is None:
+        return ()
+    found = [pair for pair in model.named_modules() if isinstance(pair[1], tuners.BaseTunerLayer)]
+    return tuple(
+        f"{name}.{key}.".removeprefix(".") for name, one in found for key, _ in one.named_children() if key != BASE
+    )
 
 
 def _inside_blocks(model: nn.Module, units: Sequence[str], names: Sequence[str]) -> set[str]:
@@ -150,3 +180,20 @@ def _listed(names: Iterable[str]) -> str:
     found = list(names)
     more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
     return ", ".join(found[:MOST_NAMED]) + more
+
+
+@contextlib.contextmanager
+def _without_notes_of_the_import() -> Iterator[None]:
+    """Import torchao without what it always says; all else stays. Programs without FP8 do not come here."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return IMPORT_NOTES[record.name] not in record.getMessage()
+
+    loggers = [logging.getLogger(name) for name in IMPORT_NOTES]
+    for logger in loggers:
+        logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(is_other)

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from paceline.errors import PlanError
 from paceline.parallel.repeated_draws import RepeatedDraws
 
-__all__ = ["is_costly", "recompute_blocks", "repeated_blocks", "turn_caches_off"]
+__all__ = ["is_costly", "recompute_blocks", "repeated_blocks"]
 
 # Names of ATen's operations, in all their overloads; what this build of torch does not have is just not met.
 COSTLY = frozenset(
@@ -96,18 +96,6 @@ def recompute_blocks(
         )
     for _, block in blocks:
         block.forward = _recomputed(block, keep)
-
-
-def turn_caches_off(model: nn.Module) -> bool:
-    """Have models of transformers keep no keys and values for generation in their forward; returns whether any did.
-
-    A block that runs again in backward would put its own into the cache a second time.
-    """
-    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    found = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
-    for config in found:
-        config.use_cache = False
-    return bool(found)
 
 
 def is_costly(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -33,8 +33,9 @@ class Compute(PlanPart):
     "tensorwise" a whole tensor, "rowwise" each row or column, "rowwise_with_gw_hp" the same with gradients of weights
     in bf16. `fp8_layers` "blocks" converts the linear layers in the model's repeated blocks, or all but the last one
     where it has none; "all" also those outside of them, such as the head. Both sizes of a weight have to be multiples
-    of 16. `fp8_skip` leaves out layers by patterns of their names, as in "*.gate|layers.0.*". `fp8_emulate` rounds to
-    8 bits and multiplies in 32, on devices that have no FP8: slow, with the numbers of FP8.
+    of 16. Adapters of peft stay in bf16, as do weights that are computed anew for each forward. `fp8_skip` leaves out
+    layers by patterns of their names, as in "*.gate|layers.0.*". `fp8_emulate` rounds to 8 bits and multiplies in 32,
+    on devices that have no FP8: slow, with the numbers of FP8.
 
     recompute (activation checkpointing; Chen et al. 2016) "blocks" keeps only the inputs of the model's repeated
     blocks. "selective" also keeps what is costly to compute in them (matrix products, convolutions, attention,

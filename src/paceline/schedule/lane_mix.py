@@ -38,9 +38,9 @@ class LaneMix:
         self.num_samples = num_samples
         self._turns: dict[tuple[int, ...], SourceTurns] = {}
 
-    def order_name(self, num_lanes: Sequence[int]) -> str:
+    def order_name(self, num_lanes: Sequence[int], contents: Sequence[str] = ()) -> str:
         """Equal for mixtures whose positions go on from each other's: shares may change in between."""
-        told = f"{self.names} {tuple(num_lanes)} {self.exhausted} {self.num_samples}"
+        told = f"{self.names} {tuple(num_lanes)} {tuple(contents)} {self.exhausted} {self.num_samples}"
         return f"mixture of lanes {zlib.crc32(told.encode()):08x}"
 
     def begin(

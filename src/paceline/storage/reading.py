@@ -37,7 +37,8 @@ def open_file(path: str | os.PathLike[str], *, block_bytes: int = AHEAD_BYTES) -
     if not is_address(path):
         return open(path, "rb")
     store, name = _store_of(check_address(str(path), option="paceline.open_file()"))
-    return cast("BinaryIO", io.BufferedReader(_StoredFile(store, name), buffer_size=max(1, block_bytes)))
+    block = max(1, block_bytes)
+    return cast("BinaryIO", io.BufferedReader(_StoredFile(store, name, block), buffer_size=block))
 
 
 def files_like(pattern: str | os.PathLike[str]) -> list[str]:
@@ -78,11 +79,11 @@ def _store_of(address: str) -> tuple[ObjectStore, str]:
 
 
 class _StoredFile(io.RawIOBase):
-    """Reads an object in ranges."""
+    """Reads an object in ranges of a block at most."""
 
-    def __init__(self, store: ObjectStore, name: str) -> None:
+    def __init__(self, store: ObjectStore, name: str, block_bytes: int) -> None:
         super().__init__()
-        self._store, self._name, self._at = store, name, 0
+        self._store, self._name, self._block, self._at = store, name, block_bytes, 0
         size = store.size(name)
         if size is None:
             raise FileNotFoundError(f"there is no {store.where(name)}")
@@ -103,10 +104,18 @@ class _StoredFile(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # io calls it with one
-        stop = min(self._size, self._at + len(buffer))
-        if stop <= self._at:
-            return 0
-        data = self._store.read(self._name, self._at, stop)
+        data = self._next(len(buffer))
         buffer[: len(data)] = data
-        self._at += len(data)
         return len(data)
+
+    def readall(self) -> bytes:
+        """The rest: what it has by default asks for 8 KiB at a time."""
+        return b"".join(iter(lambda: self._next(self._block), b""))
+
+    def _next(self, num_bytes: int) -> bytes:
+        stop = min(self._size, self._at + min(num_bytes, self._block))
+        if stop <= self._at:
+            return b""
+        data = self._store.read(self._name, self._at, stop)
+        self._at += len(data)
+        return data

@@ -15,15 +15,13 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.errors import SyncError
 from paceline.events import Evaluated
 from paceline.parallel.check.model_hints import ModelHints
 from paceline.parallel.file_weights import keep_in_memory
-from paceline.schedule.sample_order import IndexOrder
 from paceline.units import name_text
 from paceline.worker.data.batch_stream import StreamSource
 from paceline.worker.data.data_loading import Collate
-from paceline.worker.data.data_request import read_request
+from paceline.worker.data.data_request import DataRequest, read_request
 from paceline.worker.data.evaluation_data import read_evaluation
 from paceline.worker.data.step_batch import StepBatch
 from paceline.worker.data.stream_position import stream_seed
@@ -228,8 +226,8 @@ class Worker(StatefulMember):
         where the plan names no batch size, the loader's batch_size over all workers.
 
         Raises ValueError for numbers out of range, weights that do not fit, a name that is taken, and an empty dataset.
-        Raises TypeError for what is no dataset, such as an iterator. Raises SyncError if weights differ between
-        workers; so does the loop if an iterable dataset does.
+        Raises TypeError for what is no dataset, such as an iterator. Raises SyncError if weights or files' names
+        differ between workers; so does the loop if an iterable dataset does.
 
         Example::
 
@@ -256,8 +254,8 @@ class Worker(StatefulMember):
             weights=weights,
             lengths=lengths,
         )
-        if request.draws is not None:
-            self._agree_on_order(request.draws)
+        if request.order_name:
+            self._agree_on_order(request)
         self._collectives.begin_steps(keeps=self._memory_checkpointer.is_on)
         if name in streams:
             raise ValueError(f"a stream named {name!r} exists already; give each call of worker.batches() its own name")
@@ -425,18 +423,11 @@ class Worker(StatefulMember):
     def __repr__(self) -> str:
         return f"<worker {self.rank} of {self.workers} on {self.device}, step {self.step}>"
 
-    def _agree_on_order(self, draws: IndexOrder) -> None:
+    def _agree_on_order(self, request: DataRequest) -> None:
         """Raise SyncError where the order differs between workers; later newcomers could not take part."""
         is_fixed = self._consensus.elastic is None and not self._loop.mode.is_apart
         if is_fixed or not self._collectives.has_begun:
-            found = self._collectives.gather(draws.name)
-            if len(set(found)) > 1:
-                what = draws.name.partition(" ")[0]
-                raise SyncError(
-                    f"worker.batches() got other {what} on some workers (checksums "
-                    f"{', '.join(sorted(set(found)))}), so workers would take samples of different draws: compute them "
-                    f"from the dataset alone, or send them: {what} = worker.gather({what})[0]"
-                )
+            request.require_one_order(self._collectives.gather(request.order_name))
 
     def _prepare_model(
         self, model: nn.Module, name: str | None, hints: ModelHints, buffers: Mapping[str, str] | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -42,6 +43,20 @@ def dropped(worker: Any) -> list[float]:
     model = worker.prepare(Net(0.3), buffers={"seen": "mean"})
     step = worker.stepper(model, worker.prepare(torch.optim.SGD(model.parameters(), lr=0.1)), next_word)
     return [float(step(batch)) for batch in worker.batches(Text(ROWS), epochs=1)]
+
+
+def copied(worker: Any) -> list[float]:
+    """How far a copy's outputs are from the model's: as made, and after the copy's experts forgot all."""
+    torch.manual_seed(3)
+    model = worker.prepare(MoeNet(drop=0.0), buffers={"seen": "mean"}).eval()
+    other, words = copy.deepcopy(model), torch.arange(8).view(1, 8)
+    with torch.no_grad():
+        before, same = model(words), other(words)
+        for name, parameter in other.named_parameters():
+            if "experts" in name and not parameter.is_meta:
+                parameter.zero_()
+        found = [(one - before).abs().max().item() for one in (same, other(words), model(words))]
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +117,11 @@ def test_compiled_dropout_draws_the_numbers_of_the_code_as_written(
     plan = Plan(layout=Layout(shard=2), batch=RESUME, compute=Compute(compile=True))
     for one in world(dropped, 2, plan, save_at_end=False, limit_s=220):
         assert one == pytest.approx(written, rel=1e-5)
+
+
+@pytest.mark.parametrize("compiles", [True, quick.further(False)])
+def test_a_copy_calls_its_own_experts(world: World, monkeypatch: pytest.MonkeyPatch, compiles: bool) -> None:
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    for found in world(copied, 2, Plan(layout=Layout(experts=2), compute=Compute(compile=compiles)), limit_s=220):
+        same, forgetful, again = found
+        assert same == again == 0 and forgetful > 0.01

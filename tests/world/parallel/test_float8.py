@@ -115,3 +115,26 @@ def test_a_device_without_fp8_is_refused_before_the_script_runs(world: World, tm
     assert "computes on the CPU, which has no products in FP8" in str(caught.value)
     assert "fp8_emulate=True" in str(caught.value)
     assert not mark.exists()
+
+
+def compiled(_: Any) -> list[tuple[Any, ...]]:
+    """What a layer computes as written and compiled, without breaks of the graph: trained, and frozen."""
+    found = []
+    for is_frozen in (False, True):
+        torch.manual_seed(0)
+        layer, x = nn.Linear(32, 48).requires_grad_(not is_frozen), torch.randn(5, 32, requires_grad=True)
+        use_float8(layer, recipe="rowwise", emulates=True)
+        for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+            x.grad = layer.weight.grad = None
+            with torch.autocast("cpu", torch.bfloat16):
+                output = run(x)
+            output.float().square().sum().backward()
+            found.append((output.detach(), x.grad, layer.weight.grad))
+    return found
+
+
+def test_the_compiler_sees_the_casts_and_breaks_no_graph(world: World) -> None:
+    (found,) = world(compiled, 1, Plan(), save_at_end=False)
+    for written, again in (found[:2], found[2:]):
+        torch.testing.assert_close(again, written, rtol=0, atol=0)
+    assert [one[2] is None for one in found] == [False, False, True, True]

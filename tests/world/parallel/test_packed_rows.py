@@ -31,7 +31,7 @@ def token_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def of_rows(model: Any, micro: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    logits = model(input_ids=micro["input_ids"], position_ids=micro["position_ids"], use_cache=False).logits
+    logits = model(input_ids=micro["input_ids"], position_ids=micro["position_ids"]).logits
     return token_losses(logits, micro["labels"])
 
 

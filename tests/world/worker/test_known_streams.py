@@ -139,7 +139,11 @@ ALL = [huggingface, webdataset, shuffled_webdataset, nodes, stateful_loader, lit
 
 @pytest.mark.parametrize(
     ("kind", "loaders"),
-    [(huggingface, 2), (webdataset, 0), *[quick.further(one, 0) for one in ALL[2:]], quick.further(webdataset, 2)],
+    [
+        (webdataset, 0),
+        *[quick.further(one, 0) for one in ALL[2:]],
+        *[quick.further(one, 2) for one in (huggingface, webdataset)],
+    ],
 )
 def test_the_same_steps_on_any_workers_and_after_a_resume(
     world: World, tmp_path: Path, kind: Any, loaders: int
@@ -178,7 +182,11 @@ def test_a_resume_of_a_streaming_dataset_reads_nearly_nothing_again(world: World
     ("change", "says"),
     [
         (lambda stream: stream.shuffle(10), r"has \.shuffle\(\): its buffer is in no checkpoint"),
+        (lambda stream: stream.compose(_filters().detshuffle(10)), r"has \.detshuffle\(\): its buffer"),
         (lambda stream: stream.batched(4), r"has \.batched\(\): a step's samples are the plan's"),
+        (lambda stream: stream.slice(50), r"has \.slice\(\): archives are read each by itself"),
+        (lambda stream: stream.rsample(0.5), r"has \.rsample\(\): which samples .* choose by the key"),
+        (lambda stream: stream.mcached(), r"has \.mcached\(\): it would give the first archive's samples"),
         (lambda stream: stream.repeat(), r"\.repeat\(\) or \.with_epoch\(\): leave it out"),
         (lambda stream: stream.with_epoch(50), r"\.repeat\(\) or \.with_epoch\(\): leave it out"),
     ],
@@ -188,10 +196,41 @@ def test_what_of_webdataset_can_not_be_divided_is_refused(tmp_path: Path, change
     stream = package.WebDataset(archives_in(tmp_path), shardshuffle=False)
     with pytest.raises(ValueError, match=says):
         as_sharded_stream(change(stream))
+    with pytest.raises(ValueError, match="has 'islice' between its list of archives and their opening"):
+        as_sharded_stream(package.DataPipeline(stream.pipeline[0], _filters().slice(2), *stream.pipeline[1:]))
     with pytest.raises(ValueError, match="begins with ResampledShards"):
         as_sharded_stream(package.DataPipeline(package.ResampledShards(archives_in(tmp_path))))
     with pytest.raises(ValueError, match="pass its WebDataset"):
         as_sharded_stream(package.WebLoader(stream))
+
+
+def _filters() -> Any:
+    return pytest.importorskip("webdataset.filters", reason="a package of the dev extra")
+
+
+@pytest.mark.parametrize(("shuffle", "is_in_order"), [(False, True), (0, True), (100, False)])
+def test_archives_come_in_their_order_unless_they_are_to_be_shuffled(
+    tmp_path: Path, shuffle: Any, is_in_order: bool
+) -> None:
+    stream: Any = as_sharded_stream(webdataset(tmp_path, shuffle)())
+    for epoch in (0, 1):
+        lane = stream.make(0, 1)
+        lane.set_epoch(epoch)
+        found = [sample["n"] for sample in lane]
+        assert (found == joined(numbers())) == is_in_order  # type: ignore[arg-type]  # of whole numbers
+        assert sorted(found) == joined(numbers())  # type: ignore[arg-type]
+    assert stream.contents.startswith("5 archives ")
+
+
+def test_samples_that_are_taken_apart_and_a_buffer_of_none_are_no_reason_to_refuse(tmp_path: Path) -> None:
+    make = webdataset(tmp_path)
+    stream: Any = as_sharded_stream(make().map(lambda one: [one, one]).unlisted().compose(_filters().shuffle(0)))
+    assert len(list(stream.make(0, 5))) == 2 * LENGTHS[0]
+
+
+def test_archives_that_are_shuffled_are_another_order(tmp_path: Path) -> None:
+    first, other = (as_sharded_stream(webdataset(tmp_path, shuffle)()) for shuffle in (False, 100))
+    assert first is not None and other is not None and first.contents != other.contents
 
 
 def test_a_shuffle_buffer_of_a_streaming_dataset_is_refused(world: World, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -160,6 +161,72 @@ def test_other_streams_resume_exactly_too(world: World, make: Any) -> None:
     assert sorted(joined(alone.values())) == sorted([*range(31)] * 2)
     before = merged(world(run, 2, PLAN, max_steps=2))
     assert {**before, **merged(world(run, 3, PLAN))} == alone
+
+
+def noisy_numbers(part: range) -> Iterator[Any]:
+    for number in part:
+        yield torch.tensor([number + float(torch.rand(())) / 2]), torch.tensor([0.0])
+
+
+def test_random_numbers_of_reading_files_are_drawn_again_after_a_resume(world: World) -> None:
+    """The first state is tried at the ninth step."""
+
+    def run(worker: Any) -> Any:
+        return seen(worker, ShardedStream.of_files([range(70), range(70, 140)], noisy_numbers))
+
+    alone = merged([world.one_process(run, PLAN)])
+    assert sorted(map(int, joined(alone.values()))) == list(range(140))
+    before = merged(world(run, 2, PLAN, max_steps=11))
+    assert {**before, **merged(world(run, 1, PLAN))} == alone
+
+
+def files_of(folder: Path, number: int) -> list[Path]:
+    """Files 0, 2, 4, ...: each has ten samples."""
+    folder.mkdir(exist_ok=True)
+    for file in range(0, 2 * number, 2):
+        (folder / f"{file:02}.txt").write_text("\n".join(str(file * 100 + sample) for sample in range(10)))
+    return sorted(folder.glob("*.txt"))
+
+
+def lines_of(path: Path) -> Iterator[Any]:
+    for line in path.read_text().splitlines():
+        yield torch.tensor([float(line)]), torch.tensor([0.0])
+
+
+def of_paths(worker: Any, files: list[Path], *, shards: int | None = 2, epochs: int = 1) -> Any:
+    return seen(worker, ShardedStream.of_files(files, lines_of, shards=shards), epochs=epochs)
+
+
+def test_a_file_that_was_added_is_refused_in_an_epoch_that_has_begun(world: World, tmp_path: Path) -> None:
+    files = files_of(tmp_path / "data", 4)
+    before = merged(world(lambda worker: of_paths(worker, files), 2, PLAN, max_steps=2))
+    added = tmp_path / "data" / "01.txt"
+    added.write_text("1")
+    with pytest.raises(
+        WorkersFailed, match=r"lanes 2 of 4 files \w+; now it has .*lanes 2 of 5 files \w+.*dataset and f"
+    ):
+        world(lambda worker: of_paths(worker, sorted([*files, added])), 1, PLAN)
+    moved = files_of(tmp_path / "elsewhere", 4)
+    after = merged(world(lambda worker: of_paths(worker, moved), 1, PLAN))
+    assert sorted(joined({**before, **after}.values())) == [
+        file * 100.0 + n for file in (0, 2, 4, 6) for n in range(10)
+    ]
+
+
+def test_the_next_epoch_may_have_other_files(world: World, tmp_path: Path) -> None:
+    files = files_of(tmp_path / "data", 5)
+    world(lambda worker: of_paths(worker, files[:3], shards=None), 2, PLAN)
+    after = merged(world(lambda worker: of_paths(worker, files, shards=None, epochs=2), 2, PLAN))
+    assert {epoch for epoch, _ in after} == {1}
+    assert sorted(joined(after.values())) == [file * 100.0 + n for file in range(0, 10, 2) for n in range(10)]
+
+
+def test_workers_that_list_other_files_are_stopped_before_the_first_step(world: World, tmp_path: Path) -> None:
+    files = files_of(tmp_path / "data", 4)
+    with pytest.raises(WorkersFailed) as failed:
+        world(lambda worker: of_paths(worker, files[worker.rank :][:3]), 2, PLAN)
+    assert sorted(failed.value.errors) == [0, 1]
+    assert all("files = worker.gather(files)[0]" in text for text in failed.value.errors.values())
 
 
 def test_an_empty_stream_is_an_error_on_all_workers(world: World) -> None:

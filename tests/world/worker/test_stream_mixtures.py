@@ -56,7 +56,7 @@ def notes(world: World) -> list[str]:
 
 @pytest.mark.parametrize(
     ("exhausted", "workers", "loaders"),
-    [("drop", 2, 1), *[quick.further(*one) for one in (("repeat", 2, 0), ("drop", 3, 2), ("stop", 2, 1))]],
+    [quick.further(*one) for one in (("drop", 2, 1), ("repeat", 2, 0), ("drop", 3, 2), ("stop", 2, 1))],
 )
 def test_the_same_steps_on_any_workers(world: World, exhausted: str, workers: int, loaders: int) -> None:
     def run(worker: Any, **options: Any) -> Steps:

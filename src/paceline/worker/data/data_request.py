@@ -7,16 +7,17 @@ or divides by itself. What of a loader cannot be kept as it is, is told in one s
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
 
-from paceline.data.lane_sources import as_sharded_stream
+from paceline.data.lane_sources import as_sharded_stream, lanes_name
 from paceline.data.mixture import Mixture
 from paceline.data.sharded_stream import LaneSource
 from paceline.data.stream_mixture import StreamMixture
+from paceline.errors import SyncError
 from paceline.plan import Batch
 from paceline.schedule.index_orders import SimilarLengths
 from paceline.schedule.lane_mix import LaneMix
@@ -47,6 +48,31 @@ class DataRequest:
     takeover: str = ""  # what of a loader is not the same here
     lanes: tuple[LaneSource, ...] = ()  # of a stream that is read in lanes, or of several
     mixing: LaneMix | None = None  # of several
+
+    @property
+    def order_name(self) -> str:
+        """Names the order of samples on all workers alike; "" for a shuffle, and where it is not known."""
+        if self.draws is not None:
+            return self.draws.name
+        return lanes_name(self.lanes, self.mixing) if self.lanes else ""
+
+    def require_one_order(self, found: Iterable[str]) -> None:
+        """Raise SyncError where workers have found other names of the order."""
+        names = sorted({self.order_name, *found})
+        if len(names) == 1:
+            return
+        if self.lanes:
+            raise SyncError(
+                f"worker.batches() got other files or shards on some workers ({'; '.join(names)}), so workers would "
+                "read other samples. Files may have been added while workers listed them: list them once, and send the "
+                "list: files = worker.gather(files)[0]"
+            )
+        what = self.order_name.partition(" ")[0]
+        raise SyncError(
+            f"worker.batches() got other {what} on some workers (checksums {', '.join(names)}), so workers would take "
+            f"samples of different draws: compute them from the dataset alone, or send them: {what} = "
+            f"worker.gather({what})[0]"
+        )
 
     def within(self, batch: Batch) -> Batch:
         """The plan's batch, with what a loader says of the size and the order."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from paceline.comm.group import total
+from paceline.data.lane_sources import lanes_name
 from paceline.data.sharded_stream import LaneSource
 from paceline.errors import SyncError
 from paceline.schedule.micro_batches import MicroBatch
@@ -40,7 +41,7 @@ class LaneStream(BatchStream):
         self._table = LaneTable([one.num_lanes for one in source.lanes], mixing=source.mixing, seed=self._order.seed)
         saved = cursor.lanes() if cursor.lanes is not None else cursor.saved_lanes
         is_there = (self.cursor.epoch, self.cursor.position) == (cursor.epoch, cursor.position)
-        if saved is not None and is_there:
+        if saved is not None and is_there and cursor.of is not None and cursor.of.order == self._order.order:
             self._table.load_state_dict(saved, epoch=cursor.epoch, position=cursor.position)
             self._note_shares(saved.get("shares"))
         self._read_size = self._batch.size
@@ -237,5 +238,4 @@ class LaneStream(BatchStream):
             super()._check()  # refuses it
 
     def _order_name(self) -> dict[str, str]:
-        num_lanes, mixing = [one.num_lanes for one in self.source.lanes], self.source.mixing
-        return {"draws": f"lanes {num_lanes[0]}" if mixing is None else mixing.order_name(num_lanes)}
+        return {"draws": lanes_name(self.source.lanes, self.source.mixing)}

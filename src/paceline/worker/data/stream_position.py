@@ -129,7 +129,7 @@ def resume_position(saved: StreamPosition, now: SampleOrder, stream: str) -> tup
             raise CheckpointError(
                 f"the checkpoint stands at sample {saved.position} of epoch {saved.epoch + 1} of stream {stream!r}, "
                 f"which was read from {then}; now it has {now}: which samples of the epoch are left cannot be told. "
-                "Use the same dataset, seed, shuffle and weights until the epoch is done, or another name in "
+                "Use the same dataset and files, seed, shuffle and weights until the epoch is done, or another name in "
                 "worker.batches() to begin at its first sample, or another run_dir, or fresh=True"
             )
         if saved.position:

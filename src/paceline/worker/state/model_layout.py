@@ -20,12 +20,13 @@ from paceline.errors import PlanError, SyncError
 from paceline.parallel.apply import place, send_from_first
 from paceline.parallel.check.model_hints import ModelHints
 from paceline.parallel.check.model_support import require_fit, require_open
+from paceline.parallel.compiled import leave_out
 from paceline.parallel.file_weights import without_same_files
 from paceline.parallel.fully_sharded.sharded_model import ShardedModel
+from paceline.parallel.generation_caches import is_of_transformers, turn_caches_off
 from paceline.parallel.gradient_queries import refuse_gradients_at
 from paceline.parallel.model_units import names_matching
 from paceline.parallel.partial_state import PartialStateGuard, is_partial, reading_parts
-from paceline.parallel.recompute import turn_caches_off
 from paceline.parallel.remote_embeddings import use_remote_tables
 from paceline.sync.allreduce.gradient_sharding import GradientSharding, TensorParallelGradients
 from paceline.worker.state.model_context import ModelContext
@@ -80,10 +81,13 @@ class ModelLayout:
         except PlanError:
             self._check(model, device=device, hints=hints)  # the problems with its layout are reported with this one
             raise
-        if self._plan.compute.recompute != "none" and turn_caches_off(model):
+        is_trained = any(one.requires_grad for one in model.parameters())
+        if (self._plan.compute.recompute != "none" or (is_trained and is_of_transformers(model))) and turn_caches_off(
+            model
+        ):
             self._note(
-                f"{type(model).__name__}: config.use_cache is off from now on, since blocks that are recomputed would "
-                "fill the cache for generation twice"
+                f"{type(model).__name__}: config.use_cache is off from now on. Training needs no cache for generation: "
+                "recomputed blocks would fill it twice, and beside it packed sequences are not kept apart"
             )
         before = dict(model.named_parameters(remove_duplicate=False))
         place(
@@ -231,7 +235,7 @@ class ModelLayout:
         self._expert_splits[model], self._expert_owners[model] = applied.splits, applied.owners
         self._experts[model] = found
         for one in found if self._plan.compute.compile else ():  # the compiled block calls it as written
-            one.module.forward = torch.compiler.disable(one.module.forward)
+            leave_out(one.module)
         self._expert_ids.update(id(p) for name, p in model.named_parameters() if applied.is_of_experts(name))
         self._note(applied.headline)
 

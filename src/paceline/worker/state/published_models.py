@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from paceline.parallel.class_name import own_class
+from paceline.parallel.generation_caches import had_cache
 from paceline.parallel.partial_state import reading_parts
 from paceline.regular_files import read_regular
 from paceline.worker.state.adapter_weights import has_adapters
@@ -63,8 +64,10 @@ def config_text(model: nn.Module) -> str | None:
         return None
     fields = json.loads(text)
     given: Any = model
-    kind = own_class(given.get_base_model() if has_adapters(model) else model)
-    return json.dumps({**fields, "architectures": [kind.__name__]}, indent=2, sort_keys=True) + "\n"
+    base = given.get_base_model() if has_adapters(model) else model
+    if had_cache(base):
+        fields["use_cache"] = True
+    return json.dumps({**fields, "architectures": [own_class(base).__name__]}, indent=2, sort_keys=True) + "\n"
 
 
 def _described(model: nn.Module) -> dict[str, Any] | None:
