@@ -2,7 +2,7 @@
 
 A parameter is marked while it is still the bytes of its file. What a worker keeps of it is converted when it is known:
 rows, a cut, the stages or experts of this worker. What the file was is remembered until weights are compared between
-workers: equal bytes that were converted alike are equal.
+workers, a checkpoint fills them, or the model is prepared: equal bytes that were converted alike are equal.
 """
 
 from __future__ import annotations
