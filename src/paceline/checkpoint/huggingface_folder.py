@@ -166,7 +166,8 @@ def _require_inside(folder: Path, names: Iterable[Any]) -> None:
         is_plain = isinstance(name, str) and name not in ("", ".", "..") and Path(name).name == name
         if not is_plain or "\\" in name or not name.isprintable():
             raise CheckpointError(
-                f"the checkpoint names an adapter {name!r}, which would lie outside of {folder}: it is damaged or forged"
+                f"the checkpoint names an adapter {name!r}, which would lie outside of {folder}: it is damaged or "
+                "forged"
             )
 
 
