@@ -7,7 +7,8 @@ workers, a checkpoint fills them, or the model is prepared: equal bytes that wer
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,14 +16,19 @@ from torch import Tensor, nn
 
 from paceline.parallel.file_weights import ORIGIN, FileMappings, WeightFiles
 
-__all__ = ["convert_later", "convert_parts", "convert_rows", "forget", "later_dtype", "later_dtypes", "mark"]
+__all__ = [
+    "convert_parts",
+    "convert_rows",
+    "forget",
+    "in_one_type",
+    "later_dtype",
+    "later_dtypes",
+    "mark",
+    "set_precise",
+]
 
 MARK = "paceline_later_dtype"  # an attribute of parameters
-
-
-def convert_later(model: nn.Module, dtype: torch.dtype) -> None:
-    """Mark a model's floating parameters: the part that a worker keeps of each gets this type."""
-    mark(model, {name: dtype for name, one in model.named_parameters() if one.is_floating_point()})
+COMMON = "paceline_common_dtype"  # of parameters that files have more precisely than others: the type of the others
 
 
 def mark(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -43,11 +49,33 @@ def later_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     return {name: getattr(one, MARK) for name, one in named if hasattr(one, MARK)}
 
 
+def set_precise(parameter: nn.Parameter, precise: Tensor) -> None:
+    """Give a parameter the more precise numbers of its file, in another type than the model has meanwhile."""
+    setattr(parameter, COMMON, parameter.dtype)
+    parameter.data = precise
+
+
+@contextlib.contextmanager
+def in_one_type(model: nn.Module) -> Iterator[None]:
+    """While a model runs that is not converted yet: what it has more precisely is rounded to the type of the rest."""
+    with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]  # a mode may watch who looks at weights
+        precise = [(one, one.data) for one in model.parameters() if getattr(one, COMMON, one.dtype) != one.dtype]
+        for parameter, value in precise:
+            parameter.data = value.to(getattr(parameter, COMMON))
+    try:
+        yield
+    finally:
+        with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+            for parameter, value in precise:
+                parameter.data = value
+
+
 def forget(model: nn.Module) -> None:
     """Take the marks off."""
     for parameter in model.parameters():
-        if hasattr(parameter, MARK):
-            delattr(parameter, MARK)
+        for name in (MARK, COMMON):
+            if hasattr(parameter, name):
+                delattr(parameter, name)
 
 
 @torch.no_grad()
@@ -70,6 +98,7 @@ def convert_parts(model: nn.Module) -> None:
                 files.release()
                 num_bytes = 0
     files.release()
+    forget(model)
 
 
 @torch.no_grad()

@@ -17,8 +17,14 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
 )
 from transformers.utils import logging
 
@@ -26,7 +32,8 @@ import paceline
 from object_servers import CREDENTIALS, s3_server
 from paceline.hub.model_folder import model_folder
 from paceline.parallel.file_weights import FileMappings
-from paceline.parallel.part_dtype import later_dtype
+from paceline.parallel.part_dtype import convert_parts, later_dtype
+from paceline.parallel.sample_input import SampleInput
 from paceline.storage.object_store import ObjectStore
 
 logging.disable_progress_bar()  # which would leave a thread behind
@@ -63,6 +70,94 @@ def test_all_weights_are_the_mapped_bytes_of_the_files(base: Path) -> None:
     assert model.config.dtype == torch.float32
     model = paceline.from_pretrained(base, dtype=torch.bfloat16)
     assert {later_dtype(one) for one in model.parameters()} == {torch.bfloat16}
+
+
+def kept_in_parts(model: Any) -> dict[str, torch.Tensor]:
+    """What a worker that keeps all of a model has of it."""
+    convert_parts(model)
+    return model.state_dict()
+
+
+def as_transformers(folder: Path, dtype: torch.dtype, **options: Any) -> None:
+    """Each weight has the type and the numbers that plain transformers loads."""
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict()
+    found = kept_in_parts(paceline.from_pretrained(folder, dtype=dtype, **options))
+    assert found.keys() == expected.keys()
+    assert {name: one.dtype for name, one in found.items()} == {name: one.dtype for name, one in expected.items()}
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_what_the_files_have_more_precisely_is_rounded_once_at_most(base: Path, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    for path in base.glob("*.safetensors"):
+        weights = {
+            name: torch.randn(one.shape) if "norm" in name or "q_proj" in name else one
+            for name, one in load_file(path).items()
+        }
+        save_file(weights, path, {"format": "pt"})
+    as_transformers(base, dtype)
+    if dtype == torch.float32:
+        model = paceline.from_pretrained(base, dtype=dtype)
+        with FileMappings() as mappings:
+            assert [name for name, one in model.named_parameters() if mappings.place_of(one) is None] == []
+        sample = SampleInput(kwargs={"input_ids": torch.zeros(1, 4, dtype=torch.long)})
+        sample.run(model)  # in one type
+        with FileMappings() as mappings:
+            assert [name for name, one in model.named_parameters() if mappings.place_of(one) is None] == []
+
+
+def moe(kind: str) -> Any:
+    sizes: dict[str, Any] = {
+        "vocab_size": 40,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    torch.manual_seed(0)
+    if kind == "ernie":
+        more: dict[str, Any] = {
+            "moe_intermediate_size": 16,
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_num_shared_experts": 1,
+        }
+        return Ernie4_5_MoeForCausalLM(Ernie4_5_MoeConfig(**sizes, **more, moe_layer_start_index=0))
+    if kind == "deepseek":
+        more = {
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+        }
+        heads = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+        return DeepseekV3ForCausalLM(
+            DeepseekV3Config(**{**sizes, "num_key_value_heads": 4}, **more, **heads, first_k_dense_replace=1)
+        )
+    return MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["ernie", "deepseek", "mixtral"])
+def test_what_transformers_keeps_in_32_bits_stays_so(
+    tmp_path: Path, kind: str, own: torch.dtype, dtype: torch.dtype
+) -> None:
+    moe(kind).to(own).save_pretrained(tmp_path / "base")
+    path = tmp_path / "base" / "model.safetensors"
+    weights = load_file(path)
+    routers = [name for name in weights if "gate.weight" in name or "e_score_correction_bias" in name]
+    assert len(routers) == {"ernie": 4, "deepseek": 2, "mixtral": 2}[kind]
+    torch.manual_seed(1)
+    weights |= {name: torch.randn(weights[name].shape) for name in routers}  # in 32 bits, as such folders are published
+    save_file(weights, path, {"format": "pt"})
+    as_transformers(tmp_path / "base", dtype, cache_dir=tmp_path / "cache")
 
 
 def test_other_classes_and_options_of_transformers(base: Path) -> None:
