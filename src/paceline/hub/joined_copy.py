@@ -110,6 +110,15 @@ def _make(stored: StoredWeights, folder: Path, load: Callable[[StoredWeights], _
             f"{folder.parent} meanwhile, and {bytes_text(free)} are free: free space there, or name another place, "
             "from_pretrained(..., cache_dir=...)"
         )
+    try:
+        _fill(stored, partial, load)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)  # as large as the weights, and of no use
+        raise
+    partial.rename(folder)
+
+
+def _fill(stored: StoredWeights, partial: Path, load: Callable[[StoredWeights], _Made]) -> None:
     pieces = _ParameterFiles(partial / "pieces")
     keep: Any = pieces.keep  # torch's annotation of such hooks has no result
     handle = register_module_parameter_registration_hook(keep)
@@ -123,7 +132,6 @@ def _make(stored: StoredWeights, folder: Path, load: Callable[[StoredWeights], _
     for path in stored.folder.iterdir():
         if path.is_file() and path.suffix in (".json", ".model", ".txt", ".jinja") and path.name != INDEX:
             shutil.copyfile(path, partial / path.name)
-    partial.rename(folder)
 
 
 class _ParameterFiles:

@@ -27,7 +27,7 @@ __all__ = [
     "set_precise",
 ]
 
-MARK = "paceline_later_dtype"  # an attribute of parameters
+MARK = "paceline_later_dtype"  # an attribute of parameters: the type that they get, and the one that they have
 COMMON = "paceline_common_dtype"  # of parameters that files have more precisely than others: the type of the others
 
 
@@ -35,18 +35,19 @@ def mark(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
     """Mark the parameters of these names that have another type."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in dtypes and parameter.dtype != dtypes[name]:
-            setattr(parameter, MARK, dtypes[name])
+            setattr(parameter, MARK, (dtypes[name], parameter.dtype))
 
 
 def later_dtype(parameter: Tensor) -> torch.dtype:
-    """The type that a parameter will have."""
-    return getattr(parameter, MARK, parameter.dtype)
+    """The type that a parameter will have. One that was given another type since (model.float()) keeps that."""
+    wanted, present = getattr(parameter, MARK, (parameter.dtype, parameter.dtype))
+    return wanted if present == parameter.dtype else parameter.dtype
 
 
 def later_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     """The types that marked parameters will have, by name."""
     named = model.named_parameters(remove_duplicate=False)
-    return {name: getattr(one, MARK) for name, one in named if hasattr(one, MARK)}
+    return {name: later_dtype(one) for name, one in named if later_dtype(one) != one.dtype}
 
 
 def set_precise(parameter: nn.Parameter, precise: Tensor) -> None:
@@ -84,14 +85,13 @@ def convert_parts(model: nn.Module) -> None:
 
     Other workers' parts (on the meta device) get the type, too: stages expect inputs as others compute them.
     """
-    waiting = [one for one in model.parameters() if hasattr(one, MARK)]
+    waiting = [one for one in model.parameters() if later_dtype(one) != one.dtype]
     files, num_bytes = WeightFiles(waiting), 0
     with FileMappings() as mappings:
         for parameter in waiting:
             place = mappings.place_of(parameter)
             num_bytes += parameter.nbytes
-            parameter.data = parameter.data.to(getattr(parameter, MARK))
-            delattr(parameter, MARK)
+            parameter.data = parameter.data.to(later_dtype(parameter))
             if place is not None:
                 setattr(parameter, ORIGIN, place)
             if num_bytes >= files.enough_bytes:

@@ -70,6 +70,9 @@ def test_all_weights_are_the_mapped_bytes_of_the_files(base: Path) -> None:
     assert model.config.dtype == torch.float32
     model = paceline.from_pretrained(base, dtype=torch.bfloat16)
     assert {later_dtype(one) for one in model.parameters()} == {torch.bfloat16}
+    model = paceline.from_pretrained(base, dtype=torch.float16).float()  # which the user has asked for last
+    assert {later_dtype(one) for one in model.parameters()} == {torch.float32}
+    assert {one.dtype for one in kept_in_parts(model).values()} == {torch.float32}
 
 
 def kept_in_parts(model: Any) -> dict[str, torch.Tensor]:
@@ -158,6 +161,45 @@ def test_what_transformers_keeps_in_32_bits_stays_so(
     weights |= {name: torch.randn(weights[name].shape) for name in routers}  # in 32 bits, as such folders are published
     save_file(weights, path, {"format": "pt"})
     as_transformers(tmp_path / "base", dtype, cache_dir=tmp_path / "cache")
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_experts_of_several_types_are_joined_without_rounding(tmp_path: Path, dtype: torch.dtype) -> None:
+    moe("mixtral").bfloat16().save_pretrained(tmp_path / "base")
+    path = tmp_path / "base" / "model.safetensors"
+    weights = load_file(path)
+    [name] = [name for name in weights if ".0." in name and "experts.2.w1" in name]
+    save_file({**weights, name: torch.randn(weights[name].shape)}, path, {"format": "pt"})
+    as_transformers(tmp_path / "base", dtype, cache_dir=tmp_path / "cache")
+    assert {
+        one.dtype for one in paceline.from_pretrained(tmp_path / "base", cache_dir=tmp_path / "cache").parameters()
+    } == {torch.bfloat16}
+
+
+def test_a_joined_copy_is_of_one_class_and_has_no_weights_that_begin_anew(tmp_path: Path) -> None:
+    moe("mixtral").save_pretrained(tmp_path / "base")
+    cache = tmp_path / "cache"
+
+    def copies() -> list[Path]:
+        return sorted(one for one in cache.iterdir() if one.is_dir())
+
+    def load(kind: Any = None, **options: Any) -> Any:
+        return paceline.from_pretrained(tmp_path / "base", kind, cache_dir=cache, **options)
+
+    torch.manual_seed(1)
+    first, *_ = [load(AutoModelForSequenceClassification, new=["score.*"], unused=["lm_head.*"], num_labels=3)]
+    [copy] = copies()
+    assert not any("score" in name for name in load_one(copy)) and "model.norm.weight" in load_one(copy)
+    again = load(AutoModelForSequenceClassification, new=["score.*"], unused=["lm_head.*"], num_labels=3)
+    assert copies() == [copy]
+    assert not torch.equal(first.score.weight, again.score.weight), "each begins it anew"
+    with pytest.raises(paceline.CheckpointError, match=r"score.weight: not in the files"):
+        load(AutoModelForSequenceClassification, unused=["lm_head.*"], num_labels=3)
+    with pytest.raises(paceline.CheckpointError, match=r"lm_head.weight: in the files, without a place"):
+        load(AutoModelForSequenceClassification, new=["score.*"], num_labels=3)
+    assert same(load(), tmp_path / "base"), "its head is in another copy"
+    assert same(load(attn_implementation="eager"), tmp_path / "base")
+    assert len(copies()) == 2
 
 
 def test_other_classes_and_options_of_transformers(base: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -106,6 +107,19 @@ def test_tied_weights_stay_tied(world: World, tmp_path: Path, name: str) -> None
 def test_parts_of_16_bit_files_are_converted_where_they_are_kept(world: World, tmp_path: Path, name: str) -> None:
     llama(dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
     parity(world, tmp_path, tmp_path / "base", {**LAYOUTS, **CUT}[name], dtype="fp32")
+
+
+@pytest.mark.parametrize("name", quick.without(["tensor", "replicas", "stages", "stages-shard"], [*LAYOUTS, *CUT]))
+def test_tensors_that_files_have_more_precisely_keep_their_numbers(world: World, tmp_path: Path, name: str) -> None:
+    llama(dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
+    path = tmp_path / "base" / "model.safetensors"
+    torch.manual_seed(5)
+    weights = {
+        name: one + torch.randn(one.shape) / 100 if "norm" in name or "q_proj" in name else one
+        for name, one in load_file(path).items()
+    }
+    save_file(weights, path, {"format": "pt"})
+    parity(world, tmp_path, tmp_path / "base", {**LAYOUTS, **CUT}[name], dtype="fp32", tolerance=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["auto", quick.further("fp32")])
