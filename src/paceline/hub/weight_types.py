@@ -28,7 +28,7 @@ def final_types(model: Any, empty: Any, wanted: torch.dtype) -> dict[str, torch.
     """The types that a model's stored floating tensors have where transformers loads them as `wanted`, by names.
     `empty`: the model without numbers, made in that type; modules may ask for another one."""
     ask: Any = getattr(model, "_get_dtype_plan", None)
-    asked: Mapping[str, torch.dtype] = ask(wanted) if callable(ask) else {}
+    asked: Any = ask(wanted) if callable(ask) else {}
     kept = [(re.compile(pattern.replace("*", ".*")), dtype) for pattern, dtype in asked.items()]
     own = {name: one.dtype for name, one in empty.state_dict().items()}
     return {

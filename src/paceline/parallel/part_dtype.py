@@ -60,7 +60,10 @@ def set_precise(parameter: nn.Parameter, precise: Tensor) -> None:
 def in_one_type(model: nn.Module) -> Iterator[None]:
     """While a model runs that is not converted yet: what it has more precisely is rounded to the type of the rest."""
     with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]  # a mode may watch who looks at weights
-        precise = [(one, one.data) for one in model.parameters() if getattr(one, COMMON, one.dtype) != one.dtype]
+        types = {one.dtype for one in model.parameters() if not hasattr(one, COMMON)}  # model.float() leaves one
+        precise = [
+            (one, one.data) for one in model.parameters() if getattr(one, COMMON, one.dtype) in types - {one.dtype}
+        ]
         for parameter, value in precise:
             parameter.data = value.to(getattr(parameter, COMMON))
     try:

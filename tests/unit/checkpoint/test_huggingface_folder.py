@@ -107,7 +107,8 @@ def test_a_folder_with_other_weights_is_refused_before_anything_is_written(
     (out / "model-00001-of-00009.safetensors").write_bytes(b"")
     monkeypatch.setattr("paceline.checkpoint.weight_files.write_safetensors", None)
     monkeypatch.setattr("paceline.checkpoint.huggingface_folder.write_safetensors", None)
-    for number, known in enumerate(({}, {"adapters": ADAPTERS})):
+    forms: tuple[dict[str, Any], ...] = ({}, {"adapters": ADAPTERS})
+    for number, known in enumerate(forms):
         with pytest.raises(CheckpointError, match="has other weights already"):
             export(saved(tmp_path / str(number), **known), out)
     assert names(out) == ["model-00001-of-00009.safetensors"]

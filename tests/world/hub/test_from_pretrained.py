@@ -157,16 +157,10 @@ def continued(worker: Any, folder: Path, *, epochs: int, dtype: str = "fp32") ->
 def goes_on(
     world: World, tmp_path: Path, first: Layout, then: Layout, run: Callable[..., tuple[list[float], dict[str, Tensor]]]
 ) -> None:
-    """Train two epochs in one process, and one epoch each under two layouts. `run(worker, epochs=)` trains."""
+    """Train two epochs in one process, and one epoch each under two layouts of two workers each."""
     expected, weights = beside(tmp_path).one_process(lambda worker: run(worker, epochs=2), Plan(batch=BATCH))
-    world(
-        lambda worker: run(worker, epochs=1),
-        first.workers_each * (first.replicas or 1),
-        Plan(layout=first, batch=BATCH),
-    )
-    found = world(
-        lambda worker: run(worker, epochs=2), then.workers_each * (then.replicas or 1), Plan(layout=then, batch=BATCH)
-    )
+    world(lambda worker: run(worker, epochs=1), 2, Plan(layout=first, batch=BATCH))
+    found = world(lambda worker: run(worker, epochs=2), 2, Plan(layout=then, batch=BATCH))
     for losses, here in found:
         assert losses == pytest.approx(expected[2:], rel=1e-4)
         for name, value in here.items():
