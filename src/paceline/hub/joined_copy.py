@@ -62,7 +62,9 @@ class JoinedModel:
         self.identity = [f"{kind.__module__}:{kind.__qualname__}", sorted(unused), sorted(others)]
 
 
-def joined_copy(stored: StoredWeights, cache: Path, about: JoinedModel, load: Callable[[StoredWeights], _Made]) -> Path:
+def joined_copy(
+    stored: StoredWeights, cache: Path, about: JoinedModel, load: Callable[[StoredWeights], _MadeOfFiles]
+) -> Path:
     """Return this host's folder with the tensors of the model itself, after making it if it is not there. `load` has
     transformers make the model. Raises CheckpointError where the disk has no room."""
     folder = cache / f"{PREFIX}{_identity(stored, about)}"
@@ -74,7 +76,7 @@ def joined_copy(stored: StoredWeights, cache: Path, about: JoinedModel, load: Ca
     return folder
 
 
-class _Made(Protocol):
+class _MadeOfFiles(Protocol):
     """A model, and the names of its weights that the files lack."""
 
     @property
@@ -99,7 +101,7 @@ def _shown(option: Any) -> str:
     return str(to_text()) if callable(to_text) else ADDRESS.sub("", repr(option))
 
 
-def _make(stored: StoredWeights, folder: Path, load: Callable[[StoredWeights], _Made]) -> None:
+def _make(stored: StoredWeights, folder: Path, load: Callable[[StoredWeights], _MadeOfFiles]) -> None:
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
@@ -118,7 +120,7 @@ def _make(stored: StoredWeights, folder: Path, load: Callable[[StoredWeights], _
     partial.rename(folder)
 
 
-def _fill(stored: StoredWeights, partial: Path, load: Callable[[StoredWeights], _Made]) -> None:
+def _fill(stored: StoredWeights, partial: Path, load: Callable[[StoredWeights], _MadeOfFiles]) -> None:
     pieces = _ParameterFiles(partial / "pieces")
     keep: Any = pieces.keep  # torch's annotation of such hooks has no result
     handle = register_module_parameter_registration_hook(keep)
