@@ -21,7 +21,14 @@ from paceline.checkpoint.checkpoint_dir import COMMIT_MARKER, find
 from paceline.checkpoint.huggingface_folder import export_huggingface
 from paceline.checkpoint.reader import open_checkpoint
 from paceline.checkpoint.safetensors_file import TensorInfo, write_safetensors
-from paceline.checkpoint.weight_files import CONFIG, MAX_SHARD_BYTES, Weights, write_shards, written
+from paceline.checkpoint.weight_files import (
+    CONFIG,
+    MAX_SHARD_BYTES,
+    Weights,
+    has_adapters_alone,
+    write_shards,
+    written,
+)
 from paceline.errors import CheckpointError
 from paceline.units import bytes_text
 
@@ -61,6 +68,15 @@ class ExportForm:
             return export_folder(checkpoint_dir, path, max_shard_bytes=size, config=config, dtype=dtype)
         return export_checkpoint(checkpoint_dir, path, dtype=dtype)
 
+    def remark(self, checkpoint_dir: Path) -> str | None:
+        """What the user should know of what was written."""
+        if self.is_huggingface or not has_adapters_alone(open_checkpoint(checkpoint_dir), "model."):
+            return None
+        return (
+            f"these are adapters alone; the base that they adapt is not in {checkpoint_dir} "
+            "(peft loads them from a folder of --format huggingface)"
+        )
+
 
 def export_checkpoint(
     checkpoint_dir: Path, path: Path, prefix: str = "model.", *, dtype: torch.dtype | None = None
@@ -86,6 +102,11 @@ def export_folder(
     weights, which readers might take for these.
     """
     weights = Weights(checkpoint_dir, prefix, dtype)
+    if config is not None and has_adapters_alone(open_checkpoint(checkpoint_dir), prefix):
+        raise CheckpointError(
+            f"checkpoint {checkpoint_dir} has adapters alone, which are no weights of {config}: leave out --config, or "
+            "write them in the form of peft, --format huggingface"
+        )
     text = None if config is None else _config(config)
     return _write_folder(folder, weights.kept, weights.read, weights.about, weights.ties, max_shard_bytes, text)
 
@@ -160,6 +181,8 @@ def export_as(checkpoint_or_run_dir: Path, path: Path, form: ExportForm) -> int:
     for one in done:
         source = form.config if one.name == CONFIG and form.config is not None else chosen
         print(f"{one}  {bytes_text(one.stat().st_size)}  from {source}")
+    if (remark := form.remark(chosen)) is not None:
+        print(remark)
     return 0
 
 

@@ -45,9 +45,12 @@ def main_remote_export(
             if target_address is None:
                 return export_as(source, target, form)
             local = Path(place) / target.name
-            form.write(chosen_checkpoint(source), local)
+            chosen = chosen_checkpoint(source)
+            form.write(chosen, local)
             for written in send_files(local, target_address):
                 print(f"{written}  from {source_address or source}")
+            if (remark := form.remark(chosen)) is not None:
+                print(remark)
     except (CheckpointError, StorageError, OSError) as error:
         print(f"paceline export: {error}", file=sys.stderr)
         return 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,39 @@ from paceline.checkpoint.checkpoint_dir import whole_file
 from paceline.checkpoint.published_names import published_names
 from paceline.checkpoint.reader import Checkpoint, open_checkpoint
 from paceline.checkpoint.safetensors_file import TensorInfo, num_bytes_of, write_safetensors
-from paceline.checkpoint.weight_files import CONFIG, Weights, refuse_others, type_of, write_shards
+from paceline.checkpoint.weight_files import (
+    CONFIG,
+    Weights,
+    has_adapters_alone,
+    refuse_others,
+    shard_names,
+    type_of,
+    write_shards,
+)
 from paceline.errors import CheckpointError
 
-__all__ = ["MODELS", "export_huggingface"]
+__all__ = ["MODELS", "TOKENIZER_FILES", "export_huggingface"]
 
 MODELS = "huggingface"  # the key of what a checkpoint keeps of models of transformers
 GENERATION = "generation_config.json"
 ABOUT = {"format": "pt"}
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "tekken.json",
+)
 
 
 def export_huggingface(
@@ -46,17 +71,20 @@ def export_huggingface(
     """
     checkpoint = open_checkpoint(checkpoint_dir)
     name, known = _model_of(checkpoint, is_given=config is not None)
-    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        if known.get("adapters") and config is None:
-            _write_adapters(checkpoint, name, known, partial, dtype)
-        else:
-            _write_model(checkpoint_dir, name, known, partial, dtype, max_shard_bytes, config)
-        return _published(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    if config is not None and (known.get("adapters") or has_adapters_alone(checkpoint, f"{name}.")):
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} has a model of peft, of which the adapters alone are exported: leave out "
+            "--config, and merge them into the base by peft (PeftModel.from_pretrained(base, folder)"
+            ".merge_and_unload().save_pretrained(other))"
+        )
+    files = _files_of(known) if config is None else {}
+    if known.get("adapters"):
+        _require_inside(folder, known["adapters"])
+        refuse_others(folder, set())
+        return _whole(folder, lambda partial: _write_adapters(checkpoint, name, known, files, partial, dtype))
+    model = _ModelToWrite(checkpoint_dir, name, known, files, dtype, config)
+    refuse_others(folder, set(shard_names(model.tensors, max_shard_bytes)))
+    return _whole(folder, lambda partial: model.write(partial, max_shard_bytes))
 
 
 def _model_of(checkpoint: Checkpoint, *, is_given: bool) -> tuple[str, dict[str, Any]]:
@@ -79,23 +107,29 @@ def _model_of(checkpoint: Checkpoint, *, is_given: bool) -> tuple[str, dict[str,
     return "model", {}
 
 
-def _write_model(
-    checkpoint_dir: Path,
-    name: str,
-    known: Mapping[str, Any],
-    folder: Path,
-    dtype: torch.dtype | None,
-    max_shard_bytes: int,
-    config: Path | None,
-) -> None:
-    weights = Weights(checkpoint_dir, f"{name}.", dtype)
-    text, files = (known["config"], _files_of(known)) if config is None else _given(config)
-    names = published_names(known.get("class"), text, weights.kept, weights.ties)
-    tensors = names.tensors()
-    write_shards(folder, tensors, names.reader(weights.read), max_shard_bytes, lambda _: ABOUT)
-    for file, data in files.items():
-        _write(folder / file, data)
-    _write(folder / CONFIG, _config(text, known, tensors).encode())
+class _ModelToWrite:
+    """A model's weights under their published names, and what lies beside them."""
+
+    def __init__(
+        self,
+        checkpoint_dir: Path,
+        name: str,
+        known: Mapping[str, Any],
+        files: Mapping[str, bytes],
+        dtype: torch.dtype | None,
+        config: Path | None,
+    ) -> None:
+        weights = Weights(checkpoint_dir, f"{name}.", dtype)
+        text, beside = (known["config"], files) if config is None else _given(config)
+        names = published_names(known.get("class"), text, weights.kept, weights.ties)
+        self.tensors = names.tensors()
+        self._read = names.reader(weights.read)
+        self._small = {**beside, CONFIG: _config(text, known, self.tensors).encode()}
+
+    def write(self, folder: Path, max_shard_bytes: int) -> None:
+        write_shards(folder, self.tensors, self._read, max_shard_bytes, lambda _: ABOUT)
+        for file, data in self._small.items():
+            _write(folder / file, data)
 
 
 def _config(text: str, known: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> str:
@@ -114,8 +148,27 @@ def _config(text: str, known: Mapping[str, Any], tensors: Mapping[str, TensorInf
 
 
 def _files_of(known: Mapping[str, Any]) -> dict[str, bytes]:
-    settings = known.get("generation")
-    return {**known.get("files", {}), **({} if settings is None else {GENERATION: settings.encode()})}
+    """What a checkpoint has of small files; a forged one must not name others, which would be overwritten."""
+    files: Mapping[Any, Any] = known.get("files") or {}
+    for name, data in files.items():
+        if name not in TOKENIZER_FILES or not isinstance(data, bytes):
+            raise CheckpointError(
+                f"the checkpoint names a file {name!r}, which is none of a tokenizer's and may lie outside of the "
+                "folder: it is damaged or forged, or a newer Paceline wrote it"
+            )
+    settings = None if known.get("adapters") else known.get("generation")
+    return {**files, **({} if settings is None else {GENERATION: settings.encode()})}
+
+
+def _require_inside(folder: Path, names: Iterable[Any]) -> None:
+    """Raise CheckpointError where a name of an adapter is none of a folder within this one."""
+    for name in names:
+        is_plain = isinstance(name, str) and name not in ("", ".", "..") and Path(name).name == name
+        if not is_plain or "\\" in name or not name.isprintable():
+            raise CheckpointError(
+                f"the checkpoint names an adapter {name!r}, which would lie outside of {folder}: it is damaged or "
+                "forged"
+            )
 
 
 def _given(path: Path) -> tuple[str, dict[str, bytes]]:
@@ -136,7 +189,12 @@ def _given(path: Path) -> tuple[str, dict[str, bytes]]:
 
 
 def _write_adapters(
-    checkpoint: Checkpoint, name: str, known: Mapping[str, Any], folder: Path, dtype: torch.dtype | None
+    checkpoint: Checkpoint,
+    name: str,
+    known: Mapping[str, Any],
+    files: Mapping[str, bytes],
+    folder: Path,
+    dtype: torch.dtype | None,
 ) -> None:
     for adapter, about in known["adapters"].items():
         place = folder if adapter == "default" else folder / adapter
@@ -153,7 +211,7 @@ def _write_adapters(
 
         write_safetensors(place / "adapter_model.safetensors", tensors, read, ABOUT)
         _write(place / "adapter_config.json", about["config"].encode())
-    for file, data in known.get("files", {}).items():
+    for file, data in files.items():
         _write(folder / file, data)
 
 
@@ -162,18 +220,30 @@ def _write(path: Path, data: bytes) -> None:
         file.write(data)
 
 
+def _whole(folder: Path, write: Callable[[Path], None]) -> list[Path]:
+    """Have a folder written under another name, on the same file system, and give it its own; returns its files."""
+    name = f".{folder.name}.partial-{os.getpid()}"
+    partial = folder / name if folder.is_dir() else folder.with_name(name)  # a folder may be a mount, or a link
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        write(partial)
+        return _published(partial, folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
 def _published(partial: Path, folder: Path) -> list[Path]:
     """Give the folder its name; where there is one already, what describes weights comes after them."""
     files = [one.relative_to(partial) for one in partial.rglob("*") if one.is_file()]
     order = sorted(files, key=lambda one: (one.suffix == ".json", one.name == CONFIG, one))
     refuse_others(folder, {one.name for one in files})
-    try:
-        if not folder.exists():
-            partial.rename(folder)
-        else:
-            for one in order:
-                (folder / one).parent.mkdir(parents=True, exist_ok=True)
-                (partial / one).replace(folder / one)
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be written: {error.strerror}") from error
+    if folder.is_dir():
+        for one in order:
+            (folder / one).parent.mkdir(parents=True, exist_ok=True)
+            (partial / one).replace(folder / one)
+    else:
+        partial.rename(folder)
     return [folder / one for one in order]

@@ -14,10 +14,22 @@ from paceline.checkpoint.reader import Checkpoint, open_checkpoint
 from paceline.checkpoint.safetensors_file import TensorInfo, num_bytes_of, write_safetensors
 from paceline.errors import CheckpointError
 
-__all__ = ["CONFIG", "MAX_SHARD_BYTES", "Weights", "refuse_others", "type_of", "write_shards", "written"]
+__all__ = [
+    "CONFIG",
+    "FROZEN",
+    "MAX_SHARD_BYTES",
+    "Weights",
+    "has_adapters_alone",
+    "refuse_others",
+    "shard_names",
+    "type_of",
+    "write_shards",
+    "written",
+]
 
 WHOLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 MAX_SHARD_BYTES = 5 * 10**9  # Hugging Face's own default
+FROZEN = "frozen"  # the key, in the plain values of prepared objects, of the digests of weights that are left out
 
 
 class Weights:
@@ -60,6 +72,12 @@ class Weights:
         return {"format": "pt", **metadata, "step": str(self._checkpoint.step)}
 
 
+def has_adapters_alone(checkpoint: Checkpoint, prefix: str) -> bool:
+    """Whether a checkpoint leaves out the base of a model of peft, whose names begin with `prefix`."""
+    left_out = checkpoint.state.get("run", {}).get(FROZEN)
+    return isinstance(left_out, dict) and any(str(name).startswith(prefix) for name in left_out)
+
+
 def shards_of(tensors: Mapping[str, TensorInfo], max_bytes: int) -> list[list[str]]:
     """Assign names to files in their order, each of at most `max_bytes`, or with one tensor."""
     shards: list[list[str]] = [[]]
@@ -74,7 +92,14 @@ def shards_of(tensors: Mapping[str, TensorInfo], max_bytes: int) -> list[list[st
     return shards
 
 
+def shard_names(tensors: Mapping[str, TensorInfo], max_bytes: int) -> list[str]:
+    """The names of the files that `write_shards` writes, the index last."""
+    many = len(shards_of(tensors, max_bytes))
+    return [WHOLE] if many == 1 else [*(f"model-{one + 1:05}-of-{many:05}.safetensors" for one in range(many)), INDEX]
+
+
 def refuse_others(folder: Path, ours: set[str]) -> None:
+    """Raise CheckpointError where a folder has weights of other names than `ours`."""
     others = sorted(one.name for one in folder.glob("model*.safetensors*") if one.name not in ours)
     if others:
         raise CheckpointError(
@@ -93,15 +118,15 @@ def write_shards(
     """Write tensors to one file, or to several and their index; returns the files. `about` returns a file's metadata,
     given whether it is the only one. Raises CheckpointError if the folder has other weights."""
     shards = shards_of(tensors, max_shard_bytes)
-    many = len(shards)
-    files = [WHOLE] if many == 1 else [f"model-{one + 1:05}-of-{many:05}.safetensors" for one in range(many)]
-    refuse_others(folder, {*files, INDEX} if many > 1 else set(files))
+    many, names = len(shards), shard_names(tensors, max_shard_bytes)
+    refuse_others(folder, set(names))
+    files = names[:many]
     done: list[Path] = []
-    for name, names in zip(files, shards, strict=True):
-        write_safetensors(folder / name, {one: tensors[one] for one in names}, read, about(many == 1))
+    for name, held in zip(files, shards, strict=True):
+        write_safetensors(folder / name, {one: tensors[one] for one in held}, read, about(many == 1))
         done.append(folder / name)
     if many > 1:
-        places = {tensor: name for name, names in zip(files, shards, strict=True) for tensor in names}
+        places = {tensor: name for name, held in zip(files, shards, strict=True) for tensor in held}
         total = sum(map(num_bytes_of, tensors.values()))
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2, sort_keys=True)
         done.append(written(folder / INDEX, f"{text}\n"))

@@ -36,13 +36,28 @@ def host_copy(address: str, cache: Path, *, still_s: float = STILL_S) -> Path:
     """
     store = ObjectStore(address)
     wanted = _wanted(store)
-    folder = cache / f"{PREFIX}{_identity(store, wanted)}"
+    identity = _identity(store, wanted)
+    folder = cache / f"{PREFIX}{identity}"
     if folder.is_dir():
         return folder
     cache.mkdir(parents=True, exist_ok=True)
     with alone(folder, still_s):
         if not folder.is_dir():
-            _bring(store, wanted, folder)
+            partial = folder.with_suffix(".partial")
+            partial.mkdir(exist_ok=True)
+            done = _DoneParts(partial / ".pieces")
+            try:
+                _bring(store, wanted, partial, done)
+                is_same = _identity_now(store) == identity
+            except FileNotFoundError:
+                is_same = False
+            if not is_same:  # pieces may be of two models
+                shutil.rmtree(partial)
+                raise CheckpointError(
+                    f"{store.address} was changed while it was read: start again when all of it is written"
+                )
+            done.remove()
+            partial.rename(folder)
     return folder
 
 
@@ -75,10 +90,16 @@ def _identity(store: ObjectStore, wanted: Sequence[ObjectInfo]) -> str:
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:24]
 
 
-def _bring(store: ObjectStore, wanted: Sequence[ObjectInfo], folder: Path) -> None:
-    partial = folder.with_suffix(".partial")
-    partial.mkdir(exist_ok=True)
-    done = _DoneParts(partial / ".pieces")
+def _identity_now(store: ObjectStore) -> str | None:
+    """What the folder is after the download; None where it is no whole one any more."""
+    try:
+        return _identity(store, _wanted(store))
+    except (CheckpointError, FileNotFoundError, ValueError):  # the index is being written, say
+        return None
+
+
+def _bring(store: ObjectStore, wanted: Sequence[ObjectInfo], partial: Path, done: _DoneParts) -> None:
+    """Fill a folder with the objects' bytes, from where an earlier call was broken off."""
     missing = [
         (one.name, start, min(start + PIECE_BYTES, one.num_bytes))
         for one in wanted
@@ -89,7 +110,7 @@ def _bring(store: ObjectStore, wanted: Sequence[ObjectInfo], folder: Path) -> No
     if needed > free:
         raise CheckpointError(
             f"{store.address} has {bytes_text(needed)} more to come, and {bytes_text(free)} are free in "
-            f"{folder.parent}, where each host keeps one copy: free space there, or name another place, "
+            f"{partial.parent}, where each host keeps one copy: free space there, or name another place, "
             "from_pretrained(..., cache_dir=...)"
         )
     with contextlib.ExitStack() as stack:
@@ -108,14 +129,10 @@ def _bring(store: ObjectStore, wanted: Sequence[ObjectInfo], folder: Path) -> No
         try:
             for task in concurrent.futures.as_completed(tasks):
                 done.add(*task.result())
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{store.address} was changed while it was read: {error}") from error
         finally:
             pool.shutdown(cancel_futures=True)
         for file in opened.values():
             os.fsync(file)
-    done.remove()
-    partial.rename(folder)
 
 
 class _DoneParts:

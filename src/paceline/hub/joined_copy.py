@@ -2,7 +2,8 @@
 
 Bytes of several tensors cannot be mapped as one. So the first worker of a host lets transformers join them, each into a
 file as soon as it is there, and writes a folder with the model's own tensors. All workers map that, as any other: each
-reads its experts alone. The copy is named by the folder, its files' sizes and times, and the version of transformers.
+reads its experts alone. The copy is named by the folder, its files' sizes and times, the class and its options, and the
+version of transformers. What the files lack is not in it either: each model begins that anew.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +32,12 @@ from paceline.parallel.class_name import own_class
 from paceline.parallel.file_weights import FileMappings, WeightFiles
 from paceline.units import bytes_text
 
-__all__ = ["are_joined", "joined_copy"]
+__all__ = ["JoinedModel", "are_joined", "joined_copy"]
 
 PREFIX = "joined-"
 LEAST_BYTES = 1 << 10  # of what is kept in a file of its own
+SAME_WEIGHTS = ("attn_implementation",)  # options that change no tensor
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def are_joined(empty: Any, stored: StoredWeights) -> bool:
@@ -49,10 +53,21 @@ def are_joined(empty: Any, stored: StoredWeights) -> bool:
     return False
 
 
-def joined_copy(stored: StoredWeights, cache: Path, load: Callable[[], Any]) -> Path:
+class JoinedModel:
+    """What a folder's tensors are joined for: a class, with options, and names that are left out."""
+
+    def __init__(self, kind: type[Any], *, unused: Sequence[str], options: Mapping[str, Any]) -> None:
+        others = [(name, _shown(one)) for name, one in options.items() if name not in SAME_WEIGHTS]
+        #: Of other classes or options the tensors may be others. Weights that begin anew are in no copy.
+        self.identity = [f"{kind.__module__}:{kind.__qualname__}", sorted(unused), sorted(others)]
+
+
+def joined_copy(
+    stored: StoredWeights, cache: Path, about: JoinedModel, load: Callable[[StoredWeights], _MadeOfFiles]
+) -> Path:
     """Return this host's folder with the tensors of the model itself, after making it if it is not there. `load` has
     transformers make the model. Raises CheckpointError where the disk has no room."""
-    folder = cache / f"{PREFIX}{_identity(stored)}"
+    folder = cache / f"{PREFIX}{_identity(stored, about)}"
     if not folder.is_dir():
         cache.mkdir(parents=True, exist_ok=True)
         with alone(folder):
@@ -61,16 +76,32 @@ def joined_copy(stored: StoredWeights, cache: Path, load: Callable[[], Any]) -> 
     return folder
 
 
-def _identity(stored: StoredWeights) -> str:
+class _MadeOfFiles(Protocol):
+    """A model, and the names of its weights that the files lack."""
+
+    @property
+    def model(self) -> Any: ...
+
+    @property
+    def begun(self) -> set[str]: ...
+
+
+def _identity(stored: StoredWeights, about: JoinedModel) -> str:
     version = importlib.import_module("transformers").__version__
-    rows: list[Any] = [str(stored.folder.resolve()), version]
+    rows: list[Any] = [str(stored.folder.resolve()), version, about.identity]
     for name in (*stored.files, "config.json"):
-        about = (stored.folder / name).stat()
-        rows.append([name, about.st_size, about.st_mtime_ns])
+        file = (stored.folder / name).stat()
+        rows.append([name, file.st_size, file.st_mtime_ns])
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:24]
 
 
-def _make(stored: StoredWeights, folder: Path, load: Callable[[], Any]) -> None:
+def _shown(option: Any) -> str:
+    """An option as text, the same in all processes."""
+    to_text: Any = getattr(option, "to_json_string", None)  # of configurations
+    return str(to_text()) if callable(to_text) else ADDRESS.sub("", repr(option))
+
+
+def _make(stored: StoredWeights, folder: Path, load: Callable[[StoredWeights], _MadeOfFiles]) -> None:
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
@@ -81,20 +112,28 @@ def _make(stored: StoredWeights, folder: Path, load: Callable[[], Any]) -> None:
             f"{folder.parent} meanwhile, and {bytes_text(free)} are free: free space there, or name another place, "
             "from_pretrained(..., cache_dir=...)"
         )
+    try:
+        _fill(stored, partial, load)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)  # as large as the weights, and of no use
+        raise
+    partial.rename(folder)
+
+
+def _fill(stored: StoredWeights, partial: Path, load: Callable[[StoredWeights], _MadeOfFiles]) -> None:
     pieces = _ParameterFiles(partial / "pieces")
     keep: Any = pieces.keep  # torch's annotation of such hooks has no result
     handle = register_module_parameter_registration_hook(keep)
     try:
-        model = load()
+        made = load(stored)
     finally:
         handle.remove()
-    _write(model, partial)
-    del model
+    _write(made.model, partial, made.begun)
+    del made
     pieces.remove()
     for path in stored.folder.iterdir():
         if path.is_file() and path.suffix in (".json", ".model", ".txt", ".jinja") and path.name != INDEX:
             shutil.copyfile(path, partial / path.name)
-    partial.rename(folder)
 
 
 class _ParameterFiles:
@@ -124,8 +163,8 @@ class _ParameterFiles:
         shutil.rmtree(self._folder)
 
 
-def _write(model: nn.Module, folder: Path) -> None:
-    held: Mapping[str, Tensor] = model.state_dict()
+def _write(model: nn.Module, folder: Path, begun: set[str]) -> None:
+    held: Mapping[str, Tensor] = {name: one for name, one in model.state_dict().items() if name not in begun}
     first: dict[tuple[int, torch.Size], str] = {}  # tied ones are written once
     for name, one in held.items():
         first.setdefault((one.data_ptr(), one.shape), name)

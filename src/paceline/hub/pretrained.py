@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import fnmatch
 import importlib
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,12 @@ import torch
 
 from paceline import environment
 from paceline.errors import CheckpointError, PlanError
-from paceline.hub.joined_copy import are_joined, joined_copy
+from paceline.hub.joined_copy import JoinedModel, are_joined, joined_copy
 from paceline.hub.model_folder import model_folder
 from paceline.hub.stored_weights import StoredWeights, read_config, stored_weights
-from paceline.parallel.part_dtype import convert_later
+from paceline.hub.weight_types import convert_buffers, final_types, restore_precise, widest
+from paceline.parallel.class_name import own_class
+from paceline.parallel.part_dtype import mark
 
 __all__ = ["from_pretrained"]
 
@@ -71,8 +75,8 @@ def from_pretrained(
     model_class: a class of transformers with `from_pretrained`; default: `AutoModelForCausalLM`.
 
     dtype: the type that the model's floating weights get, such as `torch.float32` or `"bf16"`. `"auto"`: that of the
-    files. Where it is another one, `worker.prepare` converts each worker's part, one tensor at a time; until then the
-    model has the files' type.
+    files, or of most of their bytes. Where it is another one, `worker.prepare` converts each worker's part, one tensor
+    at a time; until then the model has the files' types. What transformers keeps in 32 bits for a class stays so.
 
     new: patterns of names (`"score.*"`) of weights that the files lack, and that the model begins anew. unused: those
     of weights in the files for which the model has no place. options: further ones of transformers, such as
@@ -97,42 +101,77 @@ def from_pretrained(
     _refuse_quantised(folder, read_config(folder))
     stored = stored_weights(folder)
 
-    def load(stored: StoredWeights) -> Any:
-        return _loaded(stored, chosen, new=new, unused=unused, options=options)
+    empty = _empty(folder, chosen, options, wanted)
 
-    if are_joined(_empty(folder, chosen, options), stored):
+    def load(stored: StoredWeights, dtype: torch.dtype) -> _Loaded:
+        return _loaded(stored, chosen, dtype, new=new, unused=unused, options=options)
+
+    own = stored.dtype
+    if are_joined(empty, stored):
         cache = environment.cache_folder() if cache_dir is None else Path(cache_dir).expanduser()
-        stored = stored_weights(joined_copy(stored, cache, lambda: load(stored)))
-    model = load(stored)
-    if wanted is not None:
-        convert_later(model, wanted)
-        if getattr(model, "config", None) is not None:
-            model.config.dtype = wanted
+        about = JoinedModel(own_class(empty), unused=unused, options=options)
+        stored = stored_weights(joined_copy(stored, cache, about, lambda given: _precise(given, load)))
+    if wanted is None:
+        return load(stored, own).model
+    model = _precise(stored, load, lambda model: final_types(model, empty, wanted)).model
+    types = final_types(model, empty, wanted)
+    convert_buffers(model, types)
+    mark(model, types)
+    if getattr(model, "config", None) is not None:
+        model.config.dtype = wanted
     return model
 
 
-def _empty(folder: Path, model_class: Any, options: Mapping[str, Any]) -> Any:
-    """The model without numbers, which takes no memory."""
+def _precise(
+    stored: StoredWeights,
+    load: Callable[[StoredWeights, torch.dtype], _Loaded],
+    types_of: Callable[[Any], Mapping[str, torch.dtype]] | None = None,
+) -> _Loaded:
+    """The model with weights as precise as the files have them, or, given the types that they get, as these need."""
+    found = load(stored, stored.dtype)
+    types = None if types_of is None else types_of(found.model)
+    if not restore_precise(found.model, stored, types, found.left):
+        return found
+    del found  # some has become part of other tensors: all of it is loaded as numbers that none of it exceeds
+    return load(stored, widest(stored))
+
+
+def _empty(folder: Path, model_class: Any, options: Mapping[str, Any], dtype: torch.dtype | None) -> Any:
+    """The model without numbers, which takes no memory, in this type or in the configuration's."""
     transformers: Any = importlib.import_module("transformers")
     own = {name: options[name] for name in ("config", "trust_remote_code") if name in options}
-    config = own.pop("config", None) or transformers.AutoConfig.from_pretrained(folder, **own)
+    config = copy.deepcopy(own.pop("config", None)) or transformers.AutoConfig.from_pretrained(folder, **own)
+    if dtype is not None and (hasattr(model_class, "from_config") or hasattr(model_class, "_from_config")):
+        own["dtype"] = dtype
     with torch.device("meta"):
-        return model_class.from_config(config, **own) if hasattr(model_class, "from_config") else model_class(config)
+        if hasattr(model_class, "from_config"):
+            return model_class.from_config(config, **own)
+        return model_class._from_config(config, dtype=dtype) if "dtype" in own else model_class(config)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Loaded:
+    """What transformers has made of files."""
+
+    model: Any
+    begun: set[str]  # names in the model of weights that it began anew
+    left: set[str]  # names in the files of those without a place
 
 
 def _loaded(
     stored: StoredWeights,
     model_class: Any,
+    dtype: torch.dtype,
     *,
     new: Sequence[str],
     unused: Sequence[str],
     options: Mapping[str, Any],
-) -> Any:
+) -> _Loaded:
     """Have transformers make the model. In the type of the file it copies nothing: its tensors are the mapped file."""
     with _quiet():
         model, told = model_class.from_pretrained(
             stored.folder,
-            dtype=stored.dtype,
+            dtype=dtype,
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
@@ -152,7 +191,8 @@ def _loaded(
             "were saved from (paceline.from_pretrained(folder, Class)), or say which weights begin anew (new=[...]) or "
             "are left out (unused=[...])"
         )
-    return model
+    begun = {*told["missing_keys"], *map(_name, told["mismatched_keys"])}
+    return _Loaded(model, begun, {*told["unexpected_keys"], *map(_name, told["mismatched_keys"])})
 
 
 def _listed(what: str, names: Any, allowed: Sequence[str], option: str) -> list[str]:

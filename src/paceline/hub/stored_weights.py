@@ -13,7 +13,7 @@ import torch
 
 from paceline.errors import CheckpointError
 
-__all__ = ["CONFIG", "INDEX", "WHOLE", "FileTensor", "StoredWeights", "read_config", "stored_weights"]
+__all__ = ["CONFIG", "FLOATS", "INDEX", "WHOLE", "FileTensor", "StoredWeights", "read_config", "stored_weights"]
 
 WHOLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 MOST_HEADER_BYTES = 100_000_000  # as safetensors itself limits it

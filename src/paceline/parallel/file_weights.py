@@ -37,6 +37,7 @@ __all__ = [
     "FileMappings",
     "FilePlace",
     "WeightFiles",
+    "forget_origins",
     "giving_back",
     "keep_in_memory",
     "without_same_files",
@@ -186,11 +187,13 @@ def without_same_files(tensors: Iterable[Tensor], group: WorkerGroup) -> list[Te
     several what is in them at some places.
     """
     given = list(tensors)
+    origins = [getattr(one, ORIGIN, None) for one in given]
+    forget_origins(given)  # later they may have been changed: one answer is all
     if group.size == 1:
         return given
     is_one_host = len(set(group.hosts)) == 1
     with FileMappings() as mappings:
-        places = [mappings.place_of(one) or _converted_from(one) for one in given]
+        places = [mappings.place_of(one) or origin for one, origin in zip(given, origins, strict=True)]
     told = [
         None if place is None else (place.file if is_one_host else _checksum(one), place.offset, place.num_bytes)
         for one, place in zip(given, places, strict=True)
@@ -205,6 +208,13 @@ def without_same_files(tensors: Iterable[Tensor], group: WorkerGroup) -> list[Te
         for tensor, found in zip(given, zip(*rows, strict=True), strict=True)
         if found[0] is None or any(one != found[0] for one in found)
     ]
+
+
+def forget_origins(tensors: Iterable[Tensor]) -> None:
+    """Take back what tensors were converted from: they have other numbers now, or may get some."""
+    for one in tensors:
+        if hasattr(one, ORIGIN):
+            delattr(one, ORIGIN)
 
 
 @contextlib.contextmanager
@@ -253,14 +263,6 @@ def keep_in_memory(model: nn.Module) -> None:
     files.release()
     if files:
         give_back_freed()
-
-
-def _converted_from(tensor: Tensor) -> FilePlace | None:
-    """What of a file a tensor was converted from a moment ago. Later it may have been changed: one answer is all."""
-    place: FilePlace | None = getattr(tensor, ORIGIN, None)
-    if place is not None:
-        delattr(tensor, ORIGIN)
-    return place
 
 
 def _begin(mapping: _Mapping) -> int:

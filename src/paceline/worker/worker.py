@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from paceline.events import Evaluated
 from paceline.parallel.check.model_hints import ModelHints
-from paceline.parallel.file_weights import keep_in_memory
+from paceline.parallel.file_weights import forget_origins, keep_in_memory
 from paceline.units import name_text
 from paceline.worker.data.batch_stream import StreamSource
 from paceline.worker.data.data_loading import Collate
@@ -443,6 +443,7 @@ class Worker(StatefulMember):
             model, self._prepared.model(model, name, slices=slices, owners=owners, tables=tables, buffers=buffers)
         )
         self._models.layout.guard_state(model)
+        forget_origins(model.parameters())  # from now on weights change, and states fill them
         keep_in_memory(model)
 
 

@@ -103,6 +103,53 @@ def test_a_broken_download_is_gone_on_with(
     assert (folder / "model-1.safetensors").read_bytes() == (far / "model-1.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize("what", ["written anew", "the index is no JSON", "removed"])
+def test_a_folder_that_changes_during_the_download_is_no_copy(
+    far: Path, tmp_path: Path, reads: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    counted = ObjectStore.read
+    before = {path.name: path.read_bytes() for path in far.iterdir()}
+
+    def overtaken(self: ObjectStore, name: str, start: int = 0, end: int | None = None) -> bytes:
+        if (name, start) == ("model-1.safetensors", 3000):
+            if what == "removed":
+                (far / "model-1.safetensors").unlink()
+            elif what == "written anew":
+                save_file({"a": torch.arange(1000) + 1}, far / "model-1.safetensors")  # of the same size
+            else:
+                (far / "model.safetensors.index.json").write_bytes(bytes(len(before["model.safetensors.index.json"])))
+        return counted(self, name, start, end)
+
+    with monkeypatch.context() as during:
+        during.setattr(ObjectStore, "read", overtaken)
+        during.setattr(module, "THREADS", 1)
+        with pytest.raises(CheckpointError, match="was changed while it was read: start again when all of it"):
+            host_copy(f"file://{far}", tmp_path / "cache")
+    assert [one.name for one in (tmp_path / "cache").iterdir() if one.is_dir()] == []
+    for name, data in before.items():
+        (far / name).write_bytes(data)
+    save_file({"a": torch.arange(1000) + 2}, far / "model-1.safetensors")
+    folder = host_copy(f"file://{far}", tmp_path / "cache")
+    assert load_file(folder / "model-1.safetensors")["a"].tolist() == list(range(2, 1002))
+
+
+def test_an_answer_that_fails_at_the_end_costs_no_second_download(
+    far: Path, tmp_path: Path, reads: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(_: ObjectStore) -> str:
+        raise StorageError("the store is away")
+
+    with monkeypatch.context() as during:
+        during.setattr(module, "_identity_now", refused)
+        with pytest.raises(StorageError, match="is away"):
+            host_copy(f"file://{far}", tmp_path / "cache")
+    reads.clear()
+    folder = host_copy(f"file://{far}", tmp_path / "cache")
+    assert {name for name, _ in reads} == {"model.safetensors.index.json"}
+    assert (folder / "model-1.safetensors").read_bytes() == (far / "model-1.safetensors").read_bytes()
+    assert not (folder / ".pieces").exists()
+
+
 def test_several_workers_of_a_host_download_once(far: Path, tmp_path: Path, reads: list[tuple[str, int]]) -> None:
     found: list[Path] = []
     threads = [

@@ -17,8 +17,14 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
 )
 from transformers.utils import logging
 
@@ -26,7 +32,8 @@ import paceline
 from object_servers import CREDENTIALS, s3_server
 from paceline.hub.model_folder import model_folder
 from paceline.parallel.file_weights import FileMappings
-from paceline.parallel.part_dtype import later_dtype
+from paceline.parallel.part_dtype import convert_parts, later_dtype
+from paceline.parallel.sample_input import SampleInput
 from paceline.storage.object_store import ObjectStore
 
 logging.disable_progress_bar()  # which would leave a thread behind
@@ -63,6 +70,125 @@ def test_all_weights_are_the_mapped_bytes_of_the_files(base: Path) -> None:
     assert model.config.dtype == torch.float32
     model = paceline.from_pretrained(base, dtype=torch.bfloat16)
     assert {later_dtype(one) for one in model.parameters()} == {torch.bfloat16}
+    model = paceline.from_pretrained(base, dtype=torch.float16).float()  # which the user has asked for last
+    assert {later_dtype(one) for one in model.parameters()} == {torch.float32}
+    assert {one.dtype for one in kept_in_parts(model).values()} == {torch.float32}
+
+
+def kept_in_parts(model: Any) -> dict[str, torch.Tensor]:
+    """What a worker that keeps all of a model has of it."""
+    convert_parts(model)
+    return model.state_dict()
+
+
+def as_transformers(folder: Path, dtype: torch.dtype, **options: Any) -> None:
+    """Each weight has the type and the numbers that plain transformers loads."""
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict()
+    found = kept_in_parts(paceline.from_pretrained(folder, dtype=dtype, **options))
+    assert found.keys() == expected.keys()
+    assert {name: one.dtype for name, one in found.items()} == {name: one.dtype for name, one in expected.items()}
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_what_the_files_have_more_precisely_is_rounded_once_at_most(base: Path, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    for path in base.glob("*.safetensors"):
+        weights = {
+            name: torch.randn(one.shape) if "norm" in name or "q_proj" in name else one
+            for name, one in load_file(path).items()
+        }
+        save_file(weights, path, {"format": "pt"})
+    as_transformers(base, dtype)
+    if dtype == torch.float32:
+        model = paceline.from_pretrained(base, dtype=dtype)
+        with FileMappings() as mappings:
+            assert [name for name, one in model.named_parameters() if mappings.place_of(one) is None] == []
+        sample = SampleInput(kwargs={"input_ids": torch.zeros(1, 4, dtype=torch.long)})
+        sample.run(model)  # in one type
+        with FileMappings() as mappings:
+            assert [name for name, one in model.named_parameters() if mappings.place_of(one) is None] == []
+        sample.run(model.float())
+
+
+def moe(kind: str) -> Any:
+    sizes: dict[str, Any] = {
+        "vocab_size": 40,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    more: dict[str, Any] = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+    torch.manual_seed(0)
+    if kind == "ernie":
+        more = {"moe_intermediate_size": 16, "moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0}
+        return Ernie4_5_MoeForCausalLM(Ernie4_5_MoeConfig(**sizes, **more))
+    if kind == "deepseek":
+        more |= {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "v_head_dim": 8}
+        more |= {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+        return DeepseekV3ForCausalLM(DeepseekV3Config(**{**sizes, "num_key_value_heads": 4}, **more))
+    return MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["ernie", "deepseek", "mixtral"])
+def test_what_transformers_keeps_in_32_bits_stays_so(
+    tmp_path: Path, kind: str, own: torch.dtype, dtype: torch.dtype
+) -> None:
+    moe(kind).to(own).save_pretrained(tmp_path / "base")
+    path = tmp_path / "base" / "model.safetensors"
+    weights = load_file(path)
+    routers = [name for name in weights if "gate.weight" in name or "e_score_correction_bias" in name]
+    assert len(routers) == {"ernie": 4, "deepseek": 2, "mixtral": 2}[kind]
+    torch.manual_seed(1)
+    weights |= {name: torch.randn(weights[name].shape) for name in routers}  # in 32 bits, as such folders are published
+    save_file(weights, path, {"format": "pt"})
+    as_transformers(tmp_path / "base", dtype, cache_dir=tmp_path / "cache")
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_experts_of_several_types_are_joined_without_rounding(tmp_path: Path, dtype: torch.dtype) -> None:
+    moe("mixtral").bfloat16().save_pretrained(tmp_path / "base")
+    path = tmp_path / "base" / "model.safetensors"
+    weights = load_file(path)
+    [name] = [name for name in weights if ".0." in name and "experts.2.w1" in name]
+    save_file({**weights, name: torch.randn(weights[name].shape)}, path, {"format": "pt"})
+    as_transformers(tmp_path / "base", dtype, cache_dir=tmp_path / "cache")
+    assert {
+        one.dtype for one in paceline.from_pretrained(tmp_path / "base", cache_dir=tmp_path / "cache").parameters()
+    } == {torch.bfloat16}
+
+
+def test_a_joined_copy_is_of_one_class_and_has_no_weights_that_begin_anew(tmp_path: Path) -> None:
+    moe("mixtral").save_pretrained(tmp_path / "base")
+    cache = tmp_path / "cache"
+
+    def copies() -> list[Path]:
+        return sorted(one for one in cache.iterdir() if one.is_dir())
+
+    def load(kind: Any = None, **options: Any) -> Any:
+        return paceline.from_pretrained(tmp_path / "base", kind, cache_dir=cache, **options)
+
+    torch.manual_seed(1)
+    first = load(AutoModelForSequenceClassification, new=["score.*"], unused=["lm_head.*"], num_labels=3)
+    [copy] = copies()
+    assert not any("score" in name for name in load_one(copy)) and "model.norm.weight" in load_one(copy)
+    again = load(AutoModelForSequenceClassification, new=["score.*"], unused=["lm_head.*"], num_labels=3)
+    assert copies() == [copy]
+    assert not torch.equal(first.score.weight, again.score.weight), "each begins it anew"
+    with pytest.raises(paceline.CheckpointError, match=r"score.weight: not in the files"):
+        load(AutoModelForSequenceClassification, unused=["lm_head.*"], num_labels=3)
+    with pytest.raises(paceline.CheckpointError, match=r"lm_head.weight: in the files, without a place"):
+        load(AutoModelForSequenceClassification, new=["score.*"], num_labels=3)
+    assert same(load(), tmp_path / "base"), "its head is in another copy"
+    assert same(load(attn_implementation="eager"), tmp_path / "base")
+    assert len(copies()) == 2
 
 
 def test_other_classes_and_options_of_transformers(base: Path) -> None:

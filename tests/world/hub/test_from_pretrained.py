@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -107,6 +109,19 @@ def test_parts_of_16_bit_files_are_converted_where_they_are_kept(world: World, t
     parity(world, tmp_path, tmp_path / "base", {**LAYOUTS, **CUT}[name], dtype="fp32")
 
 
+@pytest.mark.parametrize("name", quick.without(["tensor", "replicas", "stages", "stages-shard"], [*LAYOUTS, *CUT]))
+def test_tensors_that_files_have_more_precisely_keep_their_numbers(world: World, tmp_path: Path, name: str) -> None:
+    llama(dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
+    path = tmp_path / "base" / "model.safetensors"
+    torch.manual_seed(5)
+    weights = {
+        name: one + torch.randn(one.shape) / 100 if "norm" in name or "q_proj" in name else one
+        for name, one in load_file(path).items()
+    }
+    save_file(weights, path, {"format": "pt"})
+    parity(world, tmp_path, tmp_path / "base", {**LAYOUTS, **CUT}[name], dtype="fp32", tolerance=1e-5)
+
+
 @pytest.mark.parametrize("dtype", ["auto", quick.further("fp32")])
 def test_each_worker_reads_its_experts_which_files_have_one_by_one(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
@@ -132,32 +147,52 @@ def test_each_worker_reads_its_experts_which_files_have_one_by_one(
     assert len([one for one in (tmp_path / "cache").iterdir() if one.is_dir()]) == 1
 
 
-def continued(worker: Any, folder: Path, *, epochs: int) -> tuple[list[float], dict[str, Tensor]]:
-    model = worker.prepare(paceline.from_pretrained(folder, dtype="fp32"))
+def continued(worker: Any, folder: Path, *, epochs: int, dtype: str = "fp32") -> tuple[list[float], dict[str, Tensor]]:
+    model = worker.prepare(paceline.from_pretrained(folder, dtype=dtype))
     optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
     step = worker.stepper(model, optim, forward=loss_of)
     return [float(step(batch)) for batch in worker.batches(Text(32), epochs=epochs)], worker.state_dict(model)
 
 
+def goes_on(
+    world: World, tmp_path: Path, first: Layout, then: Layout, run: Callable[..., tuple[list[float], dict[str, Tensor]]]
+) -> None:
+    """Train two epochs in one process, and one epoch each under two layouts of two workers each."""
+    expected, weights = beside(tmp_path).one_process(lambda worker: run(worker, epochs=2), Plan(batch=BATCH))
+    world(lambda worker: run(worker, epochs=1), 2, Plan(layout=first, batch=BATCH))
+    found = world(lambda worker: run(worker, epochs=2), 2, Plan(layout=then, batch=BATCH))
+    for losses, here in found:
+        assert losses == pytest.approx(expected[2:], rel=1e-4)
+        for name, value in here.items():
+            torch.testing.assert_close(value, weights[name], rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("first", "then"),
-    [(Layout(shard=2), Layout(stages=2)), quick.further(Layout(replicas=2), Layout(shard=2))],
+    [
+        (Layout(shard=2), Layout(replicas=2)),
+        quick.further(Layout(replicas=2), Layout(tensor=2)),
+        quick.further(Layout(shard=2), Layout(stages=2)),
+        quick.further(Layout(replicas=2), Layout(shard=2)),
+    ],
     ids=str,
 )
 def test_a_checkpoint_of_converted_weights_goes_on_under_another_layout(
     world: World, tmp_path: Path, first: Layout, then: Layout
 ) -> None:
     llama(dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
+    goes_on(world, tmp_path, first, then, lambda worker, epochs: continued(worker, tmp_path / "base", epochs=epochs))
 
-    def twice(worker: Any) -> Any:
-        return continued(worker, tmp_path / "base", epochs=2)
 
-    expected, weights = beside(tmp_path).one_process(twice, Plan(batch=BATCH))
-    world(lambda worker: continued(worker, tmp_path / "base", epochs=1), 2, Plan(layout=first, batch=BATCH))
-    (losses, found), *_ = world(twice, 2, Plan(layout=then, batch=BATCH))
-    assert losses == pytest.approx(expected[2:], rel=1e-4)
-    for name, value in found.items():
-        torch.testing.assert_close(value, weights[name], rtol=1e-3, atol=1e-4)
+@pytest.mark.further
+@pytest.mark.parametrize("then", [Layout(replicas=2), Layout(tensor=2)], ids=str)
+def test_a_checkpoint_fills_mapped_weights_on_all_workers(world: World, tmp_path: Path, then: Layout) -> None:
+    llama().save_pretrained(tmp_path / "base")
+
+    def run(worker: Any, epochs: int) -> tuple[list[float], dict[str, Tensor]]:
+        return continued(worker, tmp_path / "base", epochs=epochs, dtype="auto")
+
+    goes_on(world, tmp_path, Layout(replicas=2), then, run)
 
 
 def with_adapters(base: Any) -> Any:
@@ -167,11 +202,11 @@ def with_adapters(base: Any) -> Any:
     )
 
 
-def adapted(worker: Any, model: Any) -> tuple[list[float], dict[str, Tensor]]:
+def adapted(worker: Any, model: Any, *, epochs: int = 1) -> tuple[list[float], dict[str, Tensor]]:
     model = worker.prepare(model)
     optim = worker.prepare(torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2))
     step = worker.stepper(model, optim, forward=loss_of)
-    return [float(step(batch)) for batch in worker.batches(Text(32))], worker.state_dict(model)
+    return [float(step(batch)) for batch in worker.batches(Text(32), epochs=epochs)], worker.state_dict(model)
 
 
 @pytest.mark.parametrize("layout", [Layout(shard=2), quick.further(Layout(stages=2)), quick.further(Layout(tensor=2))])
@@ -192,3 +227,25 @@ def test_a_base_of_adapters_is_converted_in_parts(world: World, tmp_path: Path, 
     assert found.keys() == weights.keys()
     for name, value in found.items():
         torch.testing.assert_close(value, weights[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("own", "then"),
+    [
+        (torch.bfloat16, Layout(replicas=2)),
+        quick.further(torch.float32, Layout(replicas=2)),
+        quick.further(torch.bfloat16, Layout(tensor=2)),
+        quick.further(torch.float32, Layout(tensor=2)),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_of_adapters_goes_on_with_the_base_of_the_files(
+    world: World, tmp_path: Path, own: torch.dtype, then: Layout
+) -> None:
+    llama(dtype=own).save_pretrained(tmp_path / "base")
+
+    def run(worker: Any, epochs: int) -> tuple[list[float], dict[str, Tensor]]:
+        model = with_adapters(paceline.from_pretrained(tmp_path / "base", dtype="fp32"))
+        return adapted(worker, model, epochs=epochs)
+
+    goes_on(world, tmp_path, Layout(shard=2), then, run)

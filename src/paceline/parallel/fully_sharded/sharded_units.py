@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from paceline.errors import PlanError, Reason
 from paceline.parallel.class_name import class_name
 from paceline.parallel.model_units import blocks_of
+from paceline.parallel.part_dtype import later_dtype
 
 __all__ = [
     "Slot",
@@ -134,8 +135,8 @@ def stays_whole(parameter: nn.Parameter) -> bool:
 
 
 def trained_types(slots: Iterable[Slot]) -> list[str]:
-    """The types of the parameters that are trained."""
-    return sorted({_short(parameter.dtype) for _, _, parameter in slots if parameter.requires_grad})
+    """The types that parameters which are trained have, or will have."""
+    return sorted({_short(later_dtype(parameter)) for _, _, parameter in slots if parameter.requires_grad})
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -19,7 +19,7 @@ from paceline.comm.group import WorkerGroup
 from paceline.comm.sharded_tensors import TensorSlice, fill_local, is_sharded, part_like, whole_shape
 from paceline.errors import CheckpointError
 from paceline.parallel.apply import send_from_first
-from paceline.parallel.file_weights import without_same_files
+from paceline.parallel.file_weights import forget_origins, without_same_files
 from paceline.worker.state.state_registry import CPU, StateRegistry, is_extra_state, model_entries, parameter_name
 from paceline.worker.state.tensor_source import InMemoryTensors, TensorSource
 from paceline.worker.step.model_buffers import persistent_buffers
@@ -63,6 +63,8 @@ def load_model(
         checkpoint.tie(_tied_names(name, model, wanted))
         checkpoint.require({**wanted, **shapes, **old}, prefix=f"{name}.")
         checkpoint.load_into({key: value for key, value in wanted.items() if key not in split})
+    named = model.named_parameters(remove_duplicate=False)
+    forget_origins(one for key, one in named if f"{name}.{key}" in wanted)  # worker 0 has the checkpoint's numbers now
     set_extra(model, extra)
     for key, target in split.items():
         shape = whole_shape(target, slices.get(key))

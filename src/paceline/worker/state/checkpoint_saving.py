@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from paceline.checkpoint.checkpoint_dir import find
 from paceline.checkpoint.retention import discard
+from paceline.checkpoint.weight_files import FROZEN
 from paceline.comm.group import WorkerGroup, total
 from paceline.errors import CheckpointError
 from paceline.events import CheckpointSaved, Event, Warned
@@ -25,7 +26,6 @@ from paceline.worker.record.run_files import RunFiles
 from paceline.worker.state.background_call import poll_s
 from paceline.worker.state.checkpoint_shards import CheckpointShardWriter
 from paceline.worker.state.codec_state import GatheredCodecState
-from paceline.worker.state.frozen_weights import FROZEN
 from paceline.worker.state.resumed_state import ResumedState
 from paceline.worker.state.run_state import OBJECTS, Carrier, RunState, StateContents
 from paceline.worker.state.state_registry import merge_owned_values, merge_replica_states

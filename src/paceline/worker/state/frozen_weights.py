@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from paceline.checkpoint.weight_files import FROZEN
 from paceline.comm.group import WorkerGroup
 from paceline.comm.remote_tensors import is_remote
 from paceline.errors import CheckpointError
@@ -23,9 +24,8 @@ from paceline.worker.state.part_digest import MASK, part_digest
 from paceline.worker.state.state_registry import StateRegistry, model_entries
 from paceline.worker.topology.parallel_groups import ParallelGroups
 
-__all__ = ["FROZEN", "FrozenWeights", "left_out_names"]
+__all__ = ["FrozenWeights", "left_out_names"]
 
-FROZEN = "frozen"  # the key, in the plain values of prepared objects, of the digests of weights that are left out
 NUM_NAMED = 3
 
 _Pieces: TypeAlias = dict[tuple[int, ...], int]  # digests of a tensor's pieces, by their offsets

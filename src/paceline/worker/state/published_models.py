@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.checkpoint.huggingface_folder import TOKENIZER_FILES
 from paceline.parallel.class_name import own_class
 from paceline.parallel.generation_caches import had_cache
 from paceline.parallel.partial_state import reading_parts
@@ -29,23 +30,6 @@ from paceline.worker.state.adapter_weights import has_adapters
 __all__ = ["config_text", "described_models"]
 
 MOST_FILE_BYTES = 64 << 20  # of one file: a tokenizer's largest has some 20 MB
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "tekken.json",
-)
 _files: weakref.WeakKeyDictionary[nn.Module, tuple[str, dict[str, bytes]]] = weakref.WeakKeyDictionary()
 _adapters: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
 
