@@ -29,6 +29,7 @@ from transformers import (
 from transformers.utils import logging
 
 import paceline
+import quick
 from object_servers import CREDENTIALS, s3_server
 from paceline.hub.model_folder import model_folder
 from paceline.parallel.file_weights import FileMappings
@@ -136,8 +137,18 @@ def moe(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["ernie", "deepseek", "mixtral"])
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [
+        ("deepseek", torch.float32),
+        ("ernie", torch.bfloat16),
+        quick.further("ernie", torch.float32),
+        quick.further("deepseek", torch.bfloat16),
+        quick.further("mixtral", torch.float32),
+        quick.further("mixtral", torch.bfloat16),
+    ],
+    ids=str,
+)
 def test_what_transformers_keeps_in_32_bits_stays_so(
     tmp_path: Path, kind: str, own: torch.dtype, dtype: torch.dtype
 ) -> None:
