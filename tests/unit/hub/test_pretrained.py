@@ -29,9 +29,11 @@ from transformers import (
 from transformers.utils import logging
 
 import paceline
+import quick
 from object_servers import CREDENTIALS, s3_server
 from paceline.hub.model_folder import model_folder
 from paceline.parallel.file_weights import FileMappings
+from paceline.parallel.fully_sharded.sharded_units import require_splittable
 from paceline.parallel.part_dtype import convert_parts, later_dtype
 from paceline.parallel.sample_input import SampleInput
 from paceline.storage.object_store import ObjectStore
@@ -136,8 +138,18 @@ def moe(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["ernie", "deepseek", "mixtral"])
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [
+        ("deepseek", torch.float32),
+        ("ernie", torch.bfloat16),
+        quick.further("ernie", torch.float32),
+        quick.further("deepseek", torch.bfloat16),
+        quick.further("mixtral", torch.float32),
+        quick.further("mixtral", torch.bfloat16),
+    ],
+    ids=str,
+)
 def test_what_transformers_keeps_in_32_bits_stays_so(
     tmp_path: Path, kind: str, own: torch.dtype, dtype: torch.dtype
 ) -> None:
@@ -150,6 +162,15 @@ def test_what_transformers_keeps_in_32_bits_stays_so(
     weights |= {name: torch.randn(weights[name].shape) for name in routers}  # in 32 bits, as such folders are published
     save_file(weights, path, {"format": "pt"})
     as_transformers(tmp_path / "base", dtype, cache_dir=tmp_path / "cache")
+
+
+def test_whether_rows_can_be_split_is_judged_by_the_types_that_weights_will_have(tmp_path: Path) -> None:
+    moe("ernie").save_pretrained(tmp_path / "base")
+    require_splittable(paceline.from_pretrained(tmp_path / "base", cache_dir=tmp_path / "cache"))
+    model = paceline.from_pretrained(tmp_path / "base", dtype="bf16", cache_dir=tmp_path / "cache")
+    with pytest.raises(paceline.PlanError, match=r"layers.1 mixes bfloat16 and float32.*one type, .*dtype='fp32'"):
+        require_splittable(model)
+    require_splittable(paceline.from_pretrained(tmp_path / "base", dtype="fp32", cache_dir=tmp_path / "cache"))
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from paceline.comm.group import SingleWorkerGroup
 from paceline.parallel.file_weights import FileMappings, WeightFiles, keep_in_memory, without_same_files
+from paceline.parallel.part_dtype import convert_parts, mark
 
 ROWS = 4096  # of 256 numbers: 4 MiB
 
@@ -125,6 +126,22 @@ def test_on_several_hosts_it_counts_what_is_in_the_files(file: Path) -> None:
     save_file({name: weight * 2 for name, weight in ours.items()}, file.with_name("tuned"))
     theirs = load_file(file.with_name("tuned"))
     assert [len(sent) for sent in Members(hosts=(0, 1))([[ours["a"]], [theirs["a"]]])] == [1, 1]
+
+
+def test_what_weights_were_converted_from_counts_once(file: Path) -> None:
+    def converted() -> nn.Module:
+        model = nn.Module()
+        model.a = nn.Parameter(load_file(file)["a"])
+        mark(model, {"a": torch.float64})
+        convert_parts(model)
+        return model
+
+    ours, theirs = converted(), converted()
+    assert Members()([list(ours.parameters()), list(theirs.parameters())]) == [[], []]
+    assert [len(sent) for sent in Members()([list(ours.parameters()), list(theirs.parameters())])] == [1, 1]
+    ours, theirs = converted(), converted()
+    assert without_same_files(ours.parameters(), SingleWorkerGroup()) == [ours.a]  # which others may join
+    assert [len(sent) for sent in Members()([list(ours.parameters()), list(theirs.parameters())])] == [1, 1]
 
 
 def test_pages_that_were_read_are_given_back_and_those_that_were_written_stay(file: Path) -> None:

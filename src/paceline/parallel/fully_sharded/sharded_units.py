@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from paceline.errors import PlanError, Reason
 from paceline.parallel.class_name import class_name
 from paceline.parallel.model_units import blocks_of
-from paceline.parallel.part_dtype import later_dtype
+from paceline.parallel.part_dtype import later_dtype, later_dtypes
 
 __all__ = [
     "Slot",
@@ -74,6 +74,8 @@ def require_splittable(model: nn.Module, named: Sequence[str] = ()) -> None:
                 f"{name} is of {_short(parameter.dtype)} and trained: only real floating numbers are split.",
                 "Make it a buffer, or of real numbers: torch.view_as_real() of a complex one.",
             )
+    is_converted = bool(later_dtypes(model))  # there model.float() changes nothing that is in 32 bits already
+    how = "from_pretrained(..., dtype='fp32')" if is_converted else "model.float() before worker.prepare(model)"
     units = units_of(model, named)
     for name, unit in [*units, ("what is in no block", model)]:
         kinds = trained_types(slots_of(unit, inner=(one for _, one in units)))
@@ -81,8 +83,7 @@ def require_splittable(model: nn.Module, named: Sequence[str] = ()) -> None:
             note(
                 name,
                 f"{name} mixes {' and '.join(kinds)}, but its gradients travel as one:",
-                "give what is trained in it one type, for example model.float() before worker.prepare(model). What is "
-                "frozen may have another one.",
+                f"give what is trained in it one type, for example {how}. What is frozen may have another one.",
             )
     if found:
         raise PlanError.listing(f"Layout(shard=...) cannot split {class_name(model)}", found)
