@@ -147,9 +147,8 @@ class _ParameterFiles:
         """Called with each parameter that a module gets; returns the one that it shall get."""
         if not isinstance(parameter, nn.Parameter) or parameter.is_meta or parameter.nbytes < LEAST_BYTES:
             return None
-        with FileMappings() as mappings:
-            if mappings.mapping_of(parameter) is not None:
-                return None
+        if FileMappings().mapping_of(parameter) is not None:
+            return None
         self._number += 1
         path = self._folder / str(self._number)
         with open(path, "wb") as file:
@@ -168,14 +167,13 @@ def _write(model: nn.Module, folder: Path, begun: set[str]) -> None:
     first: dict[tuple[int, torch.Size], str] = {}  # tied ones are written once
     for name, one in held.items():
         first.setdefault((one.data_ptr(), one.shape), name)
-    files, num_bytes = WeightFiles(held.values()), 0
+    files, written = WeightFiles(held.values()), list[Tensor]()
+    files.coming(held[name] for name in first.values())
 
     def read(name: str) -> Tensor:
-        nonlocal num_bytes
-        if num_bytes >= files.enough_bytes:
-            files.release()
-            num_bytes = 0
-        num_bytes += held[name].nbytes
+        if written:
+            files.was_read(written.pop())
+        written.append(held[name])
         return held[name]
 
     tensors: dict[str, TensorInfo] = {name: (held[name].dtype, tuple(held[name].shape)) for name in first.values()}

@@ -12,7 +12,7 @@ Documentation/admin-guide/mm/pagemap.rst). Where it does not say so, a tensor co
 from __future__ import annotations
 
 import bisect
-import contextlib
+import collections
 import ctypes
 import dataclasses
 import itertools
@@ -20,14 +20,13 @@ import mmap
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import numpy
 import numpy.typing
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 
 from paceline.comm.group import WorkerGroup
 from paceline.host_memory import give_back_freed
@@ -38,18 +37,22 @@ __all__ = [
     "FilePlace",
     "WeightFiles",
     "forget_origins",
-    "giving_back",
     "keep_in_memory",
     "without_same_files",
 ]
+
+T = TypeVar("T", bound=Tensor)
 
 ORIGIN = "paceline_converted_from"  # an attribute of parameters: the place whose bytes were given another type
 
 PAGE = mmap.PAGESIZE
 PRESENT, SWAPPED, OF_FILE = (numpy.uint64(1 << bit) for bit in (63, 62, 61))  # of a page's entry
-MADV_DONTNEED = 4  # asm-generic/mman-common.h
-SHARE, LEAST_BYTES = 16, 4 << 20  # of the files' bytes are read before pages are given back: that looks at all of them
-LINE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ...p ([0-9a-f]+) \S+ ([1-9]\d*) +(/.*)", re.MULTILINE)
+MADV_WILLNEED, MADV_DONTNEED = 3, 4  # asm-generic/mman-common.h
+ENOUGH_BYTES = 16 << 20  # are read before pages are given back
+LIBC = ctypes.CDLL(None, use_errno=True)
+AHEAD_BYTES = 64 << 20  # are asked from the disk before they are read
+# A process maps thousands of pieces of programs; what is mapped to be written, but privately, are a few hundred.
+LINE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) rw.p ([0-9a-f]+) \S+ ([1-9]\d*) +(/.*)", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,20 +82,8 @@ class FileMappings:
             with open("/proc/self/maps", "rb") as lines:  # as a whole: a process has thousands
                 for begin, end, offset, inode, path in LINE.findall(lines.read()):
                     self._mappings.append(_Mapping(int(begin, 16), int(end, 16), int(offset, 16), path, int(inode)))
-            self._pages = os.open("/proc/self/pagemap", os.O_RDONLY)
         except OSError:  # not Linux, or a sandbox that does not show it
-            self._mappings, self._pages = [], -1
-
-    def close(self) -> None:
-        if self._pages >= 0:
-            os.close(self._pages)
-            self._pages = -1
-
-    def __enter__(self) -> FileMappings:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+            self._mappings = []
 
     def place_of(self, tensor: Tensor) -> FilePlace | None:
         """Return what a tensor is of a file; None where it is not, or was changed, or the file was."""
@@ -117,16 +108,16 @@ class FileMappings:
         own = self._own_pages(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
         return own is not None and not bool(own.any())
 
-    def release(self, mapping: _Mapping) -> None:
-        """Give back the memory of a mapping's pages that are those of the file, if it is still there as it was. No
-        other thread may write to it or unmap it meanwhile."""
-        own = self._own_pages(mapping.begin, mapping.end) if mapping in self._mappings else None
+    def release(self, begin: int, end: int) -> None:
+        """Give back the memory of the pages from `begin` to `end`, whole ones, that are those of the file. No other
+        thread may write to them or unmap them meanwhile."""
+        own = self._own_pages(begin, end)
         if own is None:
             return
         bounds = [-1, *own.nonzero()[0].tolist(), len(own)]  # of runs of the file's pages
         for before, behind in itertools.pairwise(bounds):
             if behind - before > 1:
-                _forget(mapping.begin + (before + 1) * PAGE, (behind - before - 1) * PAGE)
+                _advise(begin + (before + 1) * PAGE, begin + behind * PAGE, MADV_DONTNEED)
 
     def mapping_of(self, tensor: Tensor) -> _Mapping | None:
         if tensor.device.type != "cpu" or not tensor.nbytes or not _is_dense(tensor):
@@ -143,7 +134,8 @@ class FileMappings:
         """
         first, last = begin // PAGE, -(-end // PAGE)
         try:
-            data = os.pread(self._pages, 8 * (last - first), 8 * first)
+            with open("/proc/self/pagemap", "rb", buffering=0) as pages:
+                data = os.pread(pages.fileno(), 8 * (last - first), 8 * first)
         except OSError:
             return None
         if len(data) != 8 * (last - first):
@@ -160,25 +152,66 @@ class WeightFiles:
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._storages: dict[_Mapping, torch.UntypedStorage] = {}
-        with FileMappings() as mappings:
-            for one in tensors:
-                if (mapping := mappings.mapping_of(one)) is not None:
-                    self._storages[mapping] = one.untyped_storage()
-        #: Bytes that may be read before they are worth giving back.
-        self.enough_bytes = max(LEAST_BYTES, sum(one.end - one.begin for one in self._storages) // SHARE)
+        with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]  # a mode may watch who looks at weights
+            self._mappings = FileMappings()
+            self._all = [one.detach() for one in tensors if self.has(one)]
+            self._waiting, self._num_waiting = list[Tensor](), 0  # those that were read, and their bytes
+            self._coming, self._num_ahead = collections.deque[Tensor](), 0  # what is not fetched yet; bytes that are
 
     def __bool__(self) -> bool:
-        return bool(self._storages)
+        return bool(self._all)
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a tensor is mapped."""
+        return self._pages_of(tensor) is not None
+
+    def coming(self, tensors: Iterable[Tensor]) -> None:
+        """Say in which order tensors will be read, or parts of them. The kernel fetches some of them ahead from the
+        disk: a page that is fetched when it is looked at costs a wait of its own."""
+        self._coming, self._num_ahead = collections.deque(tensors if self else ()), 0
+        self._fetch()
+
+    def was_read(self, tensor: Tensor) -> None:
+        """Note what was read. Its memory is given back as soon as there is some: it is read again where somebody
+        looks."""
+        if self and self.has(tensor):
+            self._waiting.append(tensor)
+            self._num_waiting += tensor.nbytes
+            if self._num_waiting >= ENOUGH_BYTES:
+                self.release()
+            self._num_ahead -= tensor.nbytes
+            self._fetch()
+
+    def in_order(self, tensors: Iterable[T], what: Callable[[T], Tensor] = lambda tensor: tensor) -> Iterator[T]:
+        """Yield tensors of which one after the other is read, or `what` of them."""
+        given = list(tensors)
+        self.coming(map(what, given))
+        for tensor in given:
+            before = what(tensor).detach()
+            yield tensor
+            self.was_read(before)
+        self.release()
 
     def release(self) -> None:
-        """Give back the memory of all pages that were read and not changed: they are read again where somebody
-        looks."""
-        if not self._storages:
-            return
-        with FileMappings() as now:
-            for one in self._storages:
-                now.release(one)
+        """Give back the memory of what was read now."""
+        for begin, end in _merged(pages for one in self._waiting if (pages := self._pages_of(one)) is not None):
+            self._mappings.release(begin, end)
+        self._waiting, self._num_waiting = [], 0
+
+    def _fetch(self) -> None:
+        while self._coming and self._num_ahead < AHEAD_BYTES:
+            tensor = self._coming.popleft()
+            if (pages := self._pages_of(tensor)) is not None:
+                _advise(*pages, MADV_WILLNEED)
+                self._num_ahead += tensor.nbytes
+
+    def _pages_of(self, tensor: Tensor) -> tuple[int, int] | None:
+        """The addresses of the pages that have a tensor's bytes; None where it is not mapped any more."""
+        mapping = self._mappings.mapping_of(tensor)
+        if mapping is None:
+            return None
+        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        return begin // PAGE * PAGE, min(-(-end // PAGE) * PAGE, mapping.end)
 
 
 def without_same_files(tensors: Iterable[Tensor], group: WorkerGroup) -> list[Tensor]:
@@ -192,8 +225,8 @@ def without_same_files(tensors: Iterable[Tensor], group: WorkerGroup) -> list[Te
     if group.size == 1:
         return given
     is_one_host = len(set(group.hosts)) == 1
-    with FileMappings() as mappings:
-        places = [mappings.place_of(one) or origin for one, origin in zip(given, origins, strict=True)]
+    mappings = FileMappings()
+    places = [mappings.place_of(one) or origin for one, origin in zip(given, origins, strict=True)]
     told = [
         None if place is None else (place.file if is_one_host else _checksum(one), place.offset, place.num_bytes)
         for one, place in zip(given, places, strict=True)
@@ -217,50 +250,18 @@ def forget_origins(tensors: Iterable[Tensor]) -> None:
             delattr(one, ORIGIN)
 
 
-@contextlib.contextmanager
-def giving_back(model: nn.Module) -> Iterator[None]:
-    """While a model runs, give back the memory of weights that it has read, if they are mapped."""
-    with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]  # a mode may watch who looks at weights
-        files = WeightFiles(model.parameters())
-        sizes = {module: sum(one.nbytes for one in module.parameters(recurse=False)) for module in model.modules()}
-    if not files:
-        yield
-        return
-    num_bytes = 0
-
-    def ran(module: nn.Module, _: Any, __: Any) -> None:
-        nonlocal num_bytes
-        num_bytes += sizes.get(module, 0)
-        if num_bytes >= files.enough_bytes:
-            files.release()
-            num_bytes = 0
-
-    handle = register_module_forward_hook(ran)
-    try:
-        yield
-    finally:
-        handle.remove()
-        files.release()
-
-
 @torch.no_grad()
 def keep_in_memory(model: nn.Module) -> None:
     """Copy what of a model's trained weights is still mapped, one tensor at a time: a file may be written again, and
     the first step would copy it in any case. Frozen weights stay mapped, and workers of a host share their memory."""
-    files, num_bytes = WeightFiles(model.parameters()), 0
+    trained = [one for one in model.parameters() if one.requires_grad]
+    files = WeightFiles(trained)
     copies: dict[tuple[object, ...], Tensor] = {}  # by place and type: parameters that share memory go on sharing it
-    with FileMappings() as mappings:
-        for parameter in model.parameters():
-            if parameter.requires_grad and mappings.mapping_of(parameter) is not None:
-                place = parameter.data_ptr(), parameter.nbytes, parameter.dtype
-                if place not in copies:
-                    copies[place] = parameter.data.clone()
-                    num_bytes += parameter.nbytes
-                parameter.data = copies[place].view_as(parameter)
-            if num_bytes >= files.enough_bytes:
-                files.release()
-                num_bytes = 0
-    files.release()
+    for parameter in files.in_order(one for one in trained if files.has(one)):
+        place = parameter.data_ptr(), parameter.nbytes, parameter.dtype
+        if place not in copies:
+            copies[place] = parameter.data.clone()
+        parameter.data = copies[place].view_as(parameter)
     if files:
         give_back_freed()
 
@@ -281,6 +282,20 @@ def _checksum(tensor: Tensor) -> int:
     return found
 
 
-def _forget(begin: int, length: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), MADV_DONTNEED)
+def _merged(places: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Ranges without those that overlap or touch."""
+    last: tuple[int, int] | None = None
+    for begin, end in sorted(places):
+        if last is None:
+            last = begin, end
+        elif begin <= last[1]:
+            last = last[0], max(last[1], end)
+        else:
+            yield last
+            last = begin, end
+    if last is not None:
+        yield last
+
+
+def _advise(begin: int, end: int, advice: int) -> None:
+    LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)

@@ -89,18 +89,12 @@ def convert_parts(model: nn.Module) -> None:
     Other workers' parts (on the meta device) get the type, too: stages expect inputs as others compute them.
     """
     waiting = [one for one in model.parameters() if later_dtype(one) != one.dtype]
-    files, num_bytes = WeightFiles(waiting), 0
-    with FileMappings() as mappings:
-        for parameter in waiting:
-            place = mappings.place_of(parameter)
-            num_bytes += parameter.nbytes
-            parameter.data = parameter.data.to(later_dtype(parameter))
-            if place is not None:
-                setattr(parameter, ORIGIN, place)
-            if num_bytes >= files.enough_bytes:
-                files.release()
-                num_bytes = 0
-    files.release()
+    mappings = FileMappings()
+    for parameter in WeightFiles(waiting).in_order(waiting):
+        place = mappings.place_of(parameter)
+        parameter.data = parameter.data.to(later_dtype(parameter))
+        if place is not None:
+            setattr(parameter, ORIGIN, place)
     forget(model)
 
 

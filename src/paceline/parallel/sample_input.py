@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import PlanError, Reason
-from paceline.parallel.file_weights import giving_back
 from paceline.parallel.part_dtype import in_one_type
 
 __all__ = ["SampleInput", "as_sample", "guess_sample", "undisturbed"]
@@ -35,7 +34,7 @@ class SampleInput:
 
     def run(self, model: nn.Module) -> Any:
         """Return what the model returns for it; the model and random generators stay as they were."""
-        with undisturbed(model), giving_back(model), in_one_type(model):
+        with undisturbed(model), in_one_type(model):
             return model(*copy.deepcopy(self.args), **copy.deepcopy(dict(self.kwargs)))
 
     def __str__(self) -> str:

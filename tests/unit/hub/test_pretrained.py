@@ -62,8 +62,8 @@ def same(model: Any, folder: Path) -> bool:
 def test_all_weights_are_the_mapped_bytes_of_the_files(base: Path) -> None:
     model = paceline.from_pretrained(base)
     assert isinstance(model, LlamaForCausalLM)
-    with FileMappings() as mappings:
-        assert [name for name, one in model.named_parameters() if mappings.place_of(one) is None] == []
+    mappings = FileMappings()
+    assert [name for name, one in model.named_parameters() if mappings.place_of(one) is None] == []
     assert same(model, base)
     assert same(paceline.from_pretrained(str(base)), base)
     model = paceline.from_pretrained(base, dtype="fp32")
@@ -107,12 +107,12 @@ def test_what_the_files_have_more_precisely_is_rounded_once_at_most(base: Path, 
     as_transformers(base, dtype)
     if dtype == torch.float32:
         model = paceline.from_pretrained(base, dtype=dtype)
-        with FileMappings() as mappings:
-            assert [name for name, one in model.named_parameters() if mappings.place_of(one) is None] == []
+        mappings = FileMappings()
+        assert [name for name, one in model.named_parameters() if mappings.place_of(one) is None] == []
         sample = SampleInput(kwargs={"input_ids": torch.zeros(1, 4, dtype=torch.long)})
         sample.run(model)  # in one type
-        with FileMappings() as mappings:
-            assert [name for name, one in model.named_parameters() if mappings.place_of(one) is None] == []
+        mappings = FileMappings()
+        assert [name for name, one in model.named_parameters() if mappings.place_of(one) is None] == []
         sample.run(model.float())
 
 

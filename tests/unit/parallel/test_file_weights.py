@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from paceline.comm.group import SingleWorkerGroup
-from paceline.parallel.file_weights import FileMappings, WeightFiles, keep_in_memory, without_same_files
+from paceline.parallel import file_weights
+from paceline.parallel.file_weights import PAGE, FileMappings, WeightFiles, keep_in_memory, without_same_files
 from paceline.parallel.part_dtype import convert_parts, mark
 
 ROWS = 4096  # of 256 numbers: 4 MiB
@@ -30,8 +31,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def is_of_file(tensor: Tensor) -> bool:
-    with FileMappings() as mappings:
-        return mappings.place_of(tensor) is not None
+    return FileMappings().place_of(tensor) is not None
 
 
 def mapped_kib(file: Path) -> int:
@@ -80,8 +80,8 @@ def test_what_is_mapped_and_unchanged_is_of_its_file(file: Path) -> None:
     weights = load_file(file)
     assert is_of_file(weights["a"]) and is_of_file(nn.Parameter(weights["b"])) and is_of_file(weights["a"][7:9])
     assert not is_of_file(weights["a"].clone()) and not is_of_file(weights["a"].t()) and not is_of_file(torch.empty(0))
-    with FileMappings() as mappings:
-        one, other = mappings.place_of(weights["a"][8:]), mappings.place_of(weights["a"])
+    mappings = FileMappings()
+    one, other = mappings.place_of(weights["a"][8:]), mappings.place_of(weights["a"])
     assert one is not None and other is not None
     assert (one.offset - other.offset, one.num_bytes) == (8 * 1024, (ROWS - 8) * 1024)
 
@@ -150,6 +150,8 @@ def test_pages_that_were_read_are_given_back_and_those_that_were_written_stay(fi
     total = float(weights["a"].double().sum() + weights["b"].double().sum())
     assert mapped_kib(file) > 6000
     weights["b"][ROWS // 2] = 5.0
+    for one in weights.values():
+        files.was_read(one)
     files.release()
     assert mapped_kib(file) < 200
     assert bool((weights["b"][ROWS // 2] == 5.0).all())
@@ -157,9 +159,39 @@ def test_pages_that_were_read_are_given_back_and_those_that_were_written_stay(fi
     assert float(weights["a"].double().sum() + weights["b"].double().sum()) == total
 
 
+def test_what_is_read_in_order_takes_the_memory_of_some_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_weights, "ENOUGH_BYTES", 2 << 20)
+    file = tmp_path / "large"
+    save_file({"a": torch.arange(6 << 20, dtype=torch.int32)}, file)  # 24 MiB
+    rows = list(load_file(file)["a"].split(1 << 18))
+    peak, found = 0, list[Tensor]()
+    for one in WeightFiles(rows).in_order(rows):
+        found.append(one.clone())
+        peak = max(peak, mapped_kib(file))
+    assert 0 < peak < 12000 and mapped_kib(file) < 3000  # the kernel maps up to 2 MiB around what is looked at
+    assert torch.equal(torch.cat(found), load_file(file)["a"])
+
+
+def test_what_comes_next_is_fetched_but_not_all_at_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_weights, "AHEAD_BYTES", 600 << 10)
+    fetched = list[int]()
+
+    def advise(begin: int, end: int, advice: int) -> None:
+        if advice == file_weights.MADV_WILLNEED:
+            fetched.append((begin - rows[0].data_ptr() + PAGE - 1) // (256 << 10))
+            assert end > begin
+
+    rows = list(load_file(file)["a"].split(ROWS // 16))
+    monkeypatch.setattr(file_weights, "_advise", advise)
+    ahead = [len(fetched) for _ in WeightFiles(rows).in_order(rows)]
+    assert ahead == [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 16, 16]
+    assert fetched == list(range(16))
+
+
 def test_a_file_stays_mapped_until_its_pages_are_given_back_no_more(file: Path) -> None:
     weights = load_file(file)
     files = WeightFiles(weights.values())
+    files.was_read(weights["a"])
     del weights
     assert str(file) in Path("/proc/self/maps").read_text()  # so nothing else can come to be in its place
     files.release()
@@ -196,5 +228,6 @@ def test_without_the_kernels_word_every_tensor_counts_as_changed(file: Path, mon
 
     monkeypatch.setattr(os, "pread", refused)
     assert not is_of_file(weights["a"])
+    files.was_read(weights["a"])
     files.release()
     assert [len(sent) for sent in Members()([[weights["a"]], [weights["a"]]])] == [1, 1]

@@ -142,8 +142,8 @@ def test_each_worker_reads_its_experts_which_files_have_one_by_one(
     model.to(own).save_pretrained(tmp_path / "base")
     parity(world, tmp_path, tmp_path / "base", Layout(experts=2), dtype=dtype)
     model = paceline.from_pretrained(tmp_path / "base")
-    with FileMappings() as mappings:
-        assert [name for name, one in model.named_parameters() if mappings.place_of(one) is None] == []
+    mappings = FileMappings()
+    assert [name for name, one in model.named_parameters() if mappings.place_of(one) is None] == []
     assert len([one for one in (tmp_path / "cache").iterdir() if one.is_dir()]) == 1
 
 

@@ -29,6 +29,7 @@ from paceline.parallel.meta.tensor_tree import map_tensors
 from paceline.parallel.model_units import names_matching
 from paceline.parallel.pipeline.find_stages import PipelinePlan, find_stages
 from paceline.parallel.sample_input import SampleInput, as_sample, guess_sample
+from paceline.parallel.stand_in_weights import stand_in_weights
 from paceline.parallel.tensor.find_plan import find_plan as find_tensor
 from paceline.parallel.tensor.find_plan import refuse_empty
 from paceline.parallel.tensor.plan import TensorPlan
@@ -130,7 +131,7 @@ def check_model(
         return ModelCheck(name=name, units=units, experts=routed, errors=tuple(errors))
     if by_shapes:
         fill, finds_context = shapes_only, False
-    with fill(model) if fill is not None else contextlib.nullcontext():
+    with fill(model) if fill is not None else stand_in_weights(model):
         size = math.lcm(layout.tensor, layout.stages, 2 * layout.context if layout.context > 1 else 1)
         given = None if hints.sample is None else as_sample(hints.sample)
         if given is not None and by_shapes:

@@ -35,13 +35,13 @@ from paceline.comm.group import WorkerGroup
 from paceline.comm.sharded_tensors import is_sharded, local_part
 from paceline.errors import PlanError
 from paceline.parallel.class_name import class_name
-from paceline.parallel.file_weights import WeightFiles
 from paceline.parallel.fully_sharded.collectives import (
     ShardAllGather,
     ShardCollectives,
     ShardReduceScatter,
     reduce_late_gradients,
 )
+from paceline.parallel.fully_sharded.file_rows import FileRows
 from paceline.parallel.fully_sharded.sharded_units import (
     registered,
     require_splittable,
@@ -226,19 +226,27 @@ class ShardedModel:
             parameter for parameter in model.parameters() if parameter.is_meta or stays_whole(parameter)
         }
         self._roots: list[Any] = []  # of torch's trees of modules
+        parts = [(module, expert_rows or rows) for _, module in experts]
+        parts += [(module, rows) for _, module in [*(blocks if apart is None else apart), *whole]]
+        files = FileRows(((unit, over.mesh) for unit, over in parts), set_apart=self._set_apart)
         for name, module in experts:
             gather_module = self._split(
-                _GatherModule(module, self), over=expert_rows or rows, is_root=False, is_half=module in half
+                _GatherModule(module, self),
+                over=expert_rows or rows,
+                is_root=False,
+                is_half=module in half,
+                files=files,
             )
             self._set_apart.update(module.parameters())
             self._note(gather_module, name, over=expert_rows or rows, recorder=recorder, traffic=traffic)
             self._roots.append(gather_module)
         for name, module in [*(blocks if apart is None else apart), *whole]:
             unit = module if apart is None else _GatherModule(module, self)
-            sharded = self._split(unit, over=rows, is_root=module is model, is_half=module in half)
+            sharded = self._split(unit, over=rows, is_root=module is model, is_half=module in half, files=files)
             self._note(sharded, name or class_name(model), over=rows, recorder=recorder, traffic=traffic)
             if apart is not None or module is model:
                 self._roots.append(sharded)
+        files.release()
         tie_again(model, before)
         gather_modules = set(self._units[: len(experts)])
         inner = [*(module for _, module in experts), *(block for _, block in blocks if apart is None)]
@@ -322,7 +330,7 @@ class ShardedModel:
         self._sums[sharded] = scatter, over
         self._units.append(sharded)
 
-    def _split(self, unit: nn.Module, *, over: ShardGroup, is_root: bool, is_half: bool) -> Any:
+    def _split(self, unit: nn.Module, *, over: ShardGroup, is_root: bool, is_half: bool, files: FileRows) -> Any:
         """Make a module one of torch's FSDPModules."""
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -336,7 +344,7 @@ class ShardedModel:
         # None: the root, which backward needs first, stays gathered between forward and backward.
         reshard = False if self.zero < 3 else None if is_root else True
         on_host = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if self._on_host else OffloadPolicy()
-        files = WeightFiles(unit.parameters())
+        read = files.of(unit)
         later = [
             (owner, name, later_dtype(one))
             for owner in unit.modules()
@@ -356,7 +364,7 @@ class ShardedModel:
         if hasattr(sharded, "set_reduce_scatter_unused_params"):  # torch 2.13
             # Micro-batches may use different parameters on other workers: all send the same, zeros for the unused.
             sharded.set_reduce_scatter_unused_params(True, recurse=False)
-        files.release()
+        files.were_read(read)
         convert_rows(sharded, later)
         return sharded
 

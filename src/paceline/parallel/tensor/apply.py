@@ -15,7 +15,7 @@ from paceline.parallel.file_weights import WeightFiles
 from paceline.parallel.partial_parameter import HeldPart, mark_partial
 from paceline.parallel.tensor.collectives import TensorCollectives
 from paceline.parallel.tensor.dry_run import gather_inputs
-from paceline.parallel.tensor.layers import Layer, install, kind_of, split_dims
+from paceline.parallel.tensor.layers import Kind, Layer, install, kind_of, split_dims
 from paceline.parallel.tensor.op_rules import rule_of
 from paceline.parallel.tensor.plan import ParameterSplit, TensorPlan
 from paceline.parallel.tensor.split_tensor import SplitTensor, TensorGroupOps, mapped, split_tensors_in, whole
@@ -75,10 +75,8 @@ def split_layers(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     splits: dict[str, ParameterSplit] = {}
-    files = WeightFiles(
-        model.parameters() if copies else ()
-    )  # weights that are mapped are read, and what was read is given back
-    num_bytes = 0
+    parts: dict[nn.Parameter, ParameterSplit] = {}
+    kinds: list[Kind] = []
     for layer in layers:
         module = modules[layer.name]
         kind = kind_of(module)
@@ -86,24 +84,33 @@ def split_layers(
             raise PlanError(
                 f"{layer.name} is {type(module).__name__}, which cannot be split; make the plan from this model"
             )
+        kinds.append(kind)
         for parameter, dim, sections in split_dims(module, kind, layer):
-            if names[id(parameter)][0] not in splits:  # tied weights are split once
+            if parameter not in parts:  # tied weights are split once
                 shape = tuple(parameter.shape)
                 for name in names[id(parameter)]:
                     splits[name] = ParameterSplit(name=name, shape=shape, dim=dim, sections=sections, size=ops.size)
-                part = splits[names[id(parameter)][0]].part(parameter.detach(), ops.index)
-                parameter.grad = None
-                num_bytes += parameter.nbytes
-                parameter.data = part.clone(memory_format=torch.contiguous_format) if copies else part
-                if num_bytes >= files.enough_bytes:
-                    files.release()
-                    num_bytes = 0
+                parts[parameter] = splits[names[id(parameter)][0]]
+    files = WeightFiles(parts if copies else ())
+    for parameter in files.in_order(parts, lambda one: _rows(one, parts[one], ops.index)):
+        part = parts[parameter].part(parameter.detach(), ops.index)
+        parameter.grad = None
+        parameter.data = part.clone(memory_format=torch.contiguous_format) if copies else part
+    for layer, kind in zip(layers, kinds, strict=True):
+        module = modules[layer.name]
         install(module, kind, layer, ops)
         if kind == "attention":
             # torch's TransformerEncoder reads a layer's weights directly in evaluation, unless the layer has hooks.
             module.register_forward_pre_hook(_nothing)
-    files.release()
     return splits
+
+
+def _rows(parameter: nn.Parameter, split: ParameterSplit, index: int) -> torch.Tensor:
+    """What is read of a weight for a worker's part: its rows, if they lie together, or all of it."""
+    ranges = split.ranges(index)
+    if split.dim or len(ranges) > 1:
+        return parameter.detach()
+    return parameter.detach()[slice(*ranges[0])]
 
 
 def watch_places(model: nn.Module, splits: Mapping[str, ParameterSplit]) -> None:

@@ -12,7 +12,6 @@ All of it is a pure function of model, sample and size, so all workers find the 
 from __future__ import annotations
 
 import dataclasses
-import gc
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
@@ -207,7 +206,6 @@ class _TensorPlanFinder:
                         verified=[modules[one] for one in within],
                     )
                 )
-                gc.collect()  # a copy of a block refers to itself, by its new forward
             if (reason := known[key]) is not None:
                 for choice in [one for one in blocks[name] if one in self.chosen.choices]:
                     self.chosen.choices.remove(choice)

@@ -176,7 +176,11 @@ def _run_part(
 ) -> tuple[_BlockResult, dict[str, ParameterSplit]]:
     ops = TensorGroupOps(group, rules=rule_of, sequence=sequence)
     splits = split_layers(part, layers, ops, copies=False)
-    return _run(part, call, ops), splits
+    try:
+        return _run(part, call, ops), splits
+    finally:
+        for module in part.modules():  # by its new forward it refers to itself, and would live on
+            vars(module).pop("forward", None)
 
 
 def _run(block: nn.Module, call: SampleInput, ops: TensorGroupOps | None) -> _BlockResult:
