@@ -22,8 +22,10 @@ from paceline.errors import PlanError
 from paceline.parallel.expert.find_experts import RoutedExperts
 from paceline.parallel.expert.token_dispatch import ExpertCollectives, dispatch_tokens, route_of
 from paceline.parallel.expert.verify import verify_separable
+from paceline.parallel.file_weights import WeightFiles
 from paceline.parallel.meta.meta_device import absent
 from paceline.parallel.partial_parameter import HeldPart, PartialParameter, mark_partial, on_parts, whole_shape
+from paceline.parallel.stand_in_weights import stand_in_weights
 from paceline.parallel.tensor.plan import ParameterSplit
 from paceline.parallel.tensor.split_tensor import whole
 from paceline.units import bytes_text
@@ -59,7 +61,11 @@ def distribute_experts(
     splits: dict[str, ParameterSplit] = {}
     owners: dict[str, int] = {}
     blocks = tuple(one.name for one in found)
-    untried = [one.name for one in found if not _is_tried(one, group.size)]
+    with stand_in_weights(model):
+        untried = [one.name for one in found if not _is_tried(one, group.size)]
+    stacked = [getattr(one.module, key) for one in found for key in one.stacked]
+    files = WeightFiles(stacked)
+    files.coming(one.detach().chunk(group.size)[group.index] for one in stacked)  # as they are split below
     for number, one in enumerate(found):
         each = one.count // group.size
         for key in one.stacked:
@@ -70,7 +76,9 @@ def distribute_experts(
             )
             splits[name] = split
             parameter.grad = None
-            parameter.data = split.part(parameter.detach(), group.index).clone(memory_format=torch.contiguous_format)
+            part = split.part(parameter.detach(), group.index)
+            parameter.data = part.clone(memory_format=torch.contiguous_format)
+            files.was_read(part)
             because = f"Layout(experts={group.size}) spreads the experts"
             ranges = split.ranges(group.index)
             mark_partial(parameter, HeldPart(name=name, whole=split.shape, dim=0, because=because, ranges=ranges))
@@ -80,6 +88,7 @@ def distribute_experts(
                 if place // each != group.index:
                     _free(member, f"{name}.{place}", f"Layout(experts={group.size}) put this expert elsewhere")
         _install(one, number, blocks, group)
+    files.release()
     distributed = ExpertParallelModel(splits=splits, owners=owners, headline="")
     of_experts = sum(size for name, size in sizes.items() if distributed.is_of_experts(name))
     here = sum(sizes.values()) - of_experts + of_experts // group.size

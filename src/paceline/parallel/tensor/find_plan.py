@@ -100,6 +100,7 @@ class _TensorPlanFinder:
     ) -> None:
         self.model, self.sample, self.size, self.sequence = model, sample, size, sequence
         self.refusals: list[Reason] = []
+        self._seen: tuple[tuple[Layer, ...], TensorDryRun] | None = None
         first = trace_layers(model, sample)
         self.is_own = not isinstance(plan, str)
         roles: dict[str, str] = {}
@@ -246,7 +247,11 @@ class _TensorPlanFinder:
         return type(block), shapes, numbers, tuple(layers)
 
     def _dry_run(self) -> TensorDryRun:
-        return dry_run_plan(self.model, self.chosen.layers(), self.sample, size=self.size, sequence=self.sequence)
+        """Return what the chosen layers do, which is found again only when others are chosen."""
+        layers = tuple(self.chosen.layers())
+        if self._seen is None or self._seen[0] != layers:
+            self._seen = layers, dry_run_plan(self.model, layers, self.sample, size=self.size, sequence=self.sequence)
+        return self._seen[1]
 
     def plan(self) -> TensorPlan:
         layers = tuple(sorted(self.chosen.layers(), key=lambda one: list(self.sites).index(one.name)))
