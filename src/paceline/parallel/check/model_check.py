@@ -25,6 +25,7 @@ from paceline.parallel.expert.find_experts import RoutedExperts, find_experts
 from paceline.parallel.float8 import choose_linears
 from paceline.parallel.fully_sharded.sharded_units import require_splittable
 from paceline.parallel.meta.fake_weights import shapes_only
+from paceline.parallel.meta.invented_weights import invented_weights
 from paceline.parallel.meta.tensor_tree import map_tensors
 from paceline.parallel.model_units import names_matching
 from paceline.parallel.pipeline.find_stages import PipelinePlan, find_stages
@@ -82,7 +83,7 @@ def check_model(
     whether to find a context parallel plan here, which is costly. `fill`: for a model on the meta device, a context
     manager that gives it weights to run with. With it, a model that is too large to run is checked by its shapes:
     tensor parallel and stages as usual but for the comparison of numbers, and context parallel, which is found by
-    numbers, not at all. `is_verified` says so.
+    numbers, not at all. `is_verified` says so. Weights that have not come yet are not asked for: others stand there.
     """
     layout, name, errors = plan.layout, type(model).__name__, list[PlanError]()
 
@@ -130,7 +131,7 @@ def check_model(
         return ModelCheck(name=name, units=units, experts=routed, errors=tuple(errors))
     if by_shapes:
         fill, finds_context = shapes_only, False
-    with fill(model) if fill is not None else contextlib.nullcontext():
+    with fill(model) if fill is not None else invented_weights(model):
         size = math.lcm(layout.tensor, layout.stages, 2 * layout.context if layout.context > 1 else 1)
         given = None if hints.sample is None else as_sample(hints.sample)
         if given is not None and by_shapes:

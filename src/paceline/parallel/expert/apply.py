@@ -22,6 +22,7 @@ from paceline.errors import PlanError
 from paceline.parallel.expert.find_experts import RoutedExperts
 from paceline.parallel.expert.token_dispatch import ExpertCollectives, dispatch_tokens, route_of
 from paceline.parallel.expert.verify import verify_separable
+from paceline.parallel.meta.invented_weights import invented_weights
 from paceline.parallel.meta.meta_device import absent
 from paceline.parallel.partial_parameter import HeldPart, PartialParameter, mark_partial, on_parts, whole_shape
 from paceline.parallel.tensor.plan import ParameterSplit
@@ -59,7 +60,8 @@ def distribute_experts(
     splits: dict[str, ParameterSplit] = {}
     owners: dict[str, int] = {}
     blocks = tuple(one.name for one in found)
-    untried = [one.name for one in found if not _is_tried(one, group.size)]
+    with invented_weights(model):
+        untried = [one.name for one in found if not _is_tried(one, group.size)]
     for number, one in enumerate(found):
         each = one.count // group.size
         for key in one.stacked:

@@ -4,13 +4,14 @@ object."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.errors import PlanError
+from paceline.parallel.absent_tensors import bring
 from paceline.parallel.file_weights import WeightFiles
 from paceline.parallel.partial_parameter import HeldPart, mark_partial
 from paceline.parallel.tensor.collectives import TensorCollectives
@@ -18,6 +19,7 @@ from paceline.parallel.tensor.dry_run import gather_inputs
 from paceline.parallel.tensor.layers import Layer, install, kind_of, split_dims
 from paceline.parallel.tensor.op_rules import rule_of
 from paceline.parallel.tensor.plan import ParameterSplit, TensorPlan
+from paceline.parallel.tensor.split_shapes import ranges
 from paceline.parallel.tensor.split_tensor import SplitTensor, TensorGroupOps, mapped, split_tensors_in, whole
 
 __all__ = ["TensorParallelModel", "apply_plan", "split_layers", "watch_places"]
@@ -78,6 +80,8 @@ def split_layers(
     files = WeightFiles(
         model.parameters() if copies else ()
     )  # weights that are mapped are read, and what was read is given back
+    if copies:
+        bring(_parts(modules, layers, ops))
     num_bytes = 0
     for layer in layers:
         module = modules[layer.name]
@@ -104,6 +108,16 @@ def split_layers(
             module.register_forward_pre_hook(_nothing)
     files.release()
     return splits
+
+
+def _parts(modules: Mapping[str, nn.Module], layers: Sequence[Layer], ops: TensorGroupOps) -> Iterator[Tensor]:
+    """Yield views of what this worker keeps of layers' parameters."""
+    for layer in layers:
+        module = modules[layer.name]
+        kind = kind_of(module)
+        for parameter, dim, sections in split_dims(module, kind, layer) if kind is not None else ():
+            for start, end in ranges(sections, size=ops.size, index=ops.index):
+                yield parameter.detach().narrow(dim, start, end - start)
 
 
 def watch_places(model: nn.Module, splits: Mapping[str, ParameterSplit]) -> None:
