@@ -25,7 +25,7 @@ STEP = 7919  # windows of parameters begin that many numbers apart
 
 @contextlib.contextmanager
 def invented_weights(model: nn.Module) -> Iterator[None]:
-    """Within it, parameters in files that come in pieces have random numbers, which cannot be written to."""
+    """Within it, parameters in files that come in pieces have random numbers."""
     stored = {id(one): one for one in model.parameters() if is_of_absent_file(one)}
     if not stored:
         yield
