@@ -6,13 +6,18 @@ import importlib
 import importlib.util
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline import environment
 from paceline.errors import CheckpointError, PlanError
+from paceline.hub.opened_files import can_read_opened
+from paceline.parallel.absent_files import parts_are_kept
 from paceline.storage.address import check_address, is_address, plain_path
 
-__all__ = ["model_folder"]
+if TYPE_CHECKING:
+    from paceline.hub.part_copy import PartCopy
+
+__all__ = ["cache_folder", "model_folder", "model_parts"]
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+|[A-Za-z0-9][\w.-]*")
 
@@ -22,18 +27,12 @@ def model_folder(source: str | Path, *, revision: str | None, cache_dir: str | P
 
     Raises CheckpointError, StorageError, and PlanError for an address that cannot be used here.
     """
-    text = str(source)
-    address = text if is_address(text) else plain_path(source)
+    address = _address(source, revision)
     if address is not None:
         from paceline.hub.host_copy import host_copy
 
-        if revision is not None:
-            raise ValueError(
-                f"revision={revision!r} is for a hub's id; {address} has no revisions: name the folder itself"
-            )
-        cache = environment.cache_folder() if cache_dir is None else Path(cache_dir).expanduser()
-        return host_copy(check_address(address, option="paceline.from_pretrained"), cache)
-    path = Path(source).expanduser()
+        return host_copy(address, cache_folder(cache_dir))
+    text, path = str(source), Path(source).expanduser()
     if path.is_dir():
         return path
     if path.is_file():
@@ -41,6 +40,30 @@ def model_folder(source: str | Path, *, revision: str | None, cache_dir: str | P
     if isinstance(source, Path) or not HUB_ID.fullmatch(text):
         raise CheckpointError(f"there is no folder {path} (looked in {Path.cwd()})")
     return _cached(text, revision, cache_dir)
+
+
+def model_parts(source: str | Path, *, revision: str | None, cache_dir: str | Path | None) -> PartCopy | None:
+    """Return the copy of an address of which pieces come as they are asked for; None for what is on this disk already,
+    and where this process does not keep parts of its models alone. Raises what `model_folder` does."""
+    address = _address(source, revision) if parts_are_kept() and can_read_opened() else None
+    if address is None:
+        return None
+    from paceline.hub.part_copy import part_copy
+
+    return part_copy(address, cache_folder(cache_dir))
+
+
+def cache_folder(given: str | Path | None) -> Path:
+    """Where this host keeps its copies."""
+    return environment.cache_folder() if given is None else Path(given).expanduser()
+
+
+def _address(source: str | Path, revision: str | None) -> str | None:
+    text = str(source)
+    address = text if is_address(text) else plain_path(source)
+    if address is not None and revision is not None:
+        raise ValueError(f"revision={revision!r} is for a hub's id; {address} has no revisions: name the folder itself")
+    return None if address is None else check_address(address, option="paceline.from_pretrained")
 
 
 def _cached(name: str, revision: str | None, cache_dir: str | Path | None) -> Path:

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from paceline import environment
 from paceline.errors import CheckpointError, PlanError
 from paceline.hub.joined_copy import JoinedModel, are_joined, joined_copy
-from paceline.hub.model_folder import model_folder
+from paceline.hub.model_folder import cache_folder, model_folder, model_parts
+from paceline.hub.opened_files import reading_opened
 from paceline.hub.stored_weights import StoredWeights, read_config, stored_weights
 from paceline.hub.weight_types import convert_buffers, final_types, restore_precise, widest
+from paceline.parallel.absent_tensors import as_absent, come
 from paceline.parallel.class_name import own_class
 from paceline.parallel.part_dtype import mark
 
@@ -97,10 +98,14 @@ def from_pretrained(
         if name in options:
             raise PlanError(f"paceline.from_pretrained(..., {name}=...) is not possible: {remedy}.")
     chosen = _class(model_class)
-    folder = model_folder(source, revision=revision, cache_dir=cache_dir)
+    parts = model_parts(source, revision=revision, cache_dir=cache_dir)
+    folder = parts.folder if parts is not None else model_folder(source, revision=revision, cache_dir=cache_dir)
     _refuse_quantised(folder, read_config(folder))
-    stored = stored_weights(folder)
 
+    def whole() -> StoredWeights:
+        return stored_weights(model_folder(source, revision=revision, cache_dir=cache_dir))
+
+    stored = (None if parts is None else parts.weights()) or whole()
     empty = _empty(folder, chosen, options, wanted)
 
     def load(stored: StoredWeights, dtype: torch.dtype) -> _Loaded:
@@ -108,12 +113,12 @@ def from_pretrained(
 
     own = stored.dtype
     if are_joined(empty, stored):
-        cache = environment.cache_folder() if cache_dir is None else Path(cache_dir).expanduser()
         about = JoinedModel(own_class(empty), unused=unused, options=options)
-        stored = stored_weights(joined_copy(stored, cache, about, lambda given: _precise(given, load)))
+        joined = joined_copy(whole(), cache_folder(cache_dir), about, lambda given: _precise(given, load))
+        stored = stored_weights(joined)
     if wanted is None:
-        return load(stored, own).model
-    model = _precise(stored, load, lambda model: final_types(model, empty, wanted)).model
+        return _asking(load(stored, own).model)
+    model = _asking(_precise(stored, load, lambda model: final_types(model, empty, wanted)).model)
     types = final_types(model, empty, wanted)
     convert_buffers(model, types)
     mark(model, types)
@@ -168,7 +173,7 @@ def _loaded(
     options: Mapping[str, Any],
 ) -> _Loaded:
     """Have transformers make the model. In the type of the file it copies nothing: its tensors are the mapped file."""
-    with _quiet():
+    with _quiet(), reading_opened(stored):
         model, told = model_class.from_pretrained(
             stored.folder,
             dtype=dtype,
@@ -193,6 +198,15 @@ def _loaded(
         )
     begun = {*told["missing_keys"], *map(_name, told["mismatched_keys"])}
     return _Loaded(model, begun, {*told["unexpected_keys"], *map(_name, told["mismatched_keys"])})
+
+
+def _asking(model: Any) -> Any:
+    """Have weights that have not come yet ask for their bytes when somebody looks at them; buffers, which are small and
+    whole on each worker, do so now."""
+    for one in model.parameters():
+        as_absent(one)
+    come([as_absent(one) for one in model.buffers()])
+    return model
 
 
 def _listed(what: str, names: Any, allowed: Sequence[str], option: str) -> list[str]:

@@ -10,10 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline.errors import CheckpointError
 
-__all__ = ["CONFIG", "FLOATS", "INDEX", "WHOLE", "FileTensor", "StoredWeights", "read_config", "stored_weights"]
+__all__ = [
+    "CONFIG",
+    "FLOATS",
+    "INDEX",
+    "MOST_HEADER_BYTES",
+    "WHOLE",
+    "FileTensor",
+    "StoredWeights",
+    "read_config",
+    "stored_weights",
+]
 
 WHOLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 MOST_HEADER_BYTES = 100_000_000  # as safetensors itself limits it
@@ -33,6 +44,7 @@ class FileTensor:
     type: str  # as safetensors names it: "BF16"
     shape: tuple[int, ...]
     num_bytes: int
+    offset: int  # of its first byte, in the file
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,6 +54,7 @@ class StoredWeights:
     folder: Path
     files: tuple[str, ...]
     tensors: Mapping[str, FileTensor]
+    opened: Mapping[str, Mapping[str, Tensor]] | None = None  # by file: tensors of files that have not come as a whole
 
     @property
     def num_bytes(self) -> int:
@@ -58,8 +71,9 @@ class StoredWeights:
         return FLOATS[known[0]] if known else torch.float32
 
 
-def stored_weights(folder: Path) -> StoredWeights:
-    """Look at a folder's safetensors files, one or several with an index.
+def stored_weights(folder: Path, sizes: Mapping[str, int] | None = None) -> StoredWeights:
+    """Look at a folder's safetensors files, one or several with an index. `sizes`: what the files would have in bytes,
+    where this folder has their headers alone.
 
     Raises CheckpointError that names the file where one is absent, cut short or no safetensors file, and where the
     index and the files do not have the same tensors.
@@ -83,7 +97,7 @@ def stored_weights(folder: Path) -> StoredWeights:
         raise CheckpointError(_without_weights(folder))
     tensors: dict[str, FileTensor] = {}
     for name in files:
-        tensors.update(_header(folder / name))
+        tensors.update(_header(folder / name, None if sizes is None else sizes[name]))
     if places is not None:
         _compare(index, places, tensors)
         tensors = {name: one for name, one in tensors.items() if name in places}
@@ -113,11 +127,11 @@ def _without_weights(folder: Path) -> str:
     return f"{folder} has no {WHOLE} and no {INDEX}: name a folder as save_pretrained or a hub's client writes it"
 
 
-def _header(path: Path) -> dict[str, FileTensor]:
+def _header(path: Path, size: int | None) -> dict[str, FileTensor]:
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            size = os.fstat(file.fileno()).st_size
+            size = os.fstat(file.fileno()).st_size if size is None else size
             if size < 8 or length > min(MOST_HEADER_BYTES, size - 8):
                 raise CheckpointError(f"{path} is no safetensors file, or was cut short: copy it again")
             found = json.loads(file.read(length))
@@ -125,7 +139,8 @@ def _header(path: Path) -> dict[str, FileTensor]:
         for name, about in found.items():
             if name != "__metadata__":
                 start, stop = about["data_offsets"]
-                tensors[name] = FileTensor(path.name, about["dtype"], tuple(about["shape"]), stop - start)
+                place = 8 + length + start
+                tensors[name] = FileTensor(path.name, about["dtype"], tuple(about["shape"]), stop - start, place)
                 end = max(end, 8 + length + stop)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error

@@ -133,6 +133,8 @@ def _fits(inner: torch.dtype, outer: torch.dtype) -> bool:
 
 def _read(stored: StoredWeights, about: FileTensor, name: str) -> Tensor:
     """A tensor of a file, mapped."""
+    if stored.opened is not None:
+        return stored.opened[about.file][name]
     open_file: Any = importlib.import_module("safetensors").safe_open
     with open_file(stored.folder / about.file, "pt") as file:
         return file.get_tensor(name)

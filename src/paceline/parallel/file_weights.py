@@ -30,6 +30,8 @@ from torch import Tensor, nn
 
 from paceline.comm.group import WorkerGroup
 from paceline.host_memory import give_back_freed
+from paceline.parallel.absent_files import file_of
+from paceline.parallel.absent_tensors import AbsentParameter, AbsentTensor, come
 
 __all__ = [
     "ORIGIN",
@@ -51,17 +53,18 @@ MADV_WILLNEED, MADV_DONTNEED = 3, 4  # asm-generic/mman-common.h
 ENOUGH_BYTES = 16 << 20  # are read before pages are given back
 LIBC = ctypes.CDLL(None, use_errno=True)
 AHEAD_BYTES = 64 << 20  # are asked from the disk before they are read
-# A process maps thousands of pieces of programs; what is mapped to be written, but privately, are a few hundred.
-LINE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) rw.p ([0-9a-f]+) \S+ ([1-9]\d*) +(/.*)", re.MULTILINE)
+# Of thousands of mappings: those that are private, and to be written, or of which nothing can be read yet.
+LINE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) (?:rw.|---)p ([0-9a-f]+) \S+ ([1-9]\d*) +(/.*)", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FilePlace:
     """The bytes of a file that a tensor is: for comparisons between workers."""
 
-    file: tuple[int, ...]  # on this host: which file, of what size, changed last when
+    file: tuple[int | str, ...]  # on this host: which file, of what size, changed last when
     offset: int
     num_bytes: int
+    is_same_everywhere: bool = False  # `file` is what a store calls its version, on any host
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,15 +84,27 @@ class FileMappings:
         try:
             with open("/proc/self/maps", "rb") as lines:  # as a whole: a process has thousands
                 for begin, end, offset, inode, path in LINE.findall(lines.read()):
-                    self._mappings.append(_Mapping(int(begin, 16), int(end, 16), int(offset, 16), path, int(inode)))
+                    self._add(_Mapping(int(begin, 16), int(end, 16), int(offset, 16), path, int(inode)))
         except OSError:  # not Linux, or a sandbox that does not show it
             self._mappings = []
+
+    def _add(self, found: _Mapping) -> None:
+        """Note a mapping, or what of one has other rights than what is before it."""
+        last = self._mappings[-1] if self._mappings else None
+        same = last is not None and (last.end, last.inode, last.path) == (found.begin, found.inode, found.path)
+        if last is not None and same and found.offset - last.offset == found.begin - last.begin:
+            self._mappings[-1] = dataclasses.replace(last, end=found.end)
+        else:
+            self._mappings.append(found)
 
     def place_of(self, tensor: Tensor) -> FilePlace | None:
         """Return what a tensor is of a file; None where it is not, or was changed, or the file was."""
         found = self.mapping_of(tensor)
         if found is None or not self.is_unchanged(tensor):
             return None
+        if (absent := file_of(tensor)) is not None:
+            name, offset = (absent.source.identity, absent.name), tensor.data_ptr() - absent.begin
+            return FilePlace(file=name, offset=offset, num_bytes=tensor.nbytes, is_same_everywhere=True)
         try:
             now = os.stat(found.path)
         except OSError:  # it was removed; the mapping still has it, but workers cannot compare
@@ -228,7 +243,13 @@ def without_same_files(tensors: Iterable[Tensor], group: WorkerGroup) -> list[Te
     mappings = FileMappings()
     places = [mappings.place_of(one) or origin for one, origin in zip(given, origins, strict=True)]
     told = [
-        None if place is None else (place.file if is_one_host else _checksum(one), place.offset, place.num_bytes)
+        None
+        if place is None
+        else (
+            place.file if is_one_host or place.is_same_everywhere else _checksum(one),
+            place.offset,
+            place.num_bytes,
+        )
         for one, place in zip(given, places, strict=True)
     ]
     if not any(group.gather_objects(any(one is not None for one in told))):
@@ -254,6 +275,7 @@ def forget_origins(tensors: Iterable[Tensor]) -> None:
 def keep_in_memory(model: nn.Module) -> None:
     """Copy what of a model's trained weights is still mapped, one tensor at a time: a file may be written again, and
     the first step would copy it in any case. Frozen weights stay mapped, and workers of a host share their memory."""
+    come(model.parameters())  # what is kept of files that come in pieces
     trained = [one for one in model.parameters() if one.requires_grad]
     files = WeightFiles(trained)
     copies: dict[tuple[object, ...], Tensor] = {}  # by place and type: parameters that share memory go on sharing it
@@ -271,7 +293,11 @@ def _begin(mapping: _Mapping) -> int:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and tensor.is_contiguous()
+    return (
+        type(tensor) in (Tensor, nn.Parameter, AbsentTensor, AbsentParameter)
+        and tensor.layout == torch.strided
+        and tensor.is_contiguous()
+    )
 
 
 def _checksum(tensor: Tensor) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.parallel.absent_tensors import come
 from paceline.parallel.file_weights import ORIGIN, FileMappings, WeightFiles
 
 __all__ = [
@@ -89,6 +90,7 @@ def convert_parts(model: nn.Module) -> None:
     Other workers' parts (on the meta device) get the type, too: stages expect inputs as others compute them.
     """
     waiting = [one for one in model.parameters() if later_dtype(one) != one.dtype]
+    come(waiting)
     mappings = FileMappings()
     for parameter in WeightFiles(waiting).in_order(waiting):
         place = mappings.place_of(parameter)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from paceline.comm.sharded_tensors import TensorSlice
 from paceline.errors import PlanError, Reason
+from paceline.parallel.absent_tensors import AbsentParameter
 from paceline.parallel.torch_functions import (
     ABOUT,
     POINTWISE,
@@ -147,7 +148,7 @@ for_each += [] if PartialParameter in for_each else [PartialParameter]
 def mark_partial(parameter: nn.Parameter, held: HeldPart) -> Any:
     """Make `parameter` a PartialParameter, in place: it stays the same object."""
     marked = cast("Any", parameter)
-    if type(parameter) is nn.Parameter:
+    if type(parameter) in (nn.Parameter, AbsentParameter):
         marked.__class__ = PartialParameter
     marked.held = held
     return marked

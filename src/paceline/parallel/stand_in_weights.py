@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from paceline.parallel.absent_tensors import AbsentParameter, as_absent
 from paceline.parallel.file_weights import FileMappings
 from paceline.parallel.number_pools import NumberPools
 
@@ -27,7 +28,9 @@ def stand_in_weights(model: nn.Module) -> Iterator[None]:
     mapped = [
         one
         for one in model.parameters()
-        if type(one) is nn.Parameter and one.is_floating_point() and mappings.mapping_of(one) is not None
+        if type(one) in (nn.Parameter, AbsentParameter)
+        and one.is_floating_point()
+        and mappings.mapping_of(one) is not None
     ]
     own = [one.data for one in mapped]
     pools: dict[torch.dtype, NumberPools] = {}
@@ -44,6 +47,7 @@ def stand_in_weights(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter, data in zip(mapped, own, strict=True):
             parameter.data = data
+            as_absent(parameter)
 
 
 def _apart(window: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from paceline.end_mark import mark_end
 from paceline.errors import PlanError, SyncError
 from paceline.events import Note, Warned, WorkerStarted
 from paceline.parallel import partial_parameter
+from paceline.parallel.absent_files import keeping_parts
 from paceline.parallel.float8 import require_float8
 from paceline.parallel.fully_sharded import sharded_numbers
 from paceline.parallel.offload.memory import refuse_useless
@@ -169,6 +170,7 @@ def being_worker(
                 timeout_s=job.timeout_s,
             )
             stack.push(lifecycle.ask_for_restart)
+            stack.enter_context(keeping_parts(not trains_itself and _keeps_parts(resolved, device)))
             # A program that trains itself uses nothing of the plan but the number of workers.
             shown = Plan(layout=resolved.layout) if trains_itself else lifecycle.plan
             files.emit(_started(assignment, shown, device=worker.device, step=worker.step))
@@ -205,6 +207,14 @@ def being_worker(
         files.close()
         raise
     mark_end()
+
+
+def _keeps_parts(plan: Plan, device: torch.device) -> bool:
+    """Whether models are split before any worker needs one as a whole. On a device they move there before, slices of
+    tokens are tried on copies of the whole model, and the reference converts all of it."""
+    layout = plan.layout
+    is_split = layout.shard * layout.tensor * layout.stages * layout.experts > 1
+    return is_split and layout.context == 1 and device.type == "cpu" and plan.compute.precision != "fp64"
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.errors import CheckpointError
+from paceline.hub import copied_pieces
 from paceline.hub import host_copy as module
 from paceline.hub.host_copy import host_copy
 from paceline.storage.object_store import ObjectStore
@@ -46,7 +47,8 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         return own(self, name, start, end)
 
     monkeypatch.setattr(ObjectStore, "read", read)
-    monkeypatch.setattr(module, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(copied_pieces, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(copied_pieces, "REQUEST_BYTES", 1000)
     return asked
 
 
@@ -91,7 +93,7 @@ def test_a_broken_download_is_gone_on_with(
 
     with monkeypatch.context() as during:
         during.setattr(ObjectStore, "read", breaking)
-        during.setattr(module, "THREADS", 1)
+        during.setattr(copied_pieces, "THREADS", 1)
         with pytest.raises(StorageError, match="is away"):
             host_copy(f"file://{far}", tmp_path / "cache")
     assert [one for one in (tmp_path / "cache").iterdir() if one.is_dir() and not one.suffix] == []
@@ -122,7 +124,7 @@ def test_a_folder_that_changes_during_the_download_is_no_copy(
 
     with monkeypatch.context() as during:
         during.setattr(ObjectStore, "read", overtaken)
-        during.setattr(module, "THREADS", 1)
+        during.setattr(copied_pieces, "THREADS", 1)
         with pytest.raises(CheckpointError, match="was changed while it was read: start again when all of it"):
             host_copy(f"file://{far}", tmp_path / "cache")
     assert [one.name for one in (tmp_path / "cache").iterdir() if one.is_dir()] == []
@@ -176,7 +178,7 @@ def test_what_cannot_be_copied_is_refused_before_anything_comes(
     far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as during:
-        during.setattr(module.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 5}))
+        during.setattr(copied_pieces.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 5}))
         with pytest.raises(CheckpointError, match=r"KiB more to come, and 5 B are free .*cache_dir="):
             host_copy(f"file://{far}", tmp_path / "cache")
     (far / "model-2.safetensors").unlink()

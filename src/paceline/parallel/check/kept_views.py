@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from paceline.errors import Reason
+from paceline.parallel.absent_tensors import AbsentParameter, AbsentTensor
 from paceline.parallel.torch_functions import tensors_in
 
 __all__ = ["kept_views"]
@@ -50,5 +51,9 @@ def _kept(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
 
 def _memory(tensor: Tensor) -> int:
     """Where a tensor's memory begins; 0 without any."""
-    is_plain = type(tensor) in (Tensor, nn.Parameter) and not is_lazy(tensor) and not tensor.is_meta
+    is_plain = (
+        type(tensor) in (Tensor, nn.Parameter, AbsentTensor, AbsentParameter)
+        and not is_lazy(tensor)
+        and not tensor.is_meta
+    )
     return tensor.untyped_storage().data_ptr() if is_plain and tensor.layout is torch.strided else 0

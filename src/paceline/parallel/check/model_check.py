@@ -83,7 +83,7 @@ def check_model(
     whether to find a context parallel plan here, which is costly. `fill`: for a model on the meta device, a context
     manager that gives it weights to run with. With it, a model that is too large to run is checked by its shapes:
     tensor parallel and stages as usual but for the comparison of numbers, and context parallel, which is found by
-    numbers, not at all. `is_verified` says so.
+    numbers, not at all. `is_verified` says so. Weights that have not come yet are not asked for: others stand there.
     """
     layout, name, errors = plan.layout, type(model).__name__, list[PlanError]()
 

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from paceline.comm.sharded_tensors import is_sharded, rows_of
 from paceline.errors import PlanError
+from paceline.parallel.absent_tensors import AbsentParameter
 from paceline.parallel.fully_sharded import sharded_numbers
 from paceline.parallel.fully_sharded.sharded_parts import mark_rows_of_part
 from paceline.parallel.model_copies import refuse_copies
@@ -90,7 +91,7 @@ def watch_access(
         if is_sharded(split) and (module, key) in parts:
             mark_rows_of_part(split, parts[module, key])
     for _, _, old in before:
-        if id(old) not in names and type(old) in (Parameter, PartialParameter):
+        if id(old) not in names and type(old) in (Parameter, AbsentParameter, PartialParameter):
             old.__class__ = RetiredParameter
     if is_root:
         for module in (model, *slots):

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.errors import PlanError
+from paceline.parallel.absent_tensors import bring
 from paceline.parallel.file_weights import WeightFiles
 from paceline.parallel.partial_parameter import HeldPart, mark_partial
 from paceline.parallel.tensor.collectives import TensorCollectives
@@ -91,6 +92,12 @@ def split_layers(
                 for name in names[id(parameter)]:
                     splits[name] = ParameterSplit(name=name, shape=shape, dim=dim, sections=sections, size=ops.size)
                 parts[parameter] = splits[names[id(parameter)][0]]
+    if copies:
+        bring(
+            one.detach().narrow(split.dim, start, end - start)
+            for one, split in parts.items()
+            for start, end in split.ranges(ops.index)
+        )
     files = WeightFiles(parts if copies else ())
     for parameter in files.in_order(parts, lambda one: _rows(one, parts[one], ops.index)):
         part = parts[parameter].part(parameter.detach(), ops.index)
@@ -105,7 +112,7 @@ def split_layers(
     return splits
 
 
-def _rows(parameter: nn.Parameter, split: ParameterSplit, index: int) -> torch.Tensor:
+def _rows(parameter: nn.Parameter, split: ParameterSplit, index: int) -> Tensor:
     """What is read of a weight for a worker's part: its rows, if they lie together, or all of it."""
     ranges = split.ranges(index)
     if split.dim or len(ranges) > 1:
