@@ -1,8 +1,8 @@
 """The pieces of a folder in object storage that have come to this host's disk, and how further ones come.
 
 Files have their full size from the beginning, and holes in the place of what has not come. A ledger beside them has a
-line for each piece that is on the disk and is of the version that was looked at first. So nothing is asked for twice,
-whoever wants it next: another worker, or a run after a kill. Only one process at a time brings pieces (`host_lock`).
+line for each piece that is on the disk and is of the version that was looked at first. So nothing is asked for twice:
+not by another worker, or a run after a kill. Only one process at a time brings pieces (`host_lock`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def all_pieces(folder: StoredFolder) -> list[Piece]:
 
 
 class CopiedPieces:
-    """The pieces in one folder on the disk. Whoever calls `bring` holds the folder's lock."""
+    """The pieces in one folder on the disk. `bring` is called under the folder's lock."""
 
     def __init__(self, stored: StoredFolder, folder: Path) -> None:
         self.stored, self.folder = stored, folder
