@@ -79,7 +79,7 @@ class FaultyProxy:
     held: threading.Event = dataclasses.field(default_factory=threading.Event)  # set once one is held up
     requests: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # method and path of each
     body_bytes: int = 0  # that were passed on
-    answers: list[tuple[str, int]] = dataclasses.field(default_factory=list)  # path and bytes of each answer to GET
+    answers: list[tuple[str, str, int]] = dataclasses.field(default_factory=list)  # to GET: path, Range, bytes
     num_faults: int = 0
 
     def count(self, method: str, text: str) -> int:
@@ -123,7 +123,8 @@ def faulty_proxy(server: str, *, seed: int = 0) -> Iterator[FaultyProxy]:
             with lock:
                 proxy.body_bytes += len(body)
                 if self.command == "GET":
-                    proxy.answers.append((self.path.partition("?")[0], len(data)))
+                    path, span = self.path.partition("?")[0], self.headers.get("Range", "")
+                    proxy.answers.append((path, span, len(data)))
             if fault == "lost answer":
                 return
             self._answer(reply.status, dict(reply.getheaders()), data, cut=fault == "cut answer")

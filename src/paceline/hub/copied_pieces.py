@@ -1,8 +1,8 @@
 """The pieces of a folder in object storage that have come to this host's disk, and how further ones come.
 
 Files have their full size from the beginning, and holes in the place of what has not come. A ledger beside them has a
-line for each piece that is on the disk and is of the version that was looked at first. So nothing is asked for twice,
-whoever wants it next: another worker, or a run after a kill. Only one process at a time brings pieces (`host_lock`).
+line for each piece that is on the disk and is of the version that was looked at first. So nothing is asked for twice:
+neither by another worker, nor by a run after a kill. Only one process at a time brings pieces (`host_lock`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from paceline.units import bytes_text
 __all__ = ["PIECE_BYTES", "CopiedPieces", "all_pieces", "pieces_of"]
 
 PIECE_BYTES = 1 << 20  # a multiple of every page size; ledgers of larger pieces are read as a part of what came
-REQUEST_BYTES, THREADS = 16 << 20, 8  # neighbouring pieces come in one request
-SETTLED_BYTES = 64 << 20  # that may be lost by a kill
+REQUEST_BYTES, THREADS = 8 << 20, 8  # neighbouring pieces come in one request
+SETTLED_BYTES = 64 << 20  # that may be lost by a kill, beside the requests under way
 LEDGER = ".pieces"
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
@@ -43,7 +43,7 @@ def all_pieces(folder: StoredFolder) -> list[Piece]:
 
 
 class CopiedPieces:
-    """The pieces in one folder on the disk. Whoever calls `bring` holds the folder's lock."""
+    """The pieces in one folder on the disk. `bring` is called under the folder's lock."""
 
     def __init__(self, stored: StoredFolder, folder: Path) -> None:
         self.stored, self.folder = stored, folder

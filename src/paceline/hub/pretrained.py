@@ -63,15 +63,16 @@ def from_pretrained(
     unused: Sequence[str] = (),
     **options: Any,
 ) -> Any:
-    """Return a model of transformers with the weights of safetensors files, of which no byte has been read yet.
+    """Return a model of transformers with the weights of safetensors files, of which no tensor has been read yet.
 
     `worker.prepare` of it then reads, on each worker, the rows, layers or experts that the worker keeps. Workers of one
     host share what is read, and send each other no weights.
 
     source: a folder as `save_pretrained` writes it; a hub's id, such as `"meta-llama/Llama-3.1-8B"`, whose files are in
     the hub's cache on this disk (nothing is downloaded from hubs); or a folder's address in object storage
-    (`s3://bucket/folder`), of which each host makes one copy in `cache_dir` (default: `PACELINE_CACHE`, or
-    `~/.cache/paceline`).
+    (`s3://bucket/folder`), which each host copies once to `cache_dir` (default: `PACELINE_CACHE`, or
+    `~/.cache/paceline`). Where layouts split models on the CPU, only what its workers keep comes, at `worker.prepare`;
+    weights that a script looks at before come then.
 
     model_class: a class of transformers with `from_pretrained`; default: `AutoModelForCausalLM`.
 

@@ -17,10 +17,12 @@ import os
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from paceline.parallel.torch_functions import on_parts
 
 __all__ = [
     "AbsentFile",
@@ -34,8 +36,6 @@ __all__ = [
 ]
 
 READ_WRITE, NOTHING = mmap.PROT_READ | mmap.PROT_WRITE, 0
-# Within it, tensors of our own classes are plain ones. torch documents this class and has no public name for it.
-plain_tensors: Any = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]
 
 
 class PieceSource(Protocol):
@@ -84,7 +84,7 @@ _changing, _bringing = threading.RLock(), threading.RLock()
 _kept = 0  # how often `keeping_parts` is entered
 
 
-class _Mapping(mmap.mmap):
+class _AbsentMapping(mmap.mmap):
     """Forgets its file before its addresses may become those of other memory."""
 
     def __del__(self) -> None:
@@ -98,7 +98,7 @@ def map_absent(path: Path, num_bytes: int, *, name: str, source: PieceSource) ->
     as such tensors live. Raises OSError."""
     global _files
     with open(path, "rb") as file:
-        mapped = _Mapping(file.fileno(), num_bytes, flags=mmap.MAP_PRIVATE, prot=READ_WRITE)
+        mapped = _AbsentMapping(file.fileno(), num_bytes, flags=mmap.MAP_PRIVATE, prot=READ_WRITE)
     begin = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
     about = AbsentFile(begin, num_bytes, name=name, source=source)
     _protect(about.begin, num_bytes, NOTHING)
@@ -113,7 +113,7 @@ def file_of(tensor: Tensor) -> AbsentFile | None:
     files = _files
     if not files or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return None
-    with plain_tensors():
+    with on_parts():
         begin = tensor.data_ptr()
     place = bisect.bisect_right(files, begin, key=_begin) - 1
     found = files[place] if place >= 0 else None
@@ -169,7 +169,7 @@ def _begin(about: AbsentFile) -> int:
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
     """The addresses from the first to behind the last byte of a tensor."""
-    with plain_tensors():
+    with on_parts():
         begin = tensor.data_ptr()
         if not tensor.numel():
             return begin, begin

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,7 +98,16 @@ def trained(worker: Any, model: Any) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def weight_bytes(host: FaultyProxy) -> int:
-    return sum(length for path, length in host.answers if path.endswith(".safetensors"))
+    """The bytes of weights that a host was sent: none of them twice, although several of its workers want some."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for path, span, length in host.answers:
+        if path.endswith(".safetensors"):
+            start = int(span.removeprefix("bytes=").partition("-")[0])
+            found.setdefault(path, []).append((start, start + length))
+    for spans in found.values():
+        spans.sort()
+        assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans)), spans
+    return sum(end - start for spans in found.values() for start, end in spans)
 
 
 def sizes(base: Path) -> dict[str, int]:
@@ -134,8 +144,6 @@ def test_each_host_fetches_its_part_and_trains_as_from_a_folder(
         assert came < part + 2 * PIECE * len(num_bytes), f"{came} bytes for a part of {part}"
         if name == "stages":
             assert came < 0.55 * total
-        # once, although two workers of a host may keep the same
-        assert len(host.answers) == len({*host.answers}) or name != "stages"
 
 
 def test_a_store_that_fails_at_random_and_a_touch_before_prepare_change_nothing(
@@ -152,12 +160,12 @@ def test_a_store_that_fails_at_random_and_a_touch_before_prepare_change_nothing(
 
     def near(worker: Any) -> Any:
         torch.manual_seed(0)
-        return trained(worker, touched(paceline.from_pretrained(base, dtype="fp32")))
+        return trained(worker, touched(paceline.from_pretrained(base)))
 
     def far(worker: Any) -> Any:
         with on_host(worker.rank, hosts, tmp_path) as cache:
             torch.manual_seed(0)
-            return trained(worker, touched(paceline.from_pretrained(ADDRESS, dtype="fp32", cache_dir=cache)))
+            return trained(worker, touched(paceline.from_pretrained(ADDRESS, cache_dir=cache)))
 
     for host in hosts:
         host.rate = 0.2
