@@ -87,12 +87,13 @@ class FileSender:
         noted = {} if note is None else note.read()
         size = part_size(num_bytes, self._part_bytes)
         there: dict[int, tuple[str, int]] = {}
-        if noted.get("upload_id") and noted.get("part_bytes") == size:
+        is_of_this = noted.get("part_bytes") == size and noted.get("num_bytes", num_bytes) == num_bytes
+        if noted.get("upload_id") and is_of_this:
             there = upload.go_on(str(noted["upload_id"]))
         if not upload.upload_id:
             upload.begin()
             if note is not None:
-                note.write({"upload_id": upload.upload_id, "part_bytes": size})
+                note.write({"upload_id": upload.upload_id, "part_bytes": size, "num_bytes": num_bytes})
         tags: dict[int, str] = {}
         missing = list[_Part]()
         for part in _parts(num_bytes, size):
