@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load
+from transformers.utils import logging
 
+import paceline
 from bucket_servers import STORES, BucketServer, bucket_server
 from object_servers import faulty_proxy
 from paceline.checkpoint.remote.remote_checkpoints import RemoteCheckpoints
@@ -190,9 +193,7 @@ def test_a_run_streams_its_data_from_a_store_and_goes_on_with_other_workers(
 def test_a_model_comes_from_a_folder_there(
     server: BucketServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    transformers = pytest.importorskip("transformers")
-    import paceline
-
+    logging.disable_progress_bar()  # which would leave a thread behind
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
     config = transformers.LlamaConfig(
         hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=32
