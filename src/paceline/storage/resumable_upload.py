@@ -1,8 +1,8 @@
 """Resumable uploads of Google Cloud Storage: one session an object, its bytes in order, from where the store has them.
 
 Each part names the bytes that it has. After a failed try, and in a later process that knows the session, the store is
-asked first how many it keeps. The session's address stands in the note of the upload, in a file of mode 0600: whoever
-knows it may write that one object, for a week.
+asked first how many it keeps. The session's address stands in the note of the upload, in a file of mode 0600: with it
+that one object can be written, for a week.
 """
 
 from __future__ import annotations
