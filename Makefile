@@ -2,7 +2,7 @@
 #   make demo     train a small language model with two workers on real text (a few minutes, no network once installed)
 #   make test     the tests, but those of test-long and test-engines
 #   make test-long  further cases; many models and programs under many plans, planted errors, long runs: up to hours
-#   make test-engines  real SSH servers, Slurm, Kubernetes and Ray on this machine, and jobs on them: half an hour
+#   make test-engines  real SSH servers, Slurm, Kubernetes, Ray and object stores on this machine, and jobs on them: half an hour
 #   make test-compat  programs of Accelerate, DeepSpeed, Horovod and Keras beside the frameworks themselves: minutes
 #   make test-tensorflow  TensorFlow's and KerasHub's programs, in an environment of their own (.venv-tensorflow, 2 GB)
 #   make test-torch TORCH=2.15.0  unit and world tests on another torch, in an environment of its own (up to 6 GB)
@@ -163,7 +163,7 @@ $(VENV)/.long: $(VENV)/.dev
 	@touch $@
 
 $(VENV)/.engines: $(VENV)/.dev
-	@echo "== installing the engines' clients, and Ray"
+	@echo "== installing the engines' and stores' clients, and Ray"
 	@$(PIP_INSTALL) --no-build-isolation -e ".[engines]"
 	@touch $@
 

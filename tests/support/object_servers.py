@@ -75,6 +75,7 @@ class FaultyProxy:
     pause_s: float = 0.0  # before each request is passed on
     most_part_bytes: int | None = None  # larger requests than this one are held up until `let_go` is set
     num_large: int = 0  # of these that are passed on before
+    held_s: float = 60.0  # then the connection of such a request is closed
     let_go: threading.Event = dataclasses.field(default_factory=threading.Event)
     held: threading.Event = dataclasses.field(default_factory=threading.Event)  # set once one is held up
     requests: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # method and path of each
@@ -110,7 +111,7 @@ def faulty_proxy(server: str, *, seed: int = 0) -> Iterator[FaultyProxy]:
                 return
             if self._is_held(len(body)):
                 proxy.held.set()
-                proxy.let_go.wait(60)
+                proxy.let_go.wait(proxy.held_s)
                 return
             time.sleep(0.3 if fault == "slow" else proxy.pause_s)
             connection = http.client.HTTPConnection(host, int(port), timeout=60)
@@ -152,7 +153,8 @@ def faulty_proxy(server: str, *, seed: int = 0) -> Iterator[FaultyProxy]:
             for name, value in headers.items():
                 if name.lower() not in ("connection", "transfer-encoding", "content-length"):
                     self.send_header(name, value)
-            length = headers.get("Content-Length", str(len(data))) if self.command == "HEAD" else str(len(data))
+            told = {name.lower(): value for name, value in headers.items()}.get("content-length")
+            length = told if told is not None and self.command == "HEAD" else str(len(data))
             self.send_header("Content-Length", length)
             self.send_header("Connection", "close")
             self.end_headers()

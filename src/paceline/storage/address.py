@@ -11,7 +11,7 @@ from pathlib import PurePath
 
 from paceline.errors import PlanError
 
-__all__ = ["check_address", "is_address", "joined", "plain_path"]
+__all__ = ["check_address", "family_of", "is_address", "joined", "plain_path"]
 
 # By protocol: the package that speaks it, and the extra of paceline that installs it.
 PACKAGES = {
@@ -39,6 +39,11 @@ def plain_path(text: str | PurePath) -> str | None:
     if found is None or not known:
         return None
     return f"{found[1]}:///{found[2]}" if found[1] in LOCAL else f"{found[1]}://{found[2]}"
+
+
+def family_of(address: str) -> str:
+    """Return which store an address is of: "s3", "gs", "az", or "" for every other."""
+    return PACKAGES.get(address.partition("://")[0], ("", ""))[1]
 
 
 def joined(address: str, *names: str) -> str:

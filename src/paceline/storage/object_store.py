@@ -11,17 +11,15 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
-import fsspec
-
-from paceline.storage.address import LOCAL, joined
+from paceline.storage.address import family_of, joined
+from paceline.storage.package_errors import plain_error
+from paceline.storage.packages import REQUEST_S, any_object, call_async, opened
 from paceline.storage.retries import BoundedRetries, StorageError
 
-__all__ = ["REQUEST_S", "ObjectInfo", "ObjectStore"]
+__all__ = ["ObjectInfo", "ObjectStore"]
 
 T = TypeVar("T")
 P = ParamSpec("P")
-REQUEST_S = 600.0  # one request with its body; a connection that stands still does not keep a thread for ever
-CONNECT_S, ANSWER_S = 10, 60
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,22 +36,18 @@ class ObjectStore:
     def __init__(self, address: str, *, retries: BoundedRetries | None = None) -> None:
         self.address = address.rstrip("/")
         self._retries = retries or BoundedRetries()
-        protocol = address.partition("://")[0]
-        self.is_s3 = protocol in ("s3", "s3a")
-        try:
-            files, root = fsspec.url_to_fs(
-                self.address, **_options(protocol, self.is_s3), skip_instance_cache=True, use_listings_cache=False
-            )
-        except (ImportError, OSError, ValueError) as error:
-            raise StorageError(f"{address} cannot be used: {type(error).__name__}: {error}") from error
-        self.files: Any = files
-        if self.is_s3:
-            self.files.retries = 1  # tries are counted here, and once
-        self.root = str(root).rstrip("/")
+        self.family = family_of(self.address)  # "s3", "gs", "az", or "" for all others
+        self.files, root = opened(self.address, self.family)
+        self.root = root.rstrip("/")
 
     def path(self, name: str) -> str:
         """The object's path as fsspec takes it."""
         return joined(self.root, name) if name else self.root
+
+    def bucket_and_key(self, name: str) -> tuple[str, str]:
+        """The bucket (of Azure: the container), and the object's whole name in it."""
+        bucket, _, key = self.path(name).partition("/")
+        return bucket, key
 
     def where(self, name: str) -> str:
         """The object's address, for people."""
@@ -64,10 +58,12 @@ class ObjectStore:
 
         def find() -> Mapping[str, Mapping[str, Any]]:
             try:
-                return self.files.find(self.path(folder), detail=True)
+                found = self.files.find(self.path(folder), detail=True)
             except FileNotFoundError:
+                found = {}
+            if not found:
                 self._refuse_missing_bucket()
-                return {}
+            return found
 
         found = self._call("list", folder, find)
         prefix = f"{self.root}/"
@@ -95,8 +91,8 @@ class ObjectStore:
         """Write a whole object, in one request."""
 
         def pipe() -> None:
-            if self.is_s3:
-                bucket, _, key = self.path(name).partition("/")
+            if self.family == "s3":
+                bucket, key = self.bucket_and_key(name)
                 self.s3("put_object", Bucket=bucket, Key=key, Body=data)
             else:
                 self.files.pipe_file(self.path(name), data)
@@ -130,6 +126,10 @@ class ObjectStore:
         """One request of S3's own interface, not tried again."""
         return self.files.call_s3(method, timeout=REQUEST_S, **arguments)
 
+    def run_async(self, request: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Run one request of a package that speaks asynchronously, not tried again; returns when it is answered."""
+        return call_async(self.files, request, *arguments, **named)
+
     def _call(self, what: str, name: str, request: Callable[[], T]) -> T:
         return self._retries.call(what, self.where(name), request)
 
@@ -142,25 +142,16 @@ class ObjectStore:
             ) from error
 
     def _refuse_missing_bucket(self) -> None:
-        """Raise where not the folder, but the bucket is absent; S3 tells these apart."""
-        if self.is_s3:
-            bucket = self.root.partition("/")[0]
-            try:
+        """Raise where not the folder, but the bucket is absent; packages do not tell these apart."""
+        bucket = self.root.partition("/")[0]
+        try:
+            if self.family == "s3":
                 self.s3("list_objects_v2", Bucket=bucket, MaxKeys=1)
-            except FileNotFoundError as error:
-                raise StorageError(
-                    f"there is no bucket {bucket!r} for {self.address}: make it first, or correct its name."
-                ) from error
-
-
-def _options(protocol: str, is_s3: bool) -> dict[str, Any]:
-    """What the package is given beside the user's own settings (FSSPEC_* variables and files), which win."""
-    if protocol in LOCAL:
-        return {"auto_mkdir": True}
-    if not is_s3:
-        return {}
-    from fsspec.config import conf
-
-    given: Mapping[str, Any] = conf.get(protocol, {}).get("config_kwargs", {})
-    own = {"connect_timeout": CONNECT_S, "read_timeout": ANSWER_S, "retries": {"total_max_attempts": 1}}
-    return {"config_kwargs": {**own, **given}}
+            elif self.family:
+                self.run_async(any_object, self.files, self.family, bucket)
+        except Exception as error:
+            if not isinstance(plain_error(error), FileNotFoundError):
+                raise
+            raise StorageError(
+                f"there is no bucket {bucket!r} for {self.address}: make it first, or correct its name."
+            ) from error

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from paceline.errors import PacelineError
+from paceline.storage.address import family_of
+from paceline.storage.package_errors import plain_error
 
 __all__ = ["BoundedRetries", "StorageError", "remedy_for"]
 
@@ -32,7 +34,18 @@ LASTING = frozenset(
         "UnauthorizedSSOTokenError",
     }
 )
-CREDENTIALS = LASTING - {"InvalidRegionError", "NoRegionError", "ParamValidationError", "InvalidConfigError"}
+CREDENTIALS = LASTING - {"InvalidRegionError", "NoRegionError", "ParamValidationError", "InvalidConfigError"} | {
+    "RefreshError"  # of Google's, also where the network is away: it is tried again
+}
+SOURCES = {  # of credentials, by store
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, a role of the machine",
+    "gs": ("`gcloud auth application-default login`, GOOGLE_APPLICATION_CREDENTIALS, a service account of the machine"),
+    "az": (
+        "AZURE_STORAGE_CONNECTION_STRING, AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY or "
+        "AZURE_STORAGE_SAS_TOKEN, a managed identity"
+    ),
+}
+ENDPOINTS = {"s3": "AWS_ENDPOINT_URL", "gs": "STORAGE_EMULATOR_HOST", "az": "AZURE_STORAGE_CONNECTION_STRING"}
 
 
 class StorageError(PacelineError):
@@ -56,9 +69,12 @@ class BoundedRetries:
         for number in range(1, self.tries + 1):
             try:
                 return request()
-            except (FileNotFoundError, StorageError):
+            except StorageError:
                 raise
-            except Exception as error:  # each store's package has errors of its own
+            except Exception as raised:  # each store's package has errors of its own
+                error = plain_error(raised)
+                if isinstance(error, FileNotFoundError):
+                    raise error from (raised if error is not raised else raised.__cause__)
                 if number == self.tries or is_lasting(error):
                     raise StorageError(_failure(what, address, number, error)) from error
             pause_s = min(self.longest_s, self.first_s * 2 ** (number - 1))
@@ -72,20 +88,21 @@ def is_lasting(error: BaseException) -> bool:
     return bool(names & LASTING) or isinstance(error, (PermissionError, TypeError, ImportError, MemoryError))
 
 
-def remedy_for(error: BaseException) -> str:
-    """Return what a user can do about an error."""
+def remedy_for(error: BaseException, address: str) -> str:
+    """Return what a user can do about an error of the store that an address names."""
     names = {each.__name__ for each in type(error).__mro__}
-    if names & CREDENTIALS:
-        return (
-            "Give credentials as the store's own tools take them: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-            "AWS_PROFILE, a role of the machine, or FSSPEC_* variables."
-        )
+    family = family_of(address) or "s3"
+    if names & CREDENTIALS or getattr(error, "code", None) in (401, "401"):
+        return f"Give credentials as the store's own tools take them: {SOURCES[family]}, or FSSPEC_* variables."
     if isinstance(error, PermissionError):
-        return "Check the credentials, and that they may list, read, write and delete there."
-    return "Check the network, and the address of the store (AWS_ENDPOINT_URL, where it is not the provider's own)."
+        return (
+            "Check the credentials, and that they may list, read, write and delete there. They are taken from: "
+            f"{SOURCES[family]}, or FSSPEC_* variables."
+        )
+    return f"Check the network, and the address of the store ({ENDPOINTS[family]}, where it is not the provider's own)."
 
 
 def _failure(what: str, address: str, tries: int, error: BaseException) -> str:
     said = " ".join(str(error).split()) or type(error).__name__
     times = "1 try" if tries == 1 else f"{tries} tries"
-    return f"could not {what} {address} ({times}): {type(error).__name__}: {said[:300]}. {remedy_for(error)}"
+    return f"could not {what} {address} ({times}): {type(error).__name__}: {said[:300]}. {remedy_for(error, address)}"

@@ -13,6 +13,30 @@ class NoCredentialsError(Exception):
     """As botocore calls it."""
 
 
+class HttpError(Exception):
+    """As gcsfs calls it."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class HttpResponseError(Exception):
+    """As azure.core calls it."""
+
+    def __init__(self, status_code: int, message: str) -> None:
+        super().__init__(message)
+        self.status_code = status_code
+
+
+class ResourceNotFoundError(HttpResponseError):
+    """As azure.core calls it."""
+
+
+class ClientAuthenticationError(HttpResponseError):
+    """As azure.core calls it."""
+
+
 def fails(times: int, error: Exception) -> tuple[Callable[[], str], list[int]]:
     calls: list[int] = []
 
@@ -58,4 +82,39 @@ def test_an_object_that_is_not_there_is_the_callers_to_judge() -> None:
     request, calls = fails(100, FileNotFoundError("x"))
     with pytest.raises(FileNotFoundError):
         BoundedRetries(sleep=lambda _: None).call("read", "s3://b/x", request)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("address", "error", "said"),
+    [
+        ("gs://b/x", OSError("Forbidden: b/x no access"), "GOOGLE_APPLICATION_CREDENTIALS"),
+        ("gs://b/x", HttpError(401, "Anonymous caller does not have access"), "gcloud auth application-default login"),
+        ("az://b/x", ClientAuthenticationError(403, "AuthenticationFailed"), "AZURE_STORAGE_ACCOUNT_KEY"),
+        ("az://b/x", HttpResponseError(403, "AuthorizationFailure"), "AZURE_STORAGE_CONNECTION_STRING"),
+    ],
+)
+def test_what_a_store_does_not_allow_is_told_with_its_own_sources_of_credentials(
+    address: str, error: Exception, said: str
+) -> None:
+    request, calls = fails(100, error)
+    with pytest.raises(StorageError, match=said) as caught:
+        BoundedRetries(sleep=lambda _: None).call("write", address, request)
+    assert len(calls) == 1 and "AWS" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("address", "error"), [("gs://b/x", HttpError(503, "later")), ("az://b/x", HttpResponseError(503, "ServerBusy"))]
+)
+def test_what_passes_is_tried_again_and_names_the_stores_own_endpoint(address: str, error: Exception) -> None:
+    request, calls = fails(100, error)
+    with pytest.raises(StorageError, match=r"STORAGE_EMULATOR_HOST|AZURE_STORAGE_CONNECTION_STRING"):
+        BoundedRetries(tries=3, sleep=lambda _: None).call("write", address, request)
+    assert len(calls) == 3
+
+
+def test_azures_word_for_what_is_absent_is_pythons() -> None:
+    request, calls = fails(100, ResourceNotFoundError(404, "The specified blob does not exist.\nRequestId:1"))
+    with pytest.raises(FileNotFoundError, match=r"does not exist\.$"):
+        BoundedRetries(sleep=lambda _: None).call("read", "az://b/x", request)
     assert len(calls) == 1

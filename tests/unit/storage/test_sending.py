@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from object_servers import CREDENTIALS, faulty_proxy, s3_server
-from paceline.storage import file_sending
-from paceline.storage.file_sending import FileSender, abort_uploads, part_size
+from paceline.storage.file_sending import FileSender, part_size
 from paceline.storage.object_store import ObjectStore
 from paceline.storage.probe import probe
 from paceline.storage.retries import BoundedRetries, StorageError
+from paceline.storage.uploads_in_parts import MultipartUpload, abort_uploads
 
 PART = 5 << 20  # the least that S3 takes
 QUICK = BoundedRetries(tries=10, first_s=0.01, longest_s=0.05)
@@ -97,7 +97,7 @@ def test_a_large_file_goes_in_parts_and_comes_back_the_same(store: ObjectStore, 
 
 def test_parts_that_are_there_are_not_sent_again(store: ObjectStore, tmp_path: Path) -> None:
     path, sent = file_of(tmp_path / "file", 3 * PART), list[int]()
-    upload = file_sending._Upload(store, "file")
+    upload = MultipartUpload(store, "file")
     upload.begin()
     upload.send(2, path.read_bytes()[PART : 2 * PART])
     sender = FileSender(store, part_bytes=PART, on_sent=sent.append)
@@ -111,7 +111,7 @@ def test_parts_that_are_there_are_not_sent_again(store: ObjectStore, tmp_path: P
 
 def test_an_upload_of_other_parts_is_not_gone_on_with(store: ObjectStore, tmp_path: Path) -> None:
     path = file_of(tmp_path / "file", 2 * PART + 1)
-    upload = file_sending._Upload(store, "file")
+    upload = MultipartUpload(store, "file")
     upload.begin()
     upload.send(1, b"x" * PART)
     sender = FileSender(store, part_bytes=PART)
@@ -122,7 +122,7 @@ def test_an_upload_of_other_parts_is_not_gone_on_with(store: ObjectStore, tmp_pa
 
 def test_orphans_are_aborted_and_others_left(store: ObjectStore) -> None:
     for name in ("mine", "orphan"):
-        file_sending._Upload(store, name).begin()
+        MultipartUpload(store, name).begin()
     assert abort_uploads(store, lambda name: name == "orphan") == ["orphan"]
     assert abort_uploads(store, lambda name: True) == ["mine"]
 

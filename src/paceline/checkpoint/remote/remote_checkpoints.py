@@ -18,8 +18,8 @@ from collections.abc import Collection, Mapping
 
 from paceline.checkpoint.checkpoint_dir import COMMIT_MARKER, CommitMarker, NewerFormatError, parse_commit_marker
 from paceline.errors import CheckpointError
-from paceline.storage.file_sending import abort_uploads
 from paceline.storage.object_store import ObjectStore
+from paceline.storage.uploads_in_parts import abort_uploads
 
 __all__ = ["RemoteCheckpoint", "RemoteCheckpoints", "folder_of"]
 
