@@ -16,9 +16,11 @@ import torch
 
 from paceline import environment
 from paceline.errors import CheckpointError, PlanError
-from paceline.hub.joined_copy import JoinedModel, are_joined, joined_copy
+from paceline.hub.joined_copy import are_joined, joined_copy
+from paceline.hub.model_copy import CopyKind
 from paceline.hub.model_folder import model_folder
-from paceline.hub.stored_weights import StoredWeights, read_config, stored_weights
+from paceline.hub.quantised import ACTIVATIONS, dequantised_copy, find_quantisation, kept_quantised
+from paceline.hub.stored_weights import StoredWeights, stored_weights
 from paceline.hub.weight_types import convert_buffers, final_types, restore_precise, widest
 from paceline.parallel.class_name import own_class
 from paceline.parallel.part_dtype import mark
@@ -34,13 +36,14 @@ TYPES = {
     "bf16": torch.bfloat16,
 }
 NUM_LISTED = 5
+NONE: Mapping[str, Any] = {}
 TAKEN = {  # options of transformers that would put weights elsewhere, with the remedy
     "device_map": "worker.prepare moves each worker's part to its device",
     "tp_plan": "name the layout in the plan: paceline.run(train, plan='tensor=2')",
-    "quantization_config": "load quantised weights by transformers itself, under replicas, shard or tensor",
+    "quantization_config": "what the folder's configuration says of its weights counts; dequantize=True dequantises them",
     "torch_dtype": "its name is dtype=",
-    "load_in_8bit": "load quantised weights by transformers itself, under replicas, shard or tensor",
-    "load_in_4bit": "load quantised weights by transformers itself, under replicas, shard or tensor",
+    "load_in_8bit": "quantise the model once by transformers, save_pretrained(folder), and name that folder",
+    "load_in_4bit": "quantise the model once by transformers, save_pretrained(folder), and name that folder",
     "low_cpu_mem_usage": "no worker has room for all of the model in any case",
     "state_dict": "call model.load_state_dict(weights, assign=True) on the model",
     "from_tf": "only safetensors files can be read in parts",
@@ -56,6 +59,7 @@ def from_pretrained(
     model_class: type[Any] | None = None,
     *,
     dtype: torch.dtype | str = "auto",
+    dequantize: bool = False,
     revision: str | None = None,
     cache_dir: str | Path | None = None,
     new: Sequence[str] = (),
@@ -98,26 +102,43 @@ def from_pretrained(
             raise PlanError(f"paceline.from_pretrained(..., {name}=...) is not possible: {remedy}.")
     chosen = _class(model_class)
     folder = model_folder(source, revision=revision, cache_dir=cache_dir)
-    _refuse_quantised(folder, read_config(folder))
     stored = stored_weights(folder)
+    cache = environment.cache_folder() if cache_dir is None else Path(cache_dir).expanduser()
 
     empty = _empty(folder, chosen, options, wanted)
+    kind = CopyKind(own_class(empty), unused=unused, options=options)
 
-    def load(stored: StoredWeights, dtype: torch.dtype) -> _Loaded:
-        return _loaded(stored, chosen, dtype, new=new, unused=unused, options=options)
+    def load(stored: StoredWeights, dtype: torch.dtype, more: Mapping[str, Any] = NONE) -> _Loaded:
+        return _loaded(stored, chosen, dtype, new=new, unused=unused, options={**options, **more})
 
+    if (quantised := find_quantisation(folder)) is not None:
+        options, unused = quantised.options(options), (*unused, *ACTIVATIONS)
+        dtype = wanted or quantised.dtype(stored)
+
+        def types_of(model: Any) -> Mapping[str, torch.dtype]:
+            return final_types(model, empty, dtype)
+
+        if not dequantize:
+            return _in_type(kept_quantised(stored, quantised, load, None if wanted is None else types_of), wanted)
+        size = sum(one.numel() for one in empty.state_dict().values())
+        made = dequantised_copy(stored, cache, kind, quantised, dtype, num_elements=size, load=load, types_of=types_of)
+        options = quantised.plain_options(options)
+        return load(stored_weights(made), dtype).model
     own = stored.dtype
     if are_joined(empty, stored):
-        cache = environment.cache_folder() if cache_dir is None else Path(cache_dir).expanduser()
-        about = JoinedModel(own_class(empty), unused=unused, options=options)
-        stored = stored_weights(joined_copy(stored, cache, about, lambda given: _precise(given, load)))
+        stored = stored_weights(joined_copy(stored, cache, kind, lambda given: _precise(given, load)))
     if wanted is None:
         return load(stored, own).model
     model = _precise(stored, load, lambda model: final_types(model, empty, wanted)).model
     types = final_types(model, empty, wanted)
     convert_buffers(model, types)
     mark(model, types)
-    if getattr(model, "config", None) is not None:
+    return _in_type(model, wanted)
+
+
+def _in_type(model: Any, wanted: torch.dtype | None) -> Any:
+    """The model, whose configuration says the type that its weights get."""
+    if wanted is not None and getattr(model, "config", None) is not None:
         model.config.dtype = wanted
     return model
 
@@ -227,19 +248,6 @@ def _dtype_of(given: torch.dtype | str) -> torch.dtype | None:
     if found not in TYPES.values():
         raise PlanError(f"dtype is {given!r}; it must be 'auto', float32, bfloat16 or float16.")
     return found
-
-
-def _refuse_quantised(folder: Path, config: Mapping[str, Any]) -> None:
-    about = config.get("quantization_config") or config.get("compression_config")
-    if about is not None:
-        kind = about.get("quant_method", "unknown") if isinstance(about, dict) else about
-        raise PlanError(
-            f"the weights of {folder} are quantised ({kind}): several stored tensors make one weight, so no worker can "
-            "read its part of it, and layouts split no quantised layers. Take the folder with weights of 16 bits, "
-            "or make it once by transformers (where the method has it: from_pretrained(folder, dtype=torch.bfloat16, "
-            "quantization_config=...(dequantize=True)).save_pretrained(other)). As a frozen base of adapters load it "
-            "by transformers itself, under replicas, shard (whole on each worker) or tensor."
-        )
 
 
 @contextlib.contextmanager
