@@ -42,6 +42,4 @@ def joined_copy(
     """Return this host's folder with the tensors of the model itself, after making it if it is not there. `load` has
     transformers make the model. Raises CheckpointError where the disk has no room."""
     folder = cache / f"{PREFIX}{copy_identity(stored, kind)}"
-    return model_copy(
-        stored, folder, lambda: load(stored), num_bytes=stored.num_bytes, why="joined for this model"
-    )
+    return model_copy(stored, folder, lambda: load(stored), num_bytes=stored.num_bytes, why="joined for this model")

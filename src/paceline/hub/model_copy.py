@@ -36,6 +36,7 @@ SAME_WEIGHTS = ("attn_implementation",)  # options that change no tensor
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 ONE_AT_A_TIME = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}  # transformers else converts many tensors before it needs them
 
+
 class MadeOfFiles(Protocol):
     """A model, and the names of its weights that the files lack."""
 

@@ -35,7 +35,9 @@ PACKAGES = {  # whose versions may change the numbers
     "torchao": "torchao",
 }
 #: Names in the files of what quantised activations are scaled by: ordinary weights have no use for them.
-ACTIVATIONS = tuple(f"*.{of}_{what}" for of in "input output q k v".split() for what in ("scale", "zero_point", "global_scale"))
+ACTIVATIONS = tuple(
+    f"*.{of}_{what}" for of in "input output q k v".split() for what in ("scale", "zero_point", "global_scale")
+)
 Load = Callable[[StoredWeights, torch.dtype, Mapping[str, Any]], Any]
 
 
@@ -86,7 +88,9 @@ def find_quantisation(folder: Path) -> Quantisation | None:
     about = _said(config)
     if about is None:
         return None
-    method = about.get("quant_method") or (KEPT if about.get("load_in_4bit") or about.get("load_in_8bit") else "unknown")
+    method = about.get("quant_method") or (
+        KEPT if about.get("load_in_4bit") or about.get("load_in_8bit") else "unknown"
+    )
     return Quantisation(str(method), about, config)
 
 

@@ -30,8 +30,8 @@ logging.disable_progress_bar()  # which would leave a thread behind
 BATCH = Batch(size=16, micro=4)
 SIZES: dict[str, Any] = {
     "vocab_size": WORDS,
-    "hidden_size": 32,
-    "intermediate_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 128,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
@@ -61,7 +61,7 @@ def loss_of(model: Any, micro: Any) -> Tensor:
 
 
 def trained(worker: Any, model: Any) -> tuple[list[float], dict[str, Tensor]]:
-    model = worker.prepare(model)
+    model = worker.prepare(model.train())
     optim = worker.prepare(torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2))
     step = worker.stepper(model, optim, forward=loss_of)
     return [float(step(batch)) for batch in worker.batches(Text(48))], worker.state_dict(model)
@@ -122,9 +122,9 @@ def test_codes_are_kept_as_the_frozen_base_of_adapters(world: World, tmp_path: P
     about: Any = {"nf4": four, "nested": {**four, "bnb_4bit_use_double_quant": True}, "int8": {"load_in_8bit": True}}
     folder, plain_folder = tmp_path / "base", llama(tmp_path / "plain")
     config = BitsAndBytesConfig(**about[bits])
-    AutoModelForCausalLM.from_pretrained(
-        plain_folder, dtype=torch.float32, quantization_config=config
-    ).save_pretrained(folder)
+    AutoModelForCausalLM.from_pretrained(plain_folder, dtype=torch.float32, quantization_config=config).save_pretrained(
+        folder
+    )
 
     def plain(worker: Any) -> Any:
         base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
