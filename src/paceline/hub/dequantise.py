@@ -79,7 +79,7 @@ def _blocks_at_edges(about: Mapping[str, Any]) -> Iterator[None]:
 
     It takes the shape of blocks to be that of the weight divided by that of its scales. That is not so for 576 rows in
     blocks of 128, of which DeepSeek-V3 has some: transformers 5.23 raises there, and 192 rows get wrong scales. So
-    each row and column of such a weight gets a scale of its own. To be removed when transformers goes by the block size.
+    each row and column of such a weight gets a scale of its own, until transformers goes by the block size.
     """
     blocks: Any = about.get("weight_block_size")
     if not blocks:

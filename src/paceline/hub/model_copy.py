@@ -1,4 +1,4 @@
-"""A folder with a model's own tensors, which transformers has made of the files' tensors, in the memory of a few of them.
+"""A folder with a model's own tensors, which transformers has made of the files' tensors, one after the other.
 
 Each parameter goes into a file as soon as a module gets it, so memory holds what is made of one of them, and no more.
 The folder has the model's configuration and tokenizer beside the weights, and is loaded as any other one.
@@ -27,6 +27,7 @@ from paceline.errors import CheckpointError
 from paceline.hub.host_lock import alone
 from paceline.hub.stored_weights import CONFIG, INDEX, StoredWeights
 from paceline.parallel.file_weights import FileMappings, WeightFiles
+from paceline.parallel.meta.fake_weights import real_weights
 from paceline.units import bytes_text
 
 __all__ = ["CopyKind", "MadeOfFiles", "copy_identity", "model_copy"]
@@ -129,7 +130,7 @@ def _fill(stored: StoredWeights, partial: Path, load: Callable[[], MadeOfFiles])
     keep: Any = pieces.keep  # torch's annotation of such hooks has no result
     handle = register_module_parameter_registration_hook(keep)
     try:
-        with environment.variables_set(ONE_AT_A_TIME):
+        with environment.variables_set(ONE_AT_A_TIME), real_weights():
             made = load()
     finally:
         handle.remove()

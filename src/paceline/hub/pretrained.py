@@ -40,7 +40,7 @@ NONE: Mapping[str, Any] = {}
 TAKEN = {  # options of transformers that would put weights elsewhere, with the remedy
     "device_map": "worker.prepare moves each worker's part to its device",
     "tp_plan": "name the layout in the plan: paceline.run(train, plan='tensor=2')",
-    "quantization_config": "what the folder's configuration says of its weights counts; dequantize=True dequantises them",
+    "quantization_config": "the folder's configuration says how its weights are; dequantize=True dequantises them",
     "torch_dtype": "its name is dtype=",
     "load_in_8bit": "quantise the model once by transformers, save_pretrained(folder), and name that folder",
     "load_in_4bit": "quantise the model once by transformers, save_pretrained(folder), and name that folder",
@@ -82,13 +82,17 @@ def from_pretrained(
     files, or of most of their bytes. Where it is another one, `worker.prepare` converts each worker's part, one tensor
     at a time; until then the model has the files' types. What transformers keeps in 32 bits for a class stays so.
 
+    dequantize: whether files that are quantised become weights of that type: transformers makes one dequantised copy on
+    each host, in `cache_dir`. Without it only those of bitsandbytes are read: they stay quantised, as the frozen base of
+    adapters. It has no effect on ordinary files.
+
     new: patterns of names (`"score.*"`) of weights that the files lack, and that the model begins anew. unused: those
     of weights in the files for which the model has no place. options: further ones of transformers, such as
     `attn_implementation`.
 
     Raises CheckpointError that names each other weight that is on one side only or of another shape, a file that is
-    absent or cut short, and an id that the cache does not have; PlanError for quantised files and for options that
-    would put weights elsewhere. Both say what to do.
+    absent or cut short, and an id that the cache does not have; PlanError for quantised files without `dequantize`, or
+    that cannot be dequantised here, and for options that would put weights elsewhere. Both say what to do.
 
     Example::
 

@@ -21,7 +21,8 @@ import torch
 from paceline.errors import PlanError
 from paceline.hub.dequantise import CPU, has_own_way, load_dequantised
 from paceline.hub.model_copy import CopyKind, MadeOfFiles, copy_identity, model_copy
-from paceline.hub.stored_weights import CONFIG, FLOATS, StoredWeights, read_config
+from paceline.hub.stored_weights import FLOATS, StoredWeights, read_config
+from paceline.parallel.file_weights import is_code
 from paceline.parallel.part_dtype import mark
 
 __all__ = ["ACTIVATIONS", "Quantisation", "dequantised_copy", "find_quantisation", "kept_quantised"]
@@ -36,7 +37,7 @@ PACKAGES = {  # whose versions may change the numbers
 }
 #: Names in the files of what quantised activations are scaled by: ordinary weights have no use for them.
 ACTIVATIONS = tuple(
-    f"*.{of}_{what}" for of in "input output q k v".split() for what in ("scale", "zero_point", "global_scale")
+    f"*.{of}_{what}" for of in ("input", "output", "q", "k", "v") for what in ("scale", "zero_point", "global_scale")
 )
 Load = Callable[[StoredWeights, torch.dtype, Mapping[str, Any]], Any]
 
@@ -158,7 +159,7 @@ def kept_quantised(
     if hasattr(model, "hf_device_map"):
         del model.hf_device_map  # worker.prepare moves the model
     if types_of is not None:
-        codes = {name for name, one in model.named_parameters() if type(one) is not torch.nn.Parameter}
+        codes = {name for name, one in model.named_parameters() if is_code(one)}
         mark(model, {name: dtype for name, dtype in types_of(model).items() if name not in codes})
     return model
 

@@ -3,8 +3,8 @@
 Where a forward is run without weights, their own forward cannot be: it asks for what the package keeps beside the
 codes, which no placeholder has. What they return has the shape and the type of any linear layer's result.
 
-On CPUs with AVX512-BF16 bitsandbytes packs codes anew when a layer runs in evaluation mode, for good: scales are rounded
-to bf16, and such layers have no gradient. A model that is trained must keep its codes.
+On CPUs with AVX512-BF16 bitsandbytes packs codes anew when a layer runs in evaluation mode, for good: scales are
+rounded to bf16, and such layers have no gradient. A model that is trained must keep its codes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def has_codes(module: nn.Module) -> bool:
 @contextlib.contextmanager
 def coded_layers_as_linear(model: nn.Module) -> Iterator[None]:
     """Within it, such layers return what linear layers would, of one number for all of the weight."""
-    layers = [module for module in model.modules() if has_codes(module)]
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear) and has_codes(module)]
     former = [vars(layer).get("forward") for layer in layers]
     for layer in layers:
         vars(layer)["forward"] = functools.partial(_linear, layer)
@@ -62,9 +62,9 @@ def keep_codes(model: nn.Module) -> None:
             packed.append(name)
     if packed:
         raise PlanError(
-            f"bitsandbytes has packed the codes of {packed[0]} and {len(packed) - 1} other layers for inference on this "
-            "CPU, when the model ran in evaluation mode: such layers have no gradient. Load the model again, and give it "
-            "to worker.prepare before it runs."
+            f"bitsandbytes has packed the codes of {len(packed)} layers ({packed[0]}, ...) for inference on this CPU, "
+            "when the model ran in evaluation mode: such layers have no gradient. Load the model again, and give it to "
+            "worker.prepare before it runs."
         )
 
 

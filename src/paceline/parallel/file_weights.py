@@ -39,6 +39,7 @@ __all__ = [
     "WeightFiles",
     "forget_origins",
     "giving_back",
+    "is_code",
     "keep_in_memory",
     "without_same_files",
 ]
@@ -49,6 +50,7 @@ PAGE = mmap.PAGESIZE
 PRESENT, SWAPPED, OF_FILE = (numpy.uint64(1 << bit) for bit in (63, 62, 61))  # of a page's entry
 MADV_DONTNEED = 4  # asm-generic/mman-common.h
 SHARE, LEAST_BYTES = 16, 4 << 20  # of the files' bytes are read before pages are given back: that looks at all of them
+CODES = ("Params4bit", "Int8Params")
 LINE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ...p ([0-9a-f]+) \S+ ([1-9]\d*) +(/.*)", re.MULTILINE)
 
 
@@ -217,6 +219,11 @@ def forget_origins(tensors: Iterable[Tensor]) -> None:
             delattr(one, ORIGIN)
 
 
+def is_code(tensor: Tensor) -> bool:
+    """Whether a tensor is a weight of bitsandbytes: codes in whatever type, and attributes that say what they mean."""
+    return type(tensor).__name__ in CODES and isinstance(tensor, nn.Parameter)
+
+
 @contextlib.contextmanager
 def giving_back(model: nn.Module) -> Iterator[None]:
     """While a model runs, give back the memory of weights that it has read, if they are mapped."""
@@ -270,7 +277,11 @@ def _begin(mapping: _Mapping) -> int:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and tensor.is_contiguous()
+    return (
+        (type(tensor) in (Tensor, nn.Parameter) or is_code(tensor))
+        and tensor.layout == torch.strided
+        and tensor.is_contiguous()
+    )
 
 
 def _checksum(tensor: Tensor) -> int:
