@@ -83,8 +83,8 @@ def from_pretrained(
     at a time; until then the model has the files' types. What transformers keeps in 32 bits for a class stays so.
 
     dequantize: whether files that are quantised become weights of that type: transformers makes one dequantised copy on
-    each host, in `cache_dir`. Without it only those of bitsandbytes are read: they stay quantised, as the frozen base of
-    adapters. It has no effect on ordinary files.
+    each host, in `cache_dir`. Without it only those of bitsandbytes are read: they stay quantised, as the frozen base
+    of adapters. It has no effect on ordinary files.
 
     new: patterns of names (`"score.*"`) of weights that the files lack, and that the model begins anew. unused: those
     of weights in the files for which the model has no place. options: further ones of transformers, such as

@@ -112,14 +112,18 @@ def test_dequantised_weights_train_as_those_of_transformers_in_one_process(
     assert len([one for one in cache.iterdir() if one.is_dir()]) == 1, "one copy, which all workers read"
 
 
-@pytest.mark.parametrize("name", quick.without([], LAYOUTS))
-@pytest.mark.parametrize("bits", ["nf4", "nested", "int8"])
-def test_codes_are_kept_as_the_frozen_base_of_adapters(world: World, tmp_path: Path, name: str, bits: str) -> None:
+@pytest.mark.parametrize(
+    ("bits", "name"),
+    [("nf4", name) for name in LAYOUTS]
+    + [quick.further(bits, name) for bits in ("nested", "int8", "in bf16") for name in LAYOUTS],
+)
+def test_codes_are_kept_as_the_frozen_base_of_adapters(world: World, tmp_path: Path, bits: str, name: str) -> None:
     pytest.importorskip("bitsandbytes")
     from transformers import BitsAndBytesConfig
 
     four: Any = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
     about: Any = {"nf4": four, "nested": {**four, "bnb_4bit_use_double_quant": True}, "int8": {"load_in_8bit": True}}
+    about["in bf16"] = {**four, "bnb_4bit_quant_storage": torch.bfloat16}
     folder, plain_folder = tmp_path / "base", llama(tmp_path / "plain")
     config = BitsAndBytesConfig(**about[bits])
     AutoModelForCausalLM.from_pretrained(plain_folder, dtype=torch.float32, quantization_config=config).save_pretrained(
