@@ -66,6 +66,7 @@ __all__ = [
     "trial_parameters",
     "usable_cores",
     "variables_of",
+    "variables_set",
     "visible_gpus",
     "world_processes",
     "world_variables",
@@ -143,6 +144,21 @@ def variables_of(prefix: str) -> dict[str, str]:
 def set_variables(values: Mapping[str, str]) -> None:
     """Set variables for this process and what it starts: those that programs of another framework read."""
     os.environ.update(values)
+
+
+@contextlib.contextmanager
+def variables_set(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables that a library reads while it does one thing for us; afterwards they are as before."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def leave() -> None:

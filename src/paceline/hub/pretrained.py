@@ -15,10 +15,12 @@ from typing import Any
 import torch
 
 from paceline.errors import CheckpointError, PlanError
-from paceline.hub.joined_copy import JoinedModel, are_joined, joined_copy
+from paceline.hub.joined_copy import are_joined, joined_copy
+from paceline.hub.model_copy import CopyKind
 from paceline.hub.model_folder import cache_folder, model_folder, model_parts
 from paceline.hub.opened_files import reading_opened
-from paceline.hub.stored_weights import StoredWeights, read_config, stored_weights
+from paceline.hub.quantised import ACTIVATIONS, dequantised_copy, find_quantisation, kept_quantised
+from paceline.hub.stored_weights import StoredWeights, stored_weights
 from paceline.hub.weight_types import convert_buffers, final_types, restore_precise, widest
 from paceline.parallel.absent_tensors import as_absent, come
 from paceline.parallel.class_name import own_class
@@ -35,13 +37,14 @@ TYPES = {
     "bf16": torch.bfloat16,
 }
 NUM_LISTED = 5
+NONE: Mapping[str, Any] = {}
 TAKEN = {  # options of transformers that would put weights elsewhere, with the remedy
     "device_map": "worker.prepare moves each worker's part to its device",
     "tp_plan": "name the layout in the plan: paceline.run(train, plan='tensor=2')",
-    "quantization_config": "load quantised weights by transformers itself, under replicas, shard or tensor",
+    "quantization_config": "the folder's configuration says how its weights are; dequantize=True dequantises them",
     "torch_dtype": "its name is dtype=",
-    "load_in_8bit": "load quantised weights by transformers itself, under replicas, shard or tensor",
-    "load_in_4bit": "load quantised weights by transformers itself, under replicas, shard or tensor",
+    "load_in_8bit": "quantise the model once by transformers, save_pretrained(folder), and name that folder",
+    "load_in_4bit": "quantise the model once by transformers, save_pretrained(folder), and name that folder",
     "low_cpu_mem_usage": "no worker has room for all of the model in any case",
     "state_dict": "call model.load_state_dict(weights, assign=True) on the model",
     "from_tf": "only safetensors files can be read in parts",
@@ -57,6 +60,7 @@ def from_pretrained(
     model_class: type[Any] | None = None,
     *,
     dtype: torch.dtype | str = "auto",
+    dequantize: bool = False,
     revision: str | None = None,
     cache_dir: str | Path | None = None,
     new: Sequence[str] = (),
@@ -80,13 +84,17 @@ def from_pretrained(
     files, or of most of their bytes. Where it is another one, `worker.prepare` converts each worker's part, one tensor
     at a time; until then the model has the files' types. What transformers keeps in 32 bits for a class stays so.
 
+    dequantize: whether files that are quantised become weights of that type: transformers makes one dequantised copy on
+    each host, in `cache_dir`. Without it only those of bitsandbytes are read: they stay quantised, as the frozen base
+    of adapters. It has no effect on ordinary files.
+
     new: patterns of names (`"score.*"`) of weights that the files lack, and that the model begins anew. unused: those
     of weights in the files for which the model has no place. options: further ones of transformers, such as
     `attn_implementation`.
 
     Raises CheckpointError that names each other weight that is on one side only or of another shape, a file that is
-    absent or cut short, and an id that the cache does not have; PlanError for quantised files and for options that
-    would put weights elsewhere. Both say what to do.
+    absent or cut short, and an id that the cache does not have; PlanError for quantised files without `dequantize`, or
+    that cannot be dequantised here, and for options that would put weights elsewhere. Both say what to do.
 
     Example::
 
@@ -101,21 +109,35 @@ def from_pretrained(
     chosen = _class(model_class)
     parts = model_parts(source, revision=revision, cache_dir=cache_dir)
     folder = parts.folder if parts is not None else model_folder(source, revision=revision, cache_dir=cache_dir)
-    _refuse_quantised(folder, read_config(folder))
 
     def whole() -> StoredWeights:
         return stored_weights(model_folder(source, revision=revision, cache_dir=cache_dir))
 
-    stored = (None if parts is None else parts.weights()) or whole()
+    quantised = find_quantisation(folder)
+    stored = (parts.weights() if parts is not None and quantised is None else None) or whole()
     empty = _empty(folder, chosen, options, wanted)
+    kind = CopyKind(own_class(empty), unused=unused, options=options)
 
-    def load(stored: StoredWeights, dtype: torch.dtype) -> _Loaded:
-        return _loaded(stored, chosen, dtype, new=new, unused=unused, options=options)
+    def load(stored: StoredWeights, dtype: torch.dtype, more: Mapping[str, Any] = NONE) -> _Loaded:
+        return _loaded(stored, chosen, dtype, new=new, unused=unused, options={**options, **more})
 
+    if quantised is not None:
+        options, unused = quantised.options(options), (*unused, *ACTIVATIONS)
+        dtype = wanted or quantised.dtype(stored)
+
+        def types_of(model: Any) -> Mapping[str, torch.dtype]:
+            return final_types(model, empty, dtype)
+
+        if not dequantize:
+            return _in_type(kept_quantised(stored, quantised, load, None if wanted is None else types_of), wanted)
+        size = sum(one.numel() for one in empty.state_dict().values())
+        cache = cache_folder(cache_dir)
+        made = dequantised_copy(stored, cache, kind, quantised, dtype, num_elements=size, load=load, types_of=types_of)
+        options = quantised.plain_options(options)
+        return load(stored_weights(made), dtype).model
     own = stored.dtype
     if are_joined(empty, stored):
-        about = JoinedModel(own_class(empty), unused=unused, options=options)
-        joined = joined_copy(whole(), cache_folder(cache_dir), about, lambda given: _precise(given, load))
+        joined = joined_copy(whole(), cache_folder(cache_dir), kind, lambda given: _precise(given, load))
         stored = stored_weights(joined)
     if wanted is None:
         return _asking(load(stored, own).model)
@@ -123,7 +145,12 @@ def from_pretrained(
     types = final_types(model, empty, wanted)
     convert_buffers(model, types)
     mark(model, types)
-    if getattr(model, "config", None) is not None:
+    return _in_type(model, wanted)
+
+
+def _in_type(model: Any, wanted: torch.dtype | None) -> Any:
+    """The model, whose configuration says the type that its weights get."""
+    if wanted is not None and getattr(model, "config", None) is not None:
         model.config.dtype = wanted
     return model
 
@@ -242,19 +269,6 @@ def _dtype_of(given: torch.dtype | str) -> torch.dtype | None:
     if found not in TYPES.values():
         raise PlanError(f"dtype is {given!r}; it must be 'auto', float32, bfloat16 or float16.")
     return found
-
-
-def _refuse_quantised(folder: Path, config: Mapping[str, Any]) -> None:
-    about = config.get("quantization_config") or config.get("compression_config")
-    if about is not None:
-        kind = about.get("quant_method", "unknown") if isinstance(about, dict) else about
-        raise PlanError(
-            f"the weights of {folder} are quantised ({kind}): several stored tensors make one weight, so no worker can "
-            "read its part of it, and layouts split no quantised layers. Take the folder with weights of 16 bits, "
-            "or make it once by transformers (where the method has it: from_pretrained(folder, dtype=torch.bfloat16, "
-            "quantization_config=...(dequantize=True)).save_pretrained(other)). As a frozen base of adapters load it "
-            "by transformers itself, under replicas, shard (whole on each worker) or tensor."
-        )
 
 
 @contextlib.contextmanager

@@ -39,6 +39,7 @@ __all__ = [
     "FilePlace",
     "WeightFiles",
     "forget_origins",
+    "is_code",
     "keep_in_memory",
     "without_same_files",
 ]
@@ -51,8 +52,9 @@ PAGE = mmap.PAGESIZE
 PRESENT, SWAPPED, OF_FILE = (numpy.uint64(1 << bit) for bit in (63, 62, 61))  # of a page's entry
 MADV_WILLNEED, MADV_DONTNEED = 3, 4  # asm-generic/mman-common.h
 ENOUGH_BYTES = 16 << 20  # are read before pages are given back
-LIBC = ctypes.CDLL(None, use_errno=True)
 AHEAD_BYTES = 64 << 20  # are asked from the disk before they are read
+CODES = ("Params4bit", "Int8Params")
+LIBC = ctypes.CDLL(None, use_errno=True)
 # Of thousands of mappings: those that are private, and to be written, or of which nothing can be read yet.
 LINE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) (?:rw.|---)p ([0-9a-f]+) \S+ ([1-9]\d*) +(/.*)", re.MULTILINE)
 
@@ -271,6 +273,11 @@ def forget_origins(tensors: Iterable[Tensor]) -> None:
             delattr(one, ORIGIN)
 
 
+def is_code(tensor: Tensor) -> bool:
+    """Whether a tensor is a weight of bitsandbytes: codes in whatever type, and attributes that say what they mean."""
+    return type(tensor).__name__ in CODES and isinstance(tensor, nn.Parameter)
+
+
 @torch.no_grad()
 def keep_in_memory(model: nn.Module) -> None:
     """Copy what of a model's trained weights is still mapped, one tensor at a time: a file may be written again, and
@@ -294,7 +301,7 @@ def _begin(mapping: _Mapping) -> int:
 
 def _is_dense(tensor: Tensor) -> bool:
     return (
-        type(tensor) in (Tensor, nn.Parameter, AbsentTensor, AbsentParameter)
+        (type(tensor) in (Tensor, nn.Parameter, AbsentTensor, AbsentParameter) or is_code(tensor))
         and tensor.layout == torch.strided
         and tensor.is_contiguous()
     )

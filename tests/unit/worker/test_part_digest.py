@@ -64,3 +64,12 @@ def test_large_tensors_are_the_same_in_one_block_and_in_many() -> None:
     tensor = torch.randint(-(2**31), 2**31 - 1, (300, 1000), dtype=torch.int32)
     parts = sum(part_digest(tensor[row : row + 1], tensor.shape, (row, 0)) for row in range(300))
     assert parts & MASK == whole_digest(tensor)
+
+
+def test_a_long_column_has_the_digest_of_its_parts() -> None:
+    column = torch.randint(0, 255, (150_001, 1), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    bounds = [0, 100, 65_537, 150_001]
+    parts = [part_digest(column[a:b], column.shape, (a, 0)) for a, b in itertools.pairwise(bounds)]
+    assert part_digest(column, column.shape, (0, 0)) == sum(parts) & MASK == 5358237676097111129, (
+        "as runs have stored it"
+    )

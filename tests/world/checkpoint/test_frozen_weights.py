@@ -166,7 +166,12 @@ def test_what_was_frozen_may_train_later(world: World) -> None:
 
 @pytest.mark.parametrize(
     ("first", "then"),
-    [(Layout(shard=2), Layout(tensor=2)), pytest.param(Layout(tensor=2), Layout(), marks=pytest.mark.further)],
+    [
+        (Layout(shard=2), Layout(tensor=2)),
+        (Layout(stages=2), Layout(shard=2)),
+        pytest.param(Layout(tensor=2), Layout(), marks=pytest.mark.further),
+        pytest.param(Layout(), Layout(stages=2), marks=pytest.mark.further),
+    ],
     ids=str,
 )
 def test_a_quantised_base_stays_whole_and_out_of_checkpoints(first: Layout, then: Layout, world: World) -> None:

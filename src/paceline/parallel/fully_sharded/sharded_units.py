@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from paceline.errors import PlanError, Reason
 from paceline.parallel.class_name import class_name
+from paceline.parallel.file_weights import is_code
 from paceline.parallel.model_units import blocks_of
 from paceline.parallel.part_dtype import later_dtype, later_dtypes
 
@@ -132,7 +133,8 @@ def slots_of(unit: nn.Module, *, inner: Iterable[nn.Module]) -> list[Slot]:
 def stays_whole(parameter: nn.Parameter) -> bool:
     """Whether every worker keeps all of a parameter: frozen codes of a quantised weight, which no one gathers as
     numbers, and whose scales the module has elsewhere."""
-    return not parameter.requires_grad and (parameter.is_complex() or not parameter.is_floating_point())
+    is_number = parameter.is_floating_point() and not is_code(parameter)
+    return not parameter.requires_grad and not is_number
 
 
 def trained_types(slots: Iterable[Slot]) -> list[str]:

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline.parallel.meta.meta_device import META, absent, swapped
 
-__all__ = ["fake_of", "fake_values", "fake_weights", "filled_weights", "shapes_only"]
+__all__ = ["fake_of", "fake_values", "fake_weights", "filled_weights", "real_weights", "shapes_only"]
 
 REGISTER = nn.Module.register_parameter  # torch's own
 EMPTY: Any = torch.empty
@@ -50,7 +50,7 @@ def fake_weights() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _unchanged_torch() -> Iterator[None]:
+def real_weights() -> Iterator[None]:
     """Within it, `fake_weights` is not in force."""
     former = nn.Module.register_parameter, torch.empty
     nn.Module.register_parameter, torch.empty = REGISTER, EMPTY
@@ -73,7 +73,7 @@ def _empty(*size: Any, **options: Any) -> Tensor:
 def filled_weights(model: nn.Module) -> Iterator[None]:
     """Within it, the model's meta parameters can be computed with, on the CPU; copies of them are real."""
     with (
-        _unchanged_torch(),
+        real_weights(),
         swapped(model.modules(), lambda tensor: _of_one_number(tensor) if tensor.is_meta else tensor),
     ):
         yield
@@ -85,7 +85,7 @@ def shapes_only(model: nn.Module) -> Iterator[None]:
 
     Code that looks at values raises, and so does code that names another device for what it makes.
     """
-    with _unchanged_torch(), swapped(model.modules(), lambda one: one if one.is_meta else absent(one)), META:
+    with real_weights(), swapped(model.modules(), lambda one: one if one.is_meta else absent(one)), META:
         yield
 
 
@@ -96,7 +96,7 @@ def fake_values(model: nn.Module) -> Iterator[FakeTensorMode]:
     Code that looks at values raises. Real tensors may be given to it.
     """
     with (
-        _unchanged_torch(),
+        real_weights(),
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
         swapped(model.modules(), lambda one: fake_of(mode, one)),
     ):

@@ -18,6 +18,7 @@ from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode
 
 from paceline.errors import PlanError, Reason
+from paceline.parallel.coded_layers import coded_layers_as_linear
 from paceline.parallel.meta.meta_device import (
     DEVICE_QUERIES,
     USER_ERRORS,
@@ -91,6 +92,7 @@ def _recorded(
     tape = None
     try:
         with (
+            coded_layers_as_linear(model),
             swapped(unit_modules, absent),
             swapped(root, lambda t: absent(t) if _is_parameter(t) else t.clone()),
         ):

@@ -20,6 +20,7 @@ from paceline.errors import PlanError, SyncError
 from paceline.parallel.apply import place, send_from_first
 from paceline.parallel.check.model_hints import ModelHints
 from paceline.parallel.check.model_support import require_fit, require_open
+from paceline.parallel.coded_layers import keep_codes
 from paceline.parallel.compiled import leave_out
 from paceline.parallel.file_weights import without_same_files
 from paceline.parallel.fully_sharded.sharded_model import ShardedModel
@@ -73,6 +74,7 @@ class ModelLayout:
 
         Raises PlanError with every problem that the model has with the plan, before anything is split.
         """
+        keep_codes(model)
         try:
             self.units[model] = names_matching(model, hints.units)
             hints = dataclasses.replace(hints, units=self.units[model])

@@ -20,6 +20,7 @@ __all__ = ["MASK", "part_digest"]
 
 MASK = (1 << 64) - 1
 WORDS = {"cpu": 1 << 16, "cuda": 1 << 24}  # multiplied at once: they fit a core's own cache; on a GPU keep it busy
+MOST_ROWS = 1 << 16  # of which keys are made at once: codes of 4 bits are one long column
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by bytes of an element
 
 
@@ -32,16 +33,18 @@ def part_digest(part: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> i
     words, (row, *columns) = _matrix(part), _matrix_offsets(part, shape, offsets)
     if not words.numel():
         return 0
-    row_keys = _keys(0, row, words.shape[0])
     column_keys = functools.reduce(
         lambda keys, one: numpy.multiply.outer(keys, one).reshape(-1),
         (_keys(dim, first, size) for dim, (first, size) in enumerate(columns, 1)),
         numpy.ones(1, numpy.uint64),
     )
     at_once = max(1, WORDS.get(words.device.type, 1 << 20) // words.shape[1])
-    factors = _on(column_keys, words.device)
-    sums = [(block.to(torch.int64) * factors).sum(dim=1) for block in words.split(at_once)]
-    return int((torch.cat(sums) * _on(row_keys, words.device)).sum()) & MASK
+    factors, found = _on(column_keys, words.device), 0
+    for rows in words.split(MOST_ROWS):
+        sums = [(block.to(torch.int64) * factors).sum(dim=1) for block in rows.split(at_once)]
+        found += int((torch.cat(sums) * _on(_keys(0, row, rows.shape[0]), words.device)).sum())
+        row += rows.shape[0]
+    return found & MASK
 
 
 def _matrix(part: Tensor) -> Tensor:

@@ -176,7 +176,7 @@ class WholeWeights:
         for name in names:
             source, (dtype, shape) = contents.sources[name], contents.tensors[name]
             whole: Tensor | None = None
-            if name not in owners or axes.is_at(owners[name]):  # all that have a part of it
+            if name in live and (name not in owners or axes.is_at(owners[name])):  # all that have a part of it
                 whole = self._models.whole_here(f"{prefix}.{name}", live[name])
             if source != 0 and axes.parted.size > 1:
                 if whole is None:

@@ -113,9 +113,15 @@ class PipelineModel:
             names = list(model.state_dict())
         for name in names:
             if name not in found:
-                module = model.get_submodule(name.rpartition(".")[0])
-                found[name] = self._worker_of(self._stage_of_module.get(module, 0))
+                above = name.rpartition(".")[0]
+                weight = above
+                while weight and weight not in found:  # what a module keeps beside a weight: "fc.weight.absmax"
+                    weight = weight.rpartition(".")[0]
+                found[name] = found[weight] if weight else self._worker_of(self._stage_of(model, above))
         return found
+
+    def _stage_of(self, model: nn.Module, name: str) -> int:
+        return self._stage_of_module.get(model.get_submodule(name), 0)
 
     def own_units(self) -> list[tuple[str, nn.Module]]:
         """The units of this worker's stages that share no parameters with each other, with their names."""
