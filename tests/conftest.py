@@ -120,6 +120,7 @@ def _programs_source(_session_leaves_nothing: None) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _test_leaves_nothing() -> Iterator[None]:
+    imported.spare_the_collector()
     before = leaks.take()
     yield
     _refuse(leaks.left_behind(before), "The test")

@@ -105,6 +105,7 @@ def second_moment(kind: str) -> float:
     return float(optimizer.state[parameter]["exp_avg_sq"].float().mean())
 
 
+@pytest.mark.thorough
 def test_an_average_with_a_long_memory_follows_where_rounding_to_nearest_stands_still() -> None:
     assert second_moment("nearest") == 1.0
     assert second_moment("fp32") == pytest.approx(0.999**399, rel=1e-4)
@@ -118,6 +119,7 @@ def distance(kind: str) -> float:
     return -float(parameter.detach().mean())
 
 
+@pytest.mark.thorough
 def test_training_goes_on_where_state_rounded_to_nearest_stalls_it() -> None:
     exact, stochastic, nearest = (distance(one) for one in ("fp32", "stochastic", "nearest"))
     assert stochastic == pytest.approx(exact, rel=0.02)
