@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
+from paceline.doctor import loader_rates
 from paceline.doctor.findings import ClusterFinding
 from paceline.doctor.loader_rates import reading_rate
 from paceline.doctor.measured import Examination, ReadingRate, ScriptReading, WorkerRates
@@ -140,6 +142,36 @@ def test_bytes_of_files_are_counted_and_those_of_memory_are_not(tmp_path: Path) 
     assert rate_of(data(Files(path))).stored_per_sample == pytest.approx(50_000, rel=0.1)
     in_memory = rate_of(data(TensorDataset(torch.zeros(64, 100)))).stored_per_sample
     assert in_memory < 5_000, "what the measurement itself reads, where a busy machine gives time for two samples"
+
+
+class Counted(Dataset[torch.Tensor]):
+    """The kernel counts so many bytes that calls have read, and so many from the disk, for each sample."""
+
+    def __init__(self, counts: Path, by_calls: int, from_disk: int) -> None:
+        self.counts, self.more = counts, (by_calls, from_disk)
+        self.note(1_000, 9_000_000)
+
+    def note(self, by_calls: int, from_disk: int) -> None:
+        self.found = by_calls, from_disk
+        self.counts.write_text(f"rchar: {by_calls}\nread_bytes: {from_disk}\n")
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.note(self.found[0] + self.more[0], self.found[1] + self.more[1])
+        return torch.zeros(100)
+
+
+@pytest.mark.parametrize(("by_calls", "from_disk"), [(50_000, 100), (100, 50_000)])
+def test_what_the_process_had_read_before_hides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_calls: int, from_disk: int
+) -> None:
+    """Libraries, for one, which are mapped from the disk."""
+    monkeypatch.setattr(loader_rates, "PROC", tmp_path)
+    (tmp_path / str(os.getpid())).mkdir()
+    found = rate_of(data(Counted(tmp_path / str(os.getpid()) / "io", by_calls, from_disk)))
+    assert found.stored_per_sample == 50_000
 
 
 def test_an_iterable_is_read_by_steps_of_which_a_worker_has_its_part() -> None:

@@ -13,10 +13,23 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+from transformers.utils import logging
 
 import paceline
 import quick
-from imported import Later
 from object_servers import CREDENTIALS, s3_server
 from paceline.hub.model_folder import model_folder
 from paceline.parallel.file_weights import FileMappings
@@ -25,20 +38,13 @@ from paceline.parallel.part_dtype import convert_parts, later_dtype
 from paceline.parallel.sample_input import SampleInput
 from paceline.storage.object_store import ObjectStore
 
-pytestmark = pytest.mark.thorough  # transformers takes seconds to import
-transformers: Any = Later("transformers")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_progress_bar() -> None:
-    """It would leave a thread behind."""
-    transformers.utils.logging.disable_progress_bar()
+logging.disable_progress_bar()  # which would leave a thread behind
 
 
 def llama(**options: Any) -> Any:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=4, **options))
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, **options))
 
 
 @pytest.fixture
@@ -48,14 +54,14 @@ def base(tmp_path: Path) -> Path:
 
 
 def same(model: Any, folder: Path) -> bool:
-    expected = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
     found = model.state_dict()
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_all_weights_are_the_mapped_bytes_of_the_files(base: Path) -> None:
     model = paceline.from_pretrained(base)
-    assert isinstance(model, transformers.LlamaForCausalLM)
+    assert isinstance(model, LlamaForCausalLM)
     with FileMappings() as mappings:
         assert [name for name, one in model.named_parameters() if mappings.place_of(one) is None] == []
     assert same(model, base)
@@ -79,7 +85,7 @@ def kept_in_parts(model: Any) -> dict[str, torch.Tensor]:
 
 def as_transformers(folder: Path, dtype: torch.dtype, **options: Any) -> None:
     """Each weight has the type and the numbers that plain transformers loads."""
-    expected = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict()
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict()
     found = kept_in_parts(paceline.from_pretrained(folder, dtype=dtype, **options))
     assert found.keys() == expected.keys()
     assert {name: one.dtype for name, one in found.items()} == {name: one.dtype for name, one in expected.items()}
@@ -123,14 +129,12 @@ def moe(kind: str) -> Any:
     torch.manual_seed(0)
     if kind == "ernie":
         more = {"moe_intermediate_size": 16, "moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0}
-        return transformers.Ernie4_5_MoeForCausalLM(transformers.Ernie4_5_MoeConfig(**sizes, **more))
+        return Ernie4_5_MoeForCausalLM(Ernie4_5_MoeConfig(**sizes, **more))
     if kind == "deepseek":
         more |= {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "v_head_dim": 8}
         more |= {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
-        return transformers.DeepseekV3ForCausalLM(
-            transformers.DeepseekV3Config(**{**sizes, "num_key_value_heads": 4}, **more)
-        )
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, num_local_experts=4))
+        return DeepseekV3ForCausalLM(DeepseekV3Config(**{**sizes, "num_key_value_heads": 4}, **more))
+    return MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4))
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -193,38 +197,34 @@ def test_a_joined_copy_is_of_one_class_and_has_no_weights_that_begin_anew(tmp_pa
         return paceline.from_pretrained(tmp_path / "base", kind, cache_dir=cache, **options)
 
     torch.manual_seed(1)
-    first = load(transformers.AutoModelForSequenceClassification, new=["score.*"], unused=["lm_head.*"], num_labels=3)
+    first = load(AutoModelForSequenceClassification, new=["score.*"], unused=["lm_head.*"], num_labels=3)
     [copy] = copies()
     assert not any("score" in name for name in load_one(copy)) and "model.norm.weight" in load_one(copy)
-    again = load(transformers.AutoModelForSequenceClassification, new=["score.*"], unused=["lm_head.*"], num_labels=3)
+    again = load(AutoModelForSequenceClassification, new=["score.*"], unused=["lm_head.*"], num_labels=3)
     assert copies() == [copy]
     assert not torch.equal(first.score.weight, again.score.weight), "each begins it anew"
     with pytest.raises(paceline.CheckpointError, match=r"score.weight: not in the files"):
-        load(transformers.AutoModelForSequenceClassification, unused=["lm_head.*"], num_labels=3)
+        load(AutoModelForSequenceClassification, unused=["lm_head.*"], num_labels=3)
     with pytest.raises(paceline.CheckpointError, match=r"lm_head.weight: in the files, without a place"):
-        load(transformers.AutoModelForSequenceClassification, new=["score.*"], num_labels=3)
+        load(AutoModelForSequenceClassification, new=["score.*"], num_labels=3)
     assert same(load(), tmp_path / "base"), "its head is in another copy"
     assert same(load(attn_implementation="eager"), tmp_path / "base")
     assert len(copies()) == 2
 
 
 def test_other_classes_and_options_of_transformers(base: Path) -> None:
-    model = paceline.from_pretrained(base, transformers.AutoModel, unused=["lm_head.*"], attn_implementation="eager")
+    model = paceline.from_pretrained(base, AutoModel, unused=["lm_head.*"], attn_implementation="eager")
     assert type(model).__name__ == "LlamaModel"
     assert model.config._attn_implementation == "eager"
     model = paceline.from_pretrained(
-        base,
-        transformers.AutoModelForSequenceClassification,
-        new=["score.weight"],
-        unused=["lm_head.weight"],
-        num_labels=3,
+        base, AutoModelForSequenceClassification, new=["score.weight"], unused=["lm_head.weight"], num_labels=3
     )
     assert model.score.weight.shape == (3, 32) and not model.score.weight.is_meta
 
 
 def test_names_that_differ_are_errors_with_the_names(base: Path, tmp_path: Path) -> None:
     with pytest.raises(paceline.CheckpointError) as caught:
-        paceline.from_pretrained(base, transformers.AutoModelForSequenceClassification)
+        paceline.from_pretrained(base, AutoModelForSequenceClassification)
     said = str(caught.value)
     assert "score.weight: not in the files" in said and "new=[...]" in said
     save_file({**load_one(base), "stray": torch.zeros(2)}, tmp_path / "model.safetensors")

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchao.float8.float8_linear import Float8Linear
 
-from imported import Later
 from paceline.parallel.float8_linear import use_float8
 
-pytestmark = pytest.mark.thorough  # torchao takes seconds to import
-torchao_layer: Any = Later("torchao.float8.float8_linear")
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 
 
@@ -116,11 +114,11 @@ def test_it_keeps_and_computes_what_gradients_need(recipe: str, is_frozen: bool,
 def test_it_has_the_numbers_of_torchao(recipe: str) -> None:
     config: Any = layer_of(recipe).config
     found = []
-    for layer in (layer_of(recipe), torchao_layer.Float8Linear.from_float(layer_of(recipe), config)):
+    for layer in (layer_of(recipe), Float8Linear.from_float(layer_of(recipe), config)):
         torch.manual_seed(1)
         x = torch.randn(2, 5, 32, dtype=torch.bfloat16, requires_grad=True)
         layer.bfloat16()
-        with autocast(enabled=type(layer) is not torchao_layer.Float8Linear):
+        with autocast(enabled=type(layer) is not Float8Linear):
             output = layer(x)
         (output * torch.randn(2, 5, 48)).sum().backward()
         found.append((output, x.grad, layer.weight.grad, layer.bias.grad))

@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from imported import Later
 from paceline.errors import CheckpointError
 from paceline.storage.exports import written_to
 from paceline.worker.state.adapter_weights import adapter_names, has_adapters, write_adapters
 
-pytestmark = pytest.mark.thorough  # peft takes seconds to import
-peft: Any = Later("peft")
+peft: Any = pytest.importorskip("peft")
 
 
 class Net(nn.Module):
