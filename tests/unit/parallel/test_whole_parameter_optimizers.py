@@ -30,6 +30,7 @@ from paceline.parallel.check.optimizer_requirements import BY_NUMBER as KNOWN
 from paceline.parallel.check.optimizer_requirements import needs_all_parameters, needs_of, needs_whole_parameters
 from paceline.parallel.check.optimizer_state import KeptState, kept_state
 
+pytestmark = pytest.mark.thorough  # pytorch_optimizer takes seconds to import
 ROOT = Path(__file__).parents[3]
 
 
@@ -223,7 +224,6 @@ def test_rates_scale_by_the_rule_that_is_named_and_by_no_other() -> None:
         paceline.scaled_lr(float("nan"), batch=2, reference_batch=1, rule="linear")
 
 
-@pytest.mark.thorough
 def test_the_table_in_the_docs_says_the_same_of_some(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     program: Any = importlib.import_module("optimizers")
