@@ -180,13 +180,13 @@ $(TENSORFLOW_VENV)/.made: pyproject.toml constraints.txt
 	    -e ".[tensorflow]"
 	@touch $@
 
-# The pins of everything else hold; pip finds what this torch needs.
+# The pins of everything else hold; pip finds what this torch needs, which may be an older setuptools (torch 2.11).
 $(TORCH_VENV)/.made: pyproject.toml constraints.txt
 	@echo "== environment: $(TORCH_VENV), with torch $(TORCH)"
 	@$(PYTHON) -m venv --clear $(TORCH_VENV)
-	@grep -vE '^(torch|torchvision|torchaudio|triton|nvidia-.*|cuda-.*)==' constraints.txt > $(TORCH_VENV)/constraints.txt
+	@grep -vE '^(torch|torchvision|torchaudio|triton|setuptools|nvidia-.*|cuda-.*)==' constraints.txt > $(TORCH_VENV)/constraints.txt
 	@$(TORCH_VENV)/bin/python -m pip install -qq --disable-pip-version-check -c $(TORCH_VENV)/constraints.txt \
-	    torch==$(TORCH) setuptools
+	    torch==$(TORCH) "setuptools>=77"
 	@$(TORCH_VENV)/bin/python -m pip install -qq --disable-pip-version-check -c $(TORCH_VENV)/constraints.txt \
 	    --no-build-isolation -e ".[dev]" torch==$(TORCH)
 	@touch $@

@@ -58,6 +58,14 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `--quick` a file whose tests are all thorough is not even imported: some import what takes seconds."""
+    is_thorough = (
+        collection_path.suffix == ".py" and "\npytestmark = pytest.mark.thorough" in collection_path.read_text()
+    )
+    return True if is_thorough and config.getoption("--quick") else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the further cases, or all others; with `--quick` also the thorough tests. Put files of long tests
     first, so that no process is left with one of them when the others have nothing to do."""
@@ -120,6 +128,7 @@ def _programs_source(_session_leaves_nothing: None) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _test_leaves_nothing() -> Iterator[None]:
+    imported.spare_the_collector()
     before = leaks.take()
     yield
     _refuse(leaks.left_behind(before), "The test")

@@ -9,8 +9,10 @@ from __future__ import annotations
 import gc
 import importlib
 import pkgutil
+import sys
+from typing import Any
 
-__all__ = ["collect_seldom", "import_all"]
+__all__ = ["Later", "collect_seldom", "import_all", "spare_the_collector"]
 
 LATE = (
     "torch.distributed.checkpoint",
@@ -26,12 +28,35 @@ LATE = (
     "safetensors.torch",
     "zmq",
 )
+MANY = 100  # modules
+_frozen_modules = 0
 ROOMS = ("checkpoint", "codec", "comm", "elastic", "parallel", "schedule", "sync", "worker")  # all that is in them
+
+
+class Later:
+    """A module that is imported when something of it is first asked for, not when tests are collected."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # pytest asks all that is in a file of tests whether it is one
+            raise AttributeError(name)
+        return getattr(importlib.import_module(self._name), name)
 
 
 def collect_seldom() -> None:
     """Have the collector look for cycles less often here and in all forks: it took a fifteenth of the suite's time."""
     gc.set_threshold(20_000, 20, 20)
+
+
+def spare_the_collector() -> None:
+    """Take what was imported out of what the collector looks through: a full collection took 0.3 s, and finding how to
+    split a model has several."""
+    global _frozen_modules
+    if len(sys.modules) - _frozen_modules >= MANY:
+        _frozen_modules = len(sys.modules)
+        gc.freeze()
 
 
 def import_all() -> None:

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-__all__ = ["folder", "remove_all"]
+__all__ = ["folder", "folders", "remove_all"]
 
 _made: list[Path] = []
 
@@ -15,6 +15,11 @@ def folder(name: str) -> Path:
     """A new folder, with `name` in its own."""
     _made.append(Path(tempfile.mkdtemp(prefix=f"paceline-{name}-")))
     return _made[-1]
+
+
+def folders() -> frozenset[Path]:
+    """Those that are there now."""
+    return frozenset(_made)
 
 
 def remove_all() -> None:

@@ -1,9 +1,9 @@
-"""Finds what a test leaves behind: processes, files in shared memory, threads, a changed environment.
+"""Finds what a test leaves behind: processes, files in shared memory, threads, folders, a changed environment.
 
 A process belongs to this session when it descends from it, or when it carries the session's mark in its environment:
 a worker whose parent has exited has another parent, but keeps the mark. A file in /dev/shm carries no owner: it counts
 when it is new and no process of somebody else has it open, so that two sessions on one machine do not accuse each
-other.
+other. Nor does a folder of runs under faults: it counts where nobody else on the machine runs Paceline or its tests.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -18,11 +19,14 @@ from pathlib import Path
 
 import psutil
 
+import lasting
+
 __all__ = ["LASTING_PIDS", "MARK", "PROGRAM_MARK", "Snapshot", "left_behind", "take"]
 
 MARK = "PYTEST_SESSION_MARK"  # environment variable, set once by conftest
 PROGRAM_MARK = "PROCESS_TEST_MARK"  # environment variable, inherited by every process of one program of a test
 SHARED_MEMORY = Path("/dev/shm")
+FOLDERS = ("paceline-run-", "paceline-drill-")  # which `run_with` and `paceline drill` leave to their caller
 # Started once by libraries, never ended by them: a process by a part of its command line, a thread by its class.
 LASTING_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 LASTING_PIDS = set[
@@ -40,6 +44,7 @@ class Snapshot:
     processes: frozenset[int]  # pids of the whole machine: whose they are is asked only of new ones
     shared_memory: frozenset[str]
     threads: frozenset[threading.Thread]
+    folders: frozenset[Path]
     environment: dict[str, str]
 
 
@@ -49,6 +54,7 @@ def take() -> Snapshot:
         processes=frozenset(psutil.pids()),
         shared_memory=_shared_memory(),
         threads=frozenset(threading.enumerate()),
+        folders=_folders(),
         environment=_environment(),
     )
 
@@ -62,6 +68,7 @@ def left_behind(before: Snapshot, *, grace_s: float = 20.0) -> list[str]:
     found = _changed_environment(before)
     found += _left_processes(before, deadline)
     found += _left_threads(before, deadline)
+    found += _left_folders(before)
     return found + _left_shared_memory(before, deadline)
 
 
@@ -150,6 +157,24 @@ def _left_shared_memory(before: Snapshot, deadline: float) -> list[str]:
         if not ours or time.monotonic() >= deadline:
             return [f"shared memory {SHARED_MEMORY / name}" for name in sorted(ours)]
         time.sleep(0.05)  # nothing tells when a file of another process is unlinked
+
+
+def _folders() -> frozenset[Path]:
+    place = tempfile.gettempdir()
+    return frozenset(Path(place, name) for name in os.listdir(place) if name.startswith(FOLDERS))
+
+
+def _left_folders(before: Snapshot) -> list[str]:
+    new = _folders() - before.folders - lasting.folders()
+    return [] if not new or _others_are_here() else [f"folder {path}" for path in sorted(new)]
+
+
+def _others_are_here() -> bool:
+    """Whether a process of somebody else is of Paceline or of its tests, and may have made such a folder."""
+    return any(
+        ("paceline" in _command(process) or "pytest" in _command(process)) and not _is_ours(process.pid)
+        for process in psutil.process_iter()
+    )
 
 
 def _open_elsewhere(names: frozenset[str]) -> set[str]:

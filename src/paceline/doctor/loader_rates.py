@@ -54,13 +54,14 @@ def reading_rate(
         next(items)
     own = psutil.Process()
     processes = [one for one in own.children() if one.pid not in before] if request.loaders else [own]
-    stored, busy_s = _bytes_read(processes), _processor_s(processes)
+    (by_calls, from_disk), busy_s = _bytes_read(processes), _processor_s(processes)
     began, samples, num_bytes = time.perf_counter(), 0, 0
     while samples == 0 or time.perf_counter() - began < seconds:
         more, size = next(items)
         samples, num_bytes = samples + more, num_bytes + size
     took = time.perf_counter() - began
-    stored, busy_s = max(0, _bytes_read(processes) - stored), max(0.0, _processor_s(processes) - busy_s)
+    calls_later, disk_later = _bytes_read(processes)
+    stored, busy_s = max(0, calls_later - by_calls, disk_later - from_disk), max(0.0, _processor_s(processes) - busy_s)
     return ReadingRate(
         samples_per_s=samples / took,
         bytes_per_sample=num_bytes / samples,
@@ -156,17 +157,18 @@ def _num_bytes(micro: Any) -> int:
     return sum(one.numel() * one.element_size() for one in tensors_in(micro))
 
 
-def _bytes_read(processes: Sequence[psutil.Process]) -> int:
-    """What processes have read from files: by calls, from the cache too, or, where that is more, from the disk itself
-    (files in their memory). 0 where the kernel does not tell.
+def _bytes_read(processes: Sequence[psutil.Process]) -> tuple[int, int]:
+    """What processes have read from files since they began: by calls, from the cache too, and from the disk itself
+    (also files that are mapped into memory). 0 where the kernel does not tell.
     """
-    total = 0
+    by_calls = from_disk = 0
     for process in processes:
         with contextlib.suppress(OSError):
             text = (PROC / str(process.pid) / "io").read_text()
             fields = dict(line.split(": ") for line in text.splitlines())
-            total += max(int(fields["rchar"]), int(fields["read_bytes"]))
-    return total
+            by_calls += int(fields["rchar"])
+            from_disk += int(fields["read_bytes"])
+    return by_calls, from_disk
 
 
 def _processor_s(processes: Sequence[psutil.Process]) -> float:

@@ -67,7 +67,7 @@ def script() -> Path:
 
 @functools.cache
 def undisturbed() -> Report:
-    report = run_with("", script(), **OPTIONS)
+    report = run_with("", script(), folder=lasting.folder("undisturbed"), **OPTIONS)
     assert report.exit_code == 0, report.output
     assert list(report.losses) == list(range(1, STEPS + 1))
     return report

@@ -180,6 +180,7 @@ def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
     assert_loadable(path, 1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("again", [False, True], ids=["a new step", "a step that was saved before"])
 def test_a_kill_between_any_two_calls_that_change_the_disk_leaves_a_good_newest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
@@ -311,6 +312,8 @@ def mount(tmp_path: Path) -> Iterator[Any]:
 BLOCKS = namedtuple("BLOCKS", "total used free")
 
 
+# From Python 3.13 on, a file object that cannot be flushed at its end says so: torch's is left by the failed write.
+@pytest.mark.filterwarnings("ignore:Exception ignored in.*NoCloseWriter:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("free_is_known", [True, False], ids=["seen in advance", "met while writing"])
 def test_a_full_disk_fails_the_save_alone(mount: Any, monkeypatch: pytest.MonkeyPatch, free_is_known: bool) -> None:
     directory = mount("size=3m") / "checkpoints"

@@ -201,6 +201,7 @@ def test_at_most_ten_problems_are_listed(saved: Path) -> None:
     assert len(str(raised.value).splitlines()) == 12
 
 
+@pytest.mark.thorough
 def test_reading_works_without_numpy_and_imports_no_distributed_checkpoint(saved: Path) -> None:
     program = (
         "import sys; sys.modules['numpy'] = None; sys.path[:0] = sys.argv[2:]\n"

@@ -80,7 +80,7 @@ def told(
     return status, out, err
 
 
-@pytest.mark.parametrize("stepper", ["forward=forward", "F.mse_loss"])
+@pytest.mark.parametrize("stepper", ["forward=forward", pytest.param("F.mse_loss", marks=pytest.mark.thorough)])
 def test_a_step_is_predicted_from_the_scripts_own_data(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, stepper: str
 ) -> None:
@@ -123,6 +123,7 @@ def test_what_does_not_fit_is_said_and_fails(capsys: pytest.CaptureFixture[str],
     assert "No plan fits these devices. Least memory:" in out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("make", "stepper", "why"),
     [
@@ -140,6 +141,7 @@ def test_what_was_not_counted_on_the_data_is_said_and_has_no_total(
     assert "total    not known" in out
 
 
+@pytest.mark.thorough
 def test_of_several_models_the_largest_is_priced_and_that_is_said(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -149,6 +151,7 @@ def test_of_several_models_the_largest_is_priced_and_that_is_said(
     assert "only this model is priced, the largest one; not critic" in out
 
 
+@pytest.mark.thorough
 def test_a_cluster_of_ones_own_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(SMALL)
     status, out, _ = told(
@@ -194,6 +197,7 @@ def test_mistakes_are_named(
     assert re.search(says, err), err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("called", ["lab.toml", "lab"])
 def test_a_file_may_be_priced_by_its_path_and_by_its_clusters_name(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, called: str
@@ -206,6 +210,7 @@ def test_a_file_may_be_priced_by_its_path_and_by_its_clusters_name(
     assert " at 2.5 a device and hour" in out
 
 
+@pytest.mark.thorough
 def test_where_half_precision_would_be_faster_that_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ("--workers", "4", "--cluster", "h100x8-ib", "--samples", "5")
     _, out, _ = told(capsys, tmp_path, *words)
@@ -217,6 +222,7 @@ def test_where_half_precision_would_be_faster_that_is_said(capsys: pytest.Captur
     assert said not in out
 
 
+@pytest.mark.thorough
 def test_workers_that_nobody_has_named_are_one_and_that_is_said(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -257,6 +263,7 @@ def test_a_cluster_needs_a_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--cluster goes with a script" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_what_is_faster_with_other_losses_stands_apart(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(SMALL.replace("memory_gb = 1.0", "memory_gb = 80.0"))
     words = ("--workers", "4", "--cluster", str(tmp_path / "small.toml"), "--plan", "replicas=4")
@@ -272,6 +279,7 @@ def test_what_is_faster_with_other_losses_stands_apart(capsys: pytest.CaptureFix
     assert all(len(line) <= 100 or "--plan" in line for line in out.split("cluster  ")[1].splitlines()[1:])
 
 
+@pytest.mark.thorough
 def test_what_is_offloaded_is_said_with_what_the_host_has(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(SMALL.replace("memory_gb = 1.0", "memory_gb = 80.0") + "host_memory_gb = 64\n")
     plan = "replicas=4+compute(offload=optimizer)"
@@ -282,6 +290,7 @@ def test_what_is_offloaded_is_said_with_what_the_host_has(capsys: pytest.Capture
     assert re.search(r"\d+ %  moving what is offloaded to the device and back", out), out
 
 
+@pytest.mark.thorough
 def test_of_a_script_with_other_losses_that_is_said_and_its_own_kind_is_ranked(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -332,6 +341,7 @@ def test_a_slow_network_is_slower(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert seconds[0] > 3 * seconds[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("memory_gb", "remedy"),
     [
@@ -431,6 +441,7 @@ def test_a_run_that_was_done_makes_a_receipt_and_the_next_prediction_follows_it(
     assert "corrected by 1 receipt of this model on this cluster" in out
 
 
+@pytest.mark.thorough
 def test_a_receipt_is_of_the_plan_that_the_run_had(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     folder = run_dir / "attempt_1" / "worker_0"
@@ -446,6 +457,7 @@ def test_a_receipt_is_of_the_plan_that_the_run_had(capsys: pytest.CaptureFixture
     assert f"run      {run_dir}: replicas=1+shard=2+batch(micro=16), 6 steps on 2 workers" in out
 
 
+@pytest.mark.thorough
 def test_frozen_layers_are_told_and_not_priced(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ("--workers", "4", "--cluster", "h100x8-ib")
     frozen = f"{ENCODER}; model.requires_grad_(False).layers[-1].requires_grad_(True)"
@@ -454,6 +466,7 @@ def test_frozen_layers_are_told_and_not_priced(capsys: pytest.CaptureFixture[str
     assert re.search(r"18\.9 M parameters \(3\.15 M trained\), 6 blocks, 2\.38 G operations a sample", out), out
 
 
+@pytest.mark.thorough
 def test_a_run_without_steps_makes_no_receipt(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ("--workers", "4", "--cluster", "h100x8-ib", "--receipt", str(tmp_path))
     status, _, err = told(capsys, tmp_path, *words)
@@ -461,6 +474,7 @@ def test_a_run_without_steps_makes_no_receipt(capsys: pytest.CaptureFixture[str]
     assert "has no metrics.jsonl of at least 5 steps" in err
 
 
+@pytest.mark.thorough
 def test_plans_are_run_and_ranked_by_what_was_measured(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -534,6 +548,7 @@ def test_verifying_is_of_this_machine_only(
     assert says in err
 
 
+@pytest.mark.thorough
 def test_the_predicted_step_is_written_as_a_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ("--workers", "4", "--cluster", "h100x8-ib", "--trace", str(tmp_path / "step.json"))
     status, out, _ = told(capsys, tmp_path, *words)

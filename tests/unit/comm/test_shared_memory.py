@@ -75,6 +75,7 @@ def test_all_members_get_the_bits_of_the_sum_in_their_order(
             assert torch.equal(tensor, summed(numel, dtype, size))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_placed", [True, False], ids=["in_place", "copied"])
 @pytest.mark.parametrize("dtype", AVERAGED, ids=str)
 @pytest.mark.parametrize("size", [2, 3])
@@ -175,7 +176,7 @@ def test_each_gets_what_all_gather(members: Callable[..., Members], size: int, n
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("numel", [1, 3000, MANY])
+@pytest.mark.parametrize("numel", [1, 3000, pytest.param(MANY, marks=pytest.mark.thorough)])
 def test_each_gets_the_bits_of_the_sum_of_its_own_part(members: Callable[..., Members], size: int, numel: int) -> None:
     def work(group: SharedGroup) -> list[bool]:
         right = []

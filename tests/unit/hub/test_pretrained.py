@@ -38,6 +38,7 @@ from paceline.parallel.part_dtype import convert_parts, later_dtype
 from paceline.parallel.sample_input import SampleInput
 from paceline.storage.object_store import ObjectStore
 
+pytestmark = pytest.mark.thorough  # transformers takes seconds to import
 logging.disable_progress_bar()  # which would leave a thread behind
 
 

@@ -93,6 +93,7 @@ def _try(folder: Path, number: int, barrier: Any, won: Any) -> None:
         won.value += 1
 
 
+@pytest.mark.thorough
 def test_of_many_that_take_over_at_once_one_succeeds(register: HeadRegister, tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     barrier, won = context.Barrier(6), context.Value("i", 0)

@@ -74,6 +74,7 @@ def test_a_host_that_is_killed_leaves_its_place_to_another(tmp_path: Path) -> No
     point.close()
 
 
+@pytest.mark.thorough
 def test_of_many_hosts_at_once_one_listens(tmp_path: Path) -> None:
     hosts = [holder(tmp_path) for _ in range(6)]
     answers = [said(host) for host in hosts]

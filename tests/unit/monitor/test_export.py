@@ -285,6 +285,7 @@ def test_a_continued_run_replaces_its_later_points_in_tensorboard(tmp_path: Path
     assert scalars(tmp_path)["loss"] == [(1, 1.0), (2, 1.0), (3, 7.0)]
 
 
+@pytest.mark.thorough
 def test_writing_tensorboard_files_starts_no_thread_and_imports_neither_torch_nor_tensorflow(tmp_path: Path) -> None:
     script = (
         "import sys, threading\n"

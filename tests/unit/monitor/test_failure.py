@@ -142,9 +142,10 @@ def test_frames_of_errors_in_a_group_are_those_of_the_user_in_each(tmp_path: Pat
 def test_a_program_on_the_command_line_has_frames_of_its_own() -> None:
     program = "from paceline.units import workers_text\ndef train():\n    workers_text(None)\ntrain()\n"
     trace = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stderr
-    shown = explain([failed(0, traceback=trace)]).split("\n")[1:]
-    assert shown[1:4] == ['  File "<string>", line 4, in <module>', '  File "<string>", line 3, in train', shown[3]]
-    assert re.fullmatch(r"  \.\.\. \d frames? in paceline", shown[3])
+    shown = explain([failed(0, traceback=trace)]).split("\n")
+    frames = [line for line in shown if line.startswith(("  File ", "  ... "))]  # from Python 3.13 on with their code
+    assert frames[:2] == ['  File "<string>", line 4, in <module>', '  File "<string>", line 3, in train']
+    assert re.fullmatch(r"  \.\.\. \d frames? in paceline", "\n".join(frames[2:]))
 
 
 def test_the_step_of_a_failure_is_the_furthest_that_is_known_of() -> None:

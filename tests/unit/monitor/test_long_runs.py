@@ -192,6 +192,7 @@ class Clock:
         return self.now
 
 
+@pytest.mark.thorough
 def test_report_and_status_of_sealed_events_say_what_they_say_of_all_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,16 @@ def shared(model: nn.Module, *, size: int = 2, cut_by: int = 2, sample: Any = No
     return find_plan(model, size=size, sample=sample, layers=layers)
 
 
-@pytest.mark.parametrize("kind", ["own", "nano", "time_first", "encoder", "gpt2", "llama_padded", "bert", "t5"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "own",
+        "nano",
+        "time_first",
+        "encoder",
+        *[pytest.param(kind, marks=pytest.mark.thorough) for kind in ("gpt2", "llama_padded", "bert", "t5")],
+    ],
+)
 def test_models_are_shared_and_cut_at_once_and_nothing_is_gathered(kind: str) -> None:
     if kind in HUGGING_FACE:
         pytest.importorskip("transformers")

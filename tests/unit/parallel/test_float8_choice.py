@@ -116,6 +116,7 @@ def test_weights_that_are_computed_are_left_and_not_asked_for() -> None:
     assert all(torch.equal(before[name], one) for name, one in normed.named_buffers())
 
 
+@pytest.mark.thorough
 def test_adapters_of_peft_are_left_whatever_their_rank() -> None:
     peft: Any = pytest.importorskip("peft")
     config = peft.LoraConfig(r=16, target_modules=["up", "out"])
@@ -127,6 +128,7 @@ def test_adapters_of_peft_are_left_whatever_their_rank() -> None:
     assert [one.split(".lora_")[1] for one in found.left["adapters of peft"]] == ["A.default", "B.default"] * 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("first", ["", "import torchao; "])
 def test_what_the_import_of_torchao_always_says_is_not_passed_on(first: str) -> None:
     """Programs that import it themselves, as those with peft do, hear it: loggers are left as they are."""

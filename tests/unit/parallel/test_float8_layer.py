@@ -13,6 +13,7 @@ from torchao.float8.float8_linear import Float8Linear
 
 from paceline.parallel.float8_linear import use_float8
 
+pytestmark = pytest.mark.thorough  # torchao takes seconds to import
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 
 

@@ -16,6 +16,8 @@ from paceline.parallel.owner_steps.part_exchange import PartExchange, RowHop, Sl
 from paceline.parallel.owner_steps.stand_ins import standing_in, why_not_by_owners
 from paceline.planner.owner_steps import owner_traffic
 
+pytestmark = pytest.mark.thorough  # pytorch_optimizer takes seconds to import
+
 
 def made(kind: Any, **fields: Any) -> torch.optim.Optimizer:
     return kind([torch.nn.Parameter(torch.randn(3, 5))], **{"lr": 0.1, **fields})

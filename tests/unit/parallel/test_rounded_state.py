@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from pytorch_optimizer import Lookahead, ScheduleFreeAdamW
 
+from imported import Later
 from paceline.parallel.rounded_state.rounded_stepping import RoundedStepping, StepCount, copies_of_weights
 from paceline.parallel.rounded_state.stochastic_rounding import (
     ElementIndex,
@@ -16,6 +16,8 @@ from paceline.parallel.rounded_state.stochastic_rounding import (
     rounding_key,
 )
 from paceline.parallel.step_takeover import take_over_step, unhooked_step
+
+pytorch_optimizer: Any = Later("pytorch_optimizer")
 
 
 def index_of(*shape: int) -> ElementIndex:
@@ -105,6 +107,7 @@ def second_moment(kind: str) -> float:
     return float(optimizer.state[parameter]["exp_avg_sq"].float().mean())
 
 
+@pytest.mark.thorough
 def test_an_average_with_a_long_memory_follows_where_rounding_to_nearest_stands_still() -> None:
     assert second_moment("nearest") == 1.0
     assert second_moment("fp32") == pytest.approx(0.999**399, rel=1e-4)
@@ -118,6 +121,7 @@ def distance(kind: str) -> float:
     return -float(parameter.detach().mean())
 
 
+@pytest.mark.thorough
 def test_training_goes_on_where_state_rounded_to_nearest_stalls_it() -> None:
     exact, stochastic, nearest = (distance(one) for one in ("fp32", "stochastic", "nearest"))
     assert stochastic == pytest.approx(exact, rel=0.02)
@@ -168,12 +172,13 @@ def test_options_that_count_steps_do_so_once_a_step_however_many_groups_there_ar
         torch.testing.assert_close(one, parameters[0], rtol=0.01, atol=0.01)
 
 
+@pytest.mark.thorough
 def test_an_optimizer_inside_another_steps_no_more_often() -> None:
     found: list[torch.Tensor] = []
     for is_rounded in (False, True):
         parameter, other = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(4))
         inner = torch.optim.SGD([{"params": [parameter]}, {"params": [other]}], lr=0.25, momentum=0.5)
-        optimizer = Lookahead(inner, k=2)
+        optimizer = pytorch_optimizer.Lookahead(inner, k=2)
         if is_rounded:
             stepping(optimizer)
         for _ in range(3):
@@ -183,7 +188,8 @@ def test_an_optimizer_inside_another_steps_no_more_often() -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.thorough
 def test_copies_of_the_weights_stay_in_fp32() -> None:
     parameter = torch.nn.Parameter(torch.randn(4, 3))
-    assert copies_of_weights(ScheduleFreeAdamW([parameter], lr=0.1)) == {"z"}
+    assert copies_of_weights(pytorch_optimizer.ScheduleFreeAdamW([parameter], lr=0.1)) == {"z"}
     assert copies_of_weights(torch.optim.AdamW([parameter], lr=0.1)) == set()

@@ -110,6 +110,7 @@ def test_frozen_layers_are_known_from_the_script(tmp_path: Path) -> None:
     assert costs.model_flops(1) == forward + attention + 2 * head  # forward, and the gradient of the head's weights
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("plan", ["tensor=4", "tensor=2+stages=2", "replicas=2+context=2"])
 def test_a_model_too_large_to_run_is_checked_by_its_shapes_in_no_time(tmp_path: Path, plan: str) -> None:
     """A block of it has 12 billion parameters: one forward would take minutes, and its comparison 100 GB."""

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from imported import Later
 from paceline.parallel.expert.find_experts import routed_experts
 from paceline.parallel.fully_sharded.sharded_units import units_of
 from paceline.parallel.meta.fake_weights import fake_weights
@@ -17,13 +17,14 @@ from paceline.parallel.meta.traced_costs import trace_costs
 from paceline.planner.model_costs import ModelCosts, transformer
 
 TOKENS, VOCABULARY = 64, 512
+transformers: Any = Later("transformers")
 
 
-def llama(**changes: int) -> LlamaForCausalLM:
+def llama(**changes: int) -> Any:
     sizes: dict[str, Any] = {"num_hidden_layers": 3, "hidden_size": 128, "num_attention_heads": 8}
     sizes |= {"num_key_value_heads": 2, "intermediate_size": 352, "vocab_size": VOCABULARY}
-    config: Any = LlamaConfig  # its types do not know where attention is set
-    return LlamaForCausalLM(config(**{**sizes, **changes}, attn_implementation="sdpa"))
+    config = transformers.LlamaConfig
+    return transformers.LlamaForCausalLM(config(**{**sizes, **changes}, attn_implementation="sdpa"))
 
 
 def traced(model: nn.Module, *samples: Tensor) -> ModelCosts:
@@ -33,6 +34,7 @@ def traced(model: nn.Module, *samples: Tensor) -> ModelCosts:
     return trace_costs(model, run, samples=len(samples[0]), units=units_of(model), experts=routed_experts(model))
 
 
+@pytest.mark.thorough
 def test_a_language_model_costs_what_follows_from_its_sizes() -> None:
     with fake_weights():
         model = llama()
@@ -55,6 +57,7 @@ def test_a_language_model_costs_what_follows_from_its_sizes() -> None:
     assert (ideal.moved + ideal.moved_split) * TOKENS <= fused < single
 
 
+@pytest.mark.thorough
 def test_costs_are_those_of_one_sample_whatever_was_counted() -> None:
     model = llama()
     one, four = (traced(model, torch.zeros(n, TOKENS, dtype=torch.long)) for n in (1, 4))
@@ -63,6 +66,7 @@ def test_costs_are_those_of_one_sample_whatever_was_counted() -> None:
     assert four.blocks[-1].moved == pytest.approx(one.blocks[-1].moved, rel=0.05)
 
 
+@pytest.mark.thorough
 def test_the_model_stays_as_it_was() -> None:
     model = llama()
     before = {name: (one.data_ptr(), one.device) for name, one in model.named_parameters()}

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from imported import Later
 from paceline.parallel.expert.find_experts import routed_experts
 from paceline.parallel.fully_sharded.sharded_units import units_of
 from paceline.parallel.meta.fake_weights import fake_weights
@@ -21,6 +21,7 @@ from paceline.parallel.meta.traced_costs import trace_costs
 from paceline.planner.model_costs import Block, ModelCosts
 
 TOKENS, WIDTH = 64, 32
+transformers: Any = Later("transformers")
 
 
 def traced(model: nn.Module, sample: Tensor) -> ModelCosts:
@@ -139,13 +140,14 @@ def saved(model: nn.Module) -> Iterator[Callable[[], int]]:
         yield lambda: sum(one.untyped_storage().nbytes() for one in found.values())
 
 
-def llama(**changes: Any) -> LlamaForCausalLM:
+def llama(**changes: Any) -> Any:
     sizes: dict[str, Any] = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 200, "use_cache": False}
-    config: Any = LlamaConfig
-    return LlamaForCausalLM(config(**{**sizes, **changes}, attn_implementation="sdpa")).train()
+    config = transformers.LlamaConfig
+    return transformers.LlamaForCausalLM(config(**{**sizes, **changes}, attn_implementation="sdpa")).train()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reentrant", [None, True, False])
 def test_kept_bytes_of_a_language_model_are_those_of_a_real_run(reentrant: bool | None) -> None:
     model, sample = llama(), torch.randint(0, 200, (2, TOKENS))
@@ -163,6 +165,7 @@ def test_kept_bytes_of_a_language_model_are_those_of_a_real_run(reentrant: bool 
     assert {one.attention.kv_heads for one in found.blocks if one.attention} == {2}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("mask", "causal"), [(1, True), (0, False)])
 def test_attention_skips_pairs_as_the_mask_of_the_data_lets_it(mask: int, causal: bool) -> None:
     model, ids = llama(), torch.zeros(2, TOKENS, dtype=torch.long)
@@ -193,14 +196,17 @@ def test_labels_that_choose_tokens_have_their_numbers() -> None:
     assert sum(one.flops(1) for one in found.blocks[0].matmuls) == 2 * 10 * WIDTH * 10  # of ten tokens
 
 
-def mixtral(experts: int, **changes: Any) -> MixtralForCausalLM:
+def mixtral(experts: int, **changes: Any) -> Any:
     sizes: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 200, "num_local_experts": experts}
-    config: Any = MixtralConfig
+    config = transformers.MixtralConfig
     with fake_weights():
-        return MixtralForCausalLM(config(**{**sizes, **changes}, num_experts_per_tok=2, attn_implementation="sdpa"))
+        return transformers.MixtralForCausalLM(
+            config(**{**sizes, **changes}, num_experts_per_tok=2, attn_implementation="sdpa")
+        )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
 def test_a_token_takes_its_share_of_a_mixture_of_experts(implementation: str) -> None:
     model = mixtral(8)

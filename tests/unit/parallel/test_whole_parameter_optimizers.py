@@ -30,6 +30,7 @@ from paceline.parallel.check.optimizer_requirements import BY_NUMBER as KNOWN
 from paceline.parallel.check.optimizer_requirements import needs_all_parameters, needs_of, needs_whole_parameters
 from paceline.parallel.check.optimizer_state import KeptState, kept_state
 
+pytestmark = pytest.mark.thorough  # pytorch_optimizer takes seconds to import
 ROOT = Path(__file__).parents[3]
 
 

@@ -117,6 +117,7 @@ def test_known_state_replaces_the_estimated_one() -> None:
     assert known.step == usual.step
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("memory_gb", "least", "most"), [(80, 2, 8), (24, 8, 32)])
 def test_the_least_workers_hold_the_model_and_fewer_do_not(memory_gb: float, least: int, most: int) -> None:
     cluster = h100(1)
@@ -134,6 +135,7 @@ def test_the_least_workers_hold_the_model_and_fewer_do_not(memory_gb: float, lea
     assert ("GB of the host's with" in said) == bool(others)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("own", [Plan(), Plan(wire=Int8()), Plan(sync=LocalSGD(every=4)), Plan(wire=Sparse())], ids=str)
 def test_the_search_has_exact_plans_and_those_of_the_plans_own_kind(own: Plan) -> None:
     plan = dataclasses.replace(own, batch=Batch(size=64), compute=PLAN.compute)
@@ -146,6 +148,7 @@ def test_the_search_has_exact_plans_and_those_of_the_plans_own_kind(own: Plan) -
     assert is_exact(own) == (own.wire in (Raw(), Sparse()) and own.sync == AllReduce())
 
 
+@pytest.mark.thorough
 def test_offload_is_tried_only_where_a_layout_does_not_surely_fit_without() -> None:
     cluster = catalogue().cluster("rtx4090x8-pcie", hosts=1)
     assert all(one.compute.offload == "none" for one in candidates(PLAN, GPT, workers=8, per_host=8))
@@ -215,6 +218,7 @@ def reprice(plan: Plan, model: ModelCosts, cluster: Cluster, workers: int) -> Pr
     return price(plan, model, cluster, built_in(), workers=workers)
 
 
+@pytest.mark.thorough
 def test_lossy_plans_are_faster_than_all_exact_ones_and_each_than_the_gentler_before() -> None:
     cluster = catalogue().cluster("h100x8-ethernet", hosts=2)
     found = search(dataclasses.replace(PLAN, batch=Batch(size=256)), GPT, cluster, built_in(), workers=16)

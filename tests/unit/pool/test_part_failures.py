@@ -135,6 +135,7 @@ def test_a_run_goes_on_without_a_part_that_is_not_started(monkeypatch: pytest.Mo
     assert scene.nodes.wanted["b"]["run"].leaves and not scene.nodes.wanted["a"]["run"].leaves
 
 
+@pytest.mark.thorough
 def test_a_node_on_which_a_run_cannot_be_joined_is_tried_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch, FakeNodes(a=None, b=None), run=RUN)
     both = {"a": 2, "b": 2}

@@ -37,6 +37,7 @@ def test_a_few_checks_leave_a_table_in_both_forms(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"table.md", "table.json", "rows.jsonl", "log.txt"}
 
 
+@pytest.mark.thorough
 def test_a_check_that_is_not_known_and_a_device_that_is_not_there_are_refused(tmp_path: Path) -> None:
     unknown = started("--only", "speed", "--out", str(tmp_path))
     assert unknown.returncode == 2 and "there is no check 'speed'; there are communicator, parity" in unknown.stderr

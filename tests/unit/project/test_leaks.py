@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 LEAKING = """
-import os, subprocess, sys, threading, uuid
+import os, subprocess, sys, tempfile, threading, uuid
 from pathlib import Path
 
 ended = threading.Event()
 FILE = Path("/dev/shm") / f"leak-{uuid.uuid4().hex}"
+FOLDER = Path(tempfile.gettempdir()) / "paceline-run-0"
 
 
 def test_clean():
@@ -46,6 +47,14 @@ def test_shared_memory_is_gone():
     FILE.unlink()
 
 
+def test_folder():
+    FOLDER.mkdir()
+
+
+def test_folder_is_gone():
+    FOLDER.rmdir()
+
+
 def test_environment():
     os.environ["LEFT"] = "1"
 
@@ -65,21 +74,26 @@ def test_every_kind_of_leak_fails_the_test_that_made_it(
     for name in helpers:
         shutil.copy(root / "tests" / "support" / f"{name}.py", pytester.path)
     source = (pytester.path / "leaks.py").read_text()
-    pytester.path.joinpath("leaks.py").write_text(source.replace("grace_s: float = 20.0", "grace_s: float = 0.2"))
+    alone = source.replace(" or _others_are_here()", "")  # this session is somebody else
+    assert alone != source
+    pytester.path.joinpath("leaks.py").write_text(alone.replace("grace_s: float = 20.0", "grace_s: float = 0.2"))
     pytester.makepyfile(test_leaking=LEAKING)
     monkeypatch.setenv("PYTHONPATH", str(pytester.path), prepend=":")
+    monkeypatch.setenv("TMPDIR", str(pytester.path))
 
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
 
     outcomes = result.parseoutcomes()
-    assert outcomes == {"passed": 9, "errors": 5}
+    assert outcomes == {"passed": 11, "errors": 6}
     result.stdout.fnmatch_lines_random(
         [
             "ERROR test_leaking.py::test_process*",
             "ERROR test_leaking.py::test_orphan*",
             "ERROR test_leaking.py::test_thread *",
             "ERROR test_leaking.py::test_shared_memory *",
+            "ERROR test_leaking.py::test_folder *",
             "ERROR test_leaking.py::test_environment *",
         ]
     )
-    result.stdout.fnmatch_lines_random(["*process * -c input()", "*thread stray", "*shared memory /dev/shm/leak-*"])
+    said = ["*process * -c input()", "*thread stray", "*shared memory /dev/shm/leak-*", "*folder */paceline-run-*"]
+    result.stdout.fnmatch_lines_random(said)

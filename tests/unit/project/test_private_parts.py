@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-PACKAGE = Path(__file__).parents[3] / "src" / "paceline"
+from source_trees import PACKAGE, nodes, sources
+
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "private-parts.md"
 OTHERS = ("compat/keras/", "cli/", "sweep/", "monitor/export/")  # their private names are those of other packages
 OWN_WORDS = {"_idx", "_of_", "_paceline_rows", "_proj_weight", "_replica_", "_worker_"}  # parts of names of ours
@@ -25,11 +26,11 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def own_names(trees: dict[str, ast.Module]) -> set[str]:
+def own_names(files: dict[str, list[ast.AST]]) -> set[str]:
     """Private names that the package itself gives."""
     found: set[str] = set()
-    for tree in trees.values():
-        for node in ast.walk(tree):
+    for inside in files.values():
+        for node in inside:
             match node:
                 case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                     found.add(name)
@@ -59,9 +60,9 @@ def up_to_private(path: str) -> str:
     return ".".join(parts[: first + 1 + (parts[: first + 1] == ["torch", "_C"])])
 
 
-def used(tree: ast.Module, own: set[str]) -> Iterator[str]:
+def used(inside: list[ast.AST], own: set[str]) -> Iterator[str]:
     """Yield the private parts of others in a file: paths of modules, and bare names of attributes."""
-    for node in ast.walk(tree):
+    for node in inside:
         match node:
             case ast.ImportFrom(module=str(module), names=names, level=0) if module.split(".")[0] == "torch":
                 for path in (f"{module}.{one.name}" for one in names):
@@ -82,11 +83,11 @@ def used(tree: ast.Module, own: set[str]) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def in_source() -> dict[str, set[str]]:
     """Each private part, and the files that use it."""
-    trees = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
-    own = own_names(trees)
+    files = {str(path.relative_to(PACKAGE)): nodes(path) for path in sources()}
+    own = own_names(files)
     found: dict[str, set[str]] = {}
-    for name, tree in trees.items():
-        for part in used(tree, own):
+    for name, inside in files.items():
+        for part in used(inside, own):
             if part.startswith("torch.") or not name.startswith(OTHERS):
                 found.setdefault(part, set()).add(name)
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import re
 import subprocess
 import sys
@@ -11,24 +10,16 @@ import tomllib
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
 import paceline
+from source_trees import PACKAGE, nodes, sources
 
 ROOT = Path(__file__).resolve().parents[3]
-PACKAGE = ROOT / "src" / "paceline"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WITHOUT_TORCH = ["environment", "errors", "events", "config", "units", "world_detection", "host_memory", "lr_scaling"]
 WITHOUT_TORCH_FOLDERS = ["plan", "schedule", "launch", "monitor", "cli", "elastic", "runs"]
 WITHOUT_TORCH_FILES = ["comm/messages/json_channel.py", "comm/rendezvous/kv_store.py"]
-
-
-def sources() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
-
-
-@functools.cache
-def nodes(path: Path) -> list[ast.AST]:
-    """All that is in a file, the module first; read once for all tests."""
-    return list(ast.walk(ast.parse(path.read_text())))
 
 
 def module_name(path: Path) -> str:
@@ -66,6 +57,7 @@ def test_no_command_but_the_one_that_asks_imports_the_planner() -> None:
     assert done.stdout.split() == ["[]"], done.stdout + done.stderr
 
 
+@pytest.mark.thorough
 def test_the_warm_parent_imports_what_all_plans_need_and_no_parameter_servers() -> None:
     code = (
         "import importlib, sys\n"

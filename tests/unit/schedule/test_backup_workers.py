@@ -159,6 +159,7 @@ def test_a_worker_that_leaves_or_skips_a_batch_delays_no_other() -> None:
         assert all(told["chosen"]) and len(told["chosen"]) > 30
 
 
+@pytest.mark.thorough
 def test_all_pause_between_two_steps_where_one_wishes_it() -> None:
     pauses = 0
     for seed in range(30):

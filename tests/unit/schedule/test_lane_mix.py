@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import quick
 from paceline.schedule.lane_deal import SourceProgress
 from paceline.schedule.lane_mix import Exhausted, LaneMix
 from paceline.schedule.source_turns import SourceTurns
@@ -67,7 +68,7 @@ def mixed(exhausted: Exhausted, *shares: float, size: int = 0) -> LaneMix:
 
 
 @pytest.mark.parametrize("exhausted", ["stop", "repeat", "drop", "size"])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", quick.some(range(8), step=4))
 def test_what_is_known_of_ends_and_the_size_of_steps_change_no_position(seed: int, exhausted: str) -> None:
     draw = random.Random(seed)
     lengths = [

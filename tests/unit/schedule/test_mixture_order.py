@@ -26,6 +26,7 @@ def test_any_positions_give_what_the_whole_epoch_has_there() -> None:
         assert ORDER.indices(seed=7, epoch=epoch, positions=places).tolist() == whole[epoch][places].tolist()
 
 
+@pytest.mark.thorough
 def test_shares_are_exact_over_each_block_and_rounding_never_adds_up() -> None:
     found = all_of(8)
     bounds = np.array([0, 700, 790, 795])
@@ -36,6 +37,7 @@ def test_shares_are_exact_over_each_block_and_rounding_never_adds_up() -> None:
     assert places.min() < 60 and places.max() > 960 and len(set(np.diff(places))) > 3, "shuffled within a block"
 
 
+@pytest.mark.thorough
 def test_each_dataset_has_epochs_of_its_own_in_other_orders() -> None:
     found = all_of(8)
     for start, size in ((0, 700), (700, 90), (790, 5)):

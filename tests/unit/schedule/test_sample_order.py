@@ -38,7 +38,7 @@ def test_without_shuffle_positions_are_samples() -> None:
     assert order(7, shuffle=False) == list(range(7))
 
 
-@pytest.mark.parametrize("n", [2, 3, 10, 64, 257])
+@pytest.mark.parametrize("n", [2, 3, 10, 64, pytest.param(257, marks=pytest.mark.thorough)])
 def test_every_sample_reaches_every_position_about_equally_often(n: int) -> None:
     counts = np.zeros(n)
     for epoch in range(40 * n if n < 20 else 8 * n):

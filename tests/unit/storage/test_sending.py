@@ -109,6 +109,7 @@ def test_parts_that_are_there_are_not_sent_again(store: ObjectStore, tmp_path: P
     assert sent == [PART] * 3
 
 
+@pytest.mark.thorough
 def test_an_upload_of_other_parts_is_not_gone_on_with(store: ObjectStore, tmp_path: Path) -> None:
     path = file_of(tmp_path / "file", 2 * PART + 1)
     upload = MultipartUpload(store, "file")
@@ -127,6 +128,7 @@ def test_orphans_are_aborted_and_others_left(store: ObjectStore) -> None:
     assert abort_uploads(store, lambda name: True) == ["mine"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(3))
 def test_a_server_that_fails_at_random_loses_nothing(
     store: ObjectStore, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
@@ -159,6 +161,7 @@ def test_a_server_that_is_away_ends_the_tries_and_leaves_no_thread(
         assert len(proxy.requests) == 3
 
 
+@pytest.mark.thorough
 def test_other_stores_get_whole_files(tmp_path: Path) -> None:
     store, path = ObjectStore(f"file://{tmp_path}/far/runs"), file_of(tmp_path / "file", PART + 1)
     probe(store)

@@ -113,6 +113,7 @@ def test_a_grid_has_all_values_up_to_the_last_one() -> None:
         grid_of(Space(ranges={"n": Int(low=1, high=1000), "m": Int(low=1, high=1000)}, fixed={}))
 
 
+@pytest.mark.thorough
 def test_a_storage_that_cannot_be_used_is_refused_with_examples() -> None:
     for url in ("nonsense", "sqlite:////no/such/folder/optuna.db", "journal:/no/such/folder/optuna.log"):
         with pytest.raises(PlanError, match=r"storage cannot be used .* Give an URL such as sqlite:////"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import secrets
 import signal
 import subprocess
 import threading
@@ -18,6 +19,7 @@ from torch.nn import Parameter
 
 from fake_servers import Knowing, PretendedServers
 from paceline.comm.group import SingleWorkerGroup
+from paceline.comm.messages.socket_directory import remove_socket_directories
 from paceline.comm.messages.tensor_messages import ServerLost, ServerTimeout, TensorMessage
 from paceline.errors import SyncError
 from paceline.plan import ParameterServer, Raw
@@ -178,6 +180,8 @@ def test_the_worker_that_has_started_a_server_tells_the_others_which_signal_kill
 
 def test_a_server_that_does_not_begin_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_process, "BEGIN_S", 0.1)
+    family = secrets.token_hex(4)
+    monkeypatch.setenv("PACELINE_FAMILY", family)
 
     def make() -> ServerParameters:
         (tmp_path / "pid").write_text(str(os.getpid()))
@@ -188,3 +192,4 @@ def test_a_server_that_does_not_begin_is_killed(tmp_path: Path, monkeypatch: pyt
         server_process.fork_server(make, address="127.0.0.1", secret=b"s", server=Server)
     pid = (tmp_path / "pid").read_text() if (tmp_path / "pid").exists() else ""
     assert not pid or not Path("/proc", pid).exists()  # it may have been killed before it had written anything
+    remove_socket_directories(family)  # what it has left goes with its run

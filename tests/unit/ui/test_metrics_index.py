@@ -80,6 +80,7 @@ def test_values_that_are_no_numbers_make_no_curve(run: SyntheticRun) -> None:
     assert max(one[1] for one in found["metric/lr"]["points"]) == 40
 
 
+@pytest.mark.thorough
 def test_a_long_run_is_shown_at_once_by_some_rows_and_then_exactly(tmp_path: Path) -> None:
     run = long_run(tmp_path / "run", 400_000, spike_at=123_456)
     followed = FollowedMetrics(metrics(run))

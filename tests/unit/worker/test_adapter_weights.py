@@ -13,6 +13,7 @@ from paceline.errors import CheckpointError
 from paceline.storage.exports import written_to
 from paceline.worker.state.adapter_weights import adapter_names, has_adapters, write_adapters
 
+pytestmark = pytest.mark.thorough  # peft takes seconds to import
 peft: Any = pytest.importorskip("peft")
 
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import quick
 from paceline.worker.health.replica_comparison import WeightReport, majority_verdict
 from paceline.worker.health.weight_digest import WORDS, WeightDigester, combined_digest
 
@@ -29,7 +30,7 @@ def numbers(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("count", [1, 2, 3, 7])
+@pytest.mark.parametrize("count", quick.some([1, 2, 3, 7], step=3))
 def test_every_single_bit_is_seen(dtype: torch.dtype, count: int) -> None:
     tensor = numbers(count, dtype)
     plain = digest(tensor)

@@ -8,14 +8,15 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from kubeflow_trainer_api import models
 
 from engine_submissions import asked
+from imported import Later
 from paceline.errors import PlanError
 from paceline.launch.engines.catalog import read_engine, refusals
 from paceline.launch.engines.kubernetes import Kubernetes, _exit_code
 from paceline.launch.engines.kubernetes_manifests import Manifests, reader_pod, run_name
 
+models: Any = Later("kubeflow_trainer_api.models")
 VERSIONS = ("1.30", "1.33", "1.37")
 ELASTIC: dict[str, Any] = {"least_hosts": 2, "plan": "replicas=16-32+batch(size=1024)"}
 ONE: dict[str, Any] = {"hosts": 1, "workers": 8, "least_hosts": 1}
@@ -195,6 +196,7 @@ def test_what_the_settings_say_is_in_every_pod() -> None:
         assert spec["volumes"][1]["emptyDir"] == {"medium": "Memory", "sizeLimit": "16Gi"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "job", [{}, ELASTIC, {"hosts": 1, "workers": 8, "least_hosts": 1}], ids=["fixed", "elastic", "one"]
 )
@@ -208,6 +210,7 @@ def test_every_manifest_is_valid(engine: Kubernetes, version: str, job: dict[str
         kubernetes_validate.validate({**own[-1], "spec": {**own[-1]["spec"], "paralellism": 3}}, version, strict=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("job", [{}, {"hosts": 1, "workers": 8, "least_hosts": 1}], ids=["four", "one"])
 @pytest.mark.parametrize("engine", [FULL, Kubernetes(image="i", volume="v")], ids=["full", "plain"])
 def test_the_job_set_and_the_train_job_have_no_field_that_their_kinds_lack(
