@@ -131,9 +131,10 @@ def bring_pieces(tensors: Iterable[Tensor]) -> None:
 
     Raises what their sources raise, and OSError where memory cannot be opened.
     """
+    held = list(tensors)  # their memory must not become that of others meanwhile
     with _bringing:
         wanted: dict[int, tuple[PieceSource, dict[AbsentFile, set[int]]]] = {}
-        for one in tensors:
+        for one in held:
             about = file_of(one)
             if about is not None and (missing := about.missing(*_extent(one))):
                 _, files = wanted.setdefault(id(about.source), (about.source, {}))
