@@ -52,7 +52,7 @@ class CopiedPieces:
     def bring(self, store: ObjectStore, wanted: Iterable[Piece]) -> None:
         """Have these pieces on the disk. Raises CheckpointError where the disk has no room, FolderChanged where an
         object is another one meanwhile, and StorageError; what came before is not asked for again."""
-        pieces, known, boot = set(wanted), self._ledger.read(), _boot_id()
+        pieces, known, boot = set(wanted), self._known(), _boot_id()
         missing = sorted(pieces - known.keys())
         self._look_again(piece for piece in pieces & known.keys() if known[piece] != boot)
         if not missing:
@@ -82,6 +82,21 @@ class CopiedPieces:
             finally:
                 pool.shutdown(cancel_futures=True)
                 self._settle(store, came, opened)
+
+    def _known(self) -> dict[Piece, str]:
+        """What the ledger has, without what it says of files that were removed since: new ones would be holes alone."""
+        known = self._ledger.read()
+        lost = {name for name in {name for name, _ in known} if not self._is_there(name)}
+        if lost:
+            known = {piece: boot for piece, boot in known.items() if piece[0] not in lost}
+            self._ledger.write(known)
+        return known
+
+    def _is_there(self, name: str) -> bool:
+        try:
+            return (self.folder / name).stat().st_size == self.stored.objects[name].num_bytes
+        except (FileNotFoundError, KeyError):
+            return False
 
     def forget_ledger(self) -> None:
         """The folder is whole: it needs no ledger."""
@@ -165,10 +180,20 @@ class _Ledger:
 
     def add(self, pieces: Iterable[Piece]) -> None:
         boot = _boot_id()
-        lines = [f"\n{json.dumps([name, start, boot])}" for name, start in pieces]
+        lines = [_line(piece, boot) for piece in pieces]
         if lines:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write("".join(lines))
+
+    def write(self, known: Mapping[Piece, str]) -> None:
+        """Have these pieces alone."""
+        new = self.path.with_suffix(".new")
+        new.write_text("".join(_line(piece, boot) for piece, boot in known.items()), encoding="utf-8")
+        new.rename(self.path)
+
+
+def _line(piece: Piece, boot: str) -> str:
+    return f"\n{json.dumps([*piece, boot])}"
 
 
 def _boot_id() -> str:

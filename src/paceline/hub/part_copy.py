@@ -89,7 +89,8 @@ class PartCopy:
             weights = set(self.stored.weights)
             small: list[tuple[str, int]] = []
             for name, one in self.stored.objects.items():
-                (self._partial / name).touch(0o600)  # of one without a byte nothing comes
+                if not one.num_bytes:
+                    (self._partial / name).touch(0o600)  # nothing comes of it
                 small += pieces_of(name, 0, min(1, one.num_bytes) if name in weights else one.num_bytes)
             self._bring(small)
             lengths = {name: self._header_bytes(name) for name in weights}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import ctypes
+import errno
 import itertools
 import mmap
 import os
@@ -131,9 +132,10 @@ def bring_pieces(tensors: Iterable[Tensor]) -> None:
 
     Raises what their sources raise, and OSError where memory cannot be opened.
     """
+    held = list(tensors)  # their memory must not become that of others meanwhile
     with _bringing:
         wanted: dict[int, tuple[PieceSource, dict[AbsentFile, set[int]]]] = {}
-        for one in tensors:
+        for one in held:
             about = file_of(one)
             if about is not None and (missing := about.missing(*_extent(one))):
                 _, files = wanted.setdefault(id(about.source), (about.source, {}))
@@ -181,4 +183,5 @@ def _protect(begin: int, length: int, rights: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mprotect(ctypes.c_void_p(begin), ctypes.c_size_t(length), ctypes.c_int(rights)):
         number = ctypes.get_errno()
-        raise OSError(number, f"memory of weights cannot be opened: {os.strerror(number)}")
+        remedy = "; raise the limit vm.max_map_count" if number == errno.ENOMEM else ""
+        raise OSError(number, f"memory of weights cannot be opened: {os.strerror(number)}{remedy}")

@@ -38,7 +38,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=200, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
     )
     folder = tmp_path_factory.mktemp("far") / "base"
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, max_shard_size="100KB")
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder, max_shard_size="100KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
     return folder
 
@@ -176,6 +177,19 @@ def test_a_copy_that_was_removed_is_missed(far: Path, tmp_path: Path) -> None:
     shutil.rmtree(next((tmp_path / "cache").glob("*.partial")))
     with pytest.raises(CheckpointError, match="it was removed"):
         model.lm_head.weight.sum()
+
+
+def test_a_file_that_was_removed_comes_again_as_a_whole(
+    far: Path, tmp_path: Path, came: list[tuple[str, int, int]]
+) -> None:
+    bring(loaded(far, tmp_path / "cache").parameters())
+    [gone, *others] = sorted(next((tmp_path / "cache").glob("*.partial")).glob("*.safetensors"))
+    gone.unlink()
+    came.clear()
+    assert same(loaded(far, tmp_path / "cache"), far)
+    assert others and {name for name, _, _ in came} == {gone.name}
+    whole = host_copy(f"file://{far}", tmp_path / "cache")
+    assert (whole / gone.name).read_bytes() == (far / gone.name).read_bytes()
 
 
 def test_a_disk_without_room_is_told_before_anything_comes(

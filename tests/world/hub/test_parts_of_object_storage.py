@@ -49,7 +49,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_key_value_heads=2,
     )
     folder = tmp_path_factory.mktemp("far") / "base"
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, max_shard_size="400KB")
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder, max_shard_size="400KB")
     return folder
 
 
