@@ -123,6 +123,7 @@ def test_an_upload_of_other_parts_is_not_gone_on_with(store: ObjectStore, tmp_pa
     assert store.read("file") == path.read_bytes()
 
 
+@pytest.mark.thorough
 def test_orphans_are_aborted_and_others_left(store: ObjectStore) -> None:
     for name in ("mine", "orphan"):
         file_sending._Upload(store, name).begin()
