@@ -127,27 +127,25 @@ def _programs_source(_session_leaves_nothing: None) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _test_leaves_nothing() -> Iterator[None]:
+def _own_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The test leaves nothing behind. Runs land in a folder of its own, and nothing of the user's home is read or
+    written. One fixture for all of that: of thousands of tests most take less time than a fixture."""
     imported.spare_the_collector()
     before = leaks.take()
-    yield
+    name = re.sub(r"\W", "_", request.node.name)[:30]
+    path = tmp_path_factory.getbasetemp() / f"{name}{next(FOLDERS)}"  # pytest's own looks through all that there are
+    path.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path)
+        patch.setenv("HOME", str(path))
+        yield path
     _refuse(leaks.left_behind(before), "The test")
 
 
 @pytest.fixture
-def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of the test's own, numbered by a count: pytest's looks through the folders of all tests before it."""
-    name = re.sub(r"\W", "_", request.node.name)[:30]
-    path = tmp_path_factory.getbasetemp() / f"{name}{next(FOLDERS)}"
-    path.mkdir()
-    return path
-
-
-@pytest.fixture(autouse=True)
-def _own_folder(_test_leaves_nothing: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs land in the test's own folder, and nothing of the user's home is read or written."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
+def tmp_path(_own_folder: Path) -> Path:
+    """The folder of the test's own."""
+    return _own_folder
 
 
 @pytest.fixture(scope="session")

@@ -26,6 +26,7 @@ __all__ = ["LASTING_PIDS", "MARK", "PROGRAM_MARK", "Snapshot", "left_behind", "t
 MARK = "PYTEST_SESSION_MARK"  # environment variable, set once by conftest
 PROGRAM_MARK = "PROCESS_TEST_MARK"  # environment variable, inherited by every process of one program of a test
 SHARED_MEMORY = Path("/dev/shm")
+NEWEST = Path("/proc/loadavg")  # its last word is the number of the process that began last
 FOLDERS = ("paceline-run-", "paceline-drill-")  # which `run_with` and `paceline drill` leave to their caller
 # Started once by libraries, never ended by them: a process by a part of its command line, a thread by its class.
 LASTING_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
@@ -51,7 +52,7 @@ class Snapshot:
 def take() -> Snapshot:
     """What there is now."""
     return Snapshot(
-        processes=frozenset(psutil.pids()),
+        processes=_pids(),
         shared_memory=_shared_memory(),
         threads=frozenset(threading.enumerate()),
         folders=_folders(),
@@ -70,6 +71,18 @@ def left_behind(before: Snapshot, *, grace_s: float = 20.0) -> list[str]:
     found += _left_threads(before, deadline)
     found += _left_folders(before)
     return found + _left_shared_memory(before, deadline)
+
+
+_listed: tuple[str, frozenset[int]] = ("", frozenset())  # the newest process on the machine, and all there were
+
+
+def _pids() -> frozenset[int]:
+    """All processes, and perhaps some that have ended: they are listed anew only where one has begun since."""
+    global _listed
+    newest = NEWEST.read_text().rpartition(" ")[2] if NEWEST.exists() else ""
+    if not newest or newest != _listed[0]:
+        _listed = newest, frozenset(psutil.pids())
+    return _listed[1]
 
 
 def _is_ours(pid: int) -> bool:
@@ -107,7 +120,7 @@ def _changed_environment(before: Snapshot) -> list[str]:
 
 
 def _left_processes(before: Snapshot, deadline: float) -> list[str]:
-    pids = [pid for pid in psutil.pids() if pid not in before.processes and _is_ours(pid)]
+    pids = [pid for pid in _pids() - before.processes if _is_ours(pid)]
     new = [process for process in _existing(pids) if not _is_lasting(process)]
     _, alive = psutil.wait_procs(new, timeout=max(0.0, deadline - time.monotonic()))
     lines = [f"process {process.pid}: {_command(process)}" for process in alive]

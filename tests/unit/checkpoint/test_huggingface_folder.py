@@ -99,6 +99,7 @@ def test_a_file_of_adapters_alone_is_said_to_be_one(tmp_path: Path, capsys: pyte
     assert "adapters alone" not in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_a_folder_with_other_weights_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,6 +104,7 @@ def test_a_step_is_predicted_from_the_scripts_own_data(
     assert "counted on" not in out
 
 
+@pytest.mark.thorough
 def test_time_and_money_for_so_much_data(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ("--workers", "4", "--cluster", "h100x8-ib", "--samples", "1e9", "--price", "2.5")
     _, out, _ = told(capsys, tmp_path, *words)
@@ -114,6 +115,7 @@ def test_time_and_money_for_so_much_data(capsys: pytest.CaptureFixture[str], tmp
     assert float(money[1].replace(",", "")) == pytest.approx(hours * 4 * 2.5, rel=0.01)
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_is_said_and_fails(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(SMALL)
     words = ("--workers", "1", "--plan", "batch(size=32,micro=4)", "--cluster", str(tmp_path / "small.toml"))

@@ -34,6 +34,7 @@ def busy(tmp_path: Path) -> Iterator[Path]:
     os.waitpid(pid, 0)
 
 
+@pytest.mark.thorough
 def test_a_reader_never_sees_a_time_or_a_count_that_is_only_half_written(busy: Path) -> None:
     seen: list[tuple[float, float, float]] = []
     counts: list[int] = []

@@ -33,6 +33,7 @@ def added(machine: Negotiation, size: int, ranks: tuple[int, ...]) -> int:
     return [submit(machine, rank, one) for rank in range(size)][-1][0][0].value
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_each_operation_runs_once_and_in_one_order_whatever_the_order_of_the_calls(data: st.DataObject) -> None:

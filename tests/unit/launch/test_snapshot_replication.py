@@ -127,6 +127,7 @@ def test_a_snapshot_that_is_overwritten_on_its_way_does_not_count_there(two: Two
     assert two.copies() == {(1, 10)}
 
 
+@pytest.mark.thorough
 def test_what_a_lost_connection_cut_off_does_not_count_and_is_sent_again(two: Two) -> None:
     two.link()
     two.keep(0, 10, b"a" * LARGE)
@@ -209,6 +210,7 @@ def test_workers_do_not_wait_for_a_host_that_cannot_be_reached(two: Two) -> None
     assert "stay on their own host: host far cannot be reached" in said and "Connection refused" in said
 
 
+@pytest.mark.thorough
 def test_a_host_gets_what_its_workers_begin_with_from_another_one(two: Two) -> None:
     two.link()
     two.keep(0, 10, b"a" * LARGE)

@@ -39,6 +39,7 @@ def test_a_thousand_epochs_are_a_few_lines() -> None:
     assert unmerged(merged) == lines
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["uneven shares", "backup workers", "asynchronous", "two streams"])
 def test_steps_in_an_irregular_order_are_a_mixture_of_a_few_bytes_each(kind: str) -> None:
     draw = random.Random(1)

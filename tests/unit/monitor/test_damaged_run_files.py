@@ -316,6 +316,7 @@ def test_lines_of_a_long_run_are_merged_into_as_many_as_may_be_read(monkeypatch:
     assert [json.loads(line)["more"][0] + 1 for line in merge_ledger(lines)] == [10, 10, 10, 5]
 
 
+@pytest.mark.thorough
 def test_a_log_of_one_endless_line_takes_little_memory_and_the_lines_around_it_are_read(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     with open(path, "wb") as file:

@@ -228,6 +228,7 @@ def test_damaged_lines_cost_nothing_but_themselves(run: Run) -> None:
     assert read_report(run.path).last_step == 50
 
 
+@pytest.mark.thorough
 def test_reporting_imports_no_torch(run: Run) -> None:
     code = "import sys; from paceline.cli.main import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code, "report", run.path], check=True, timeout=60, stdout=subprocess.DEVNULL)

@@ -22,6 +22,7 @@ from paceline.parallel.tensor.split_tensor import SplitTensor
 from tensor_models import TOKENS, SkipMLP, tokens
 
 
+@pytest.mark.thorough
 def test_heads_are_shared_where_they_divide_and_keys_go_round_a_ring_where_not() -> None:
     assert find_plan(build("own", torch.float32), size=2).attentions == {"heads": 2}
     assert find_plan(build("own", torch.float32), size=3).attentions == {"ring": 2}
@@ -123,6 +124,7 @@ def test_a_change_in_place_of_some_tokens_is_refused_with_the_remedy() -> None:
         find_plan(Writing(), size=2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("broken", ["heads", "slice", "sum"])
 def test_a_wrong_rule_leads_to_a_refusal(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if broken == "heads":

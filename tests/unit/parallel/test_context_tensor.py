@@ -73,6 +73,7 @@ def test_operations_that_no_rule_knows_see_the_whole_along_their_own_cut() -> No
     assert {one.partition(" ")[0] for one in plan.operations} == {"cumsum", "flip", "roll"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("broken", ["crossed", "under", "in_layer"])
 def test_a_wrong_order_of_rules_leads_to_a_refusal(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if broken == "crossed":  # what crosses between cut layers loses its slices
@@ -91,6 +92,7 @@ def test_a_wrong_order_of_rules_leads_to_a_refusal(broken: str, monkeypatch: pyt
         shared(Own())
 
 
+@pytest.mark.thorough
 def test_a_tensor_is_cut_twice_along_two_dims_and_put_together_by_each_team() -> None:
     found: list[tuple[Any, ...]] = []
     real = tensor_context_ops.TensorContextOps.__init__

@@ -31,6 +31,7 @@ def test_a_small_model_fits_a_large_device_and_the_table_adds_up() -> None:
     assert len(text.splitlines()) == 3 + sum(1 for value in found.memory.parts.values() if value > 0)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the host's memory is not the device's")
 def test_on_this_machines_cpu_offload_to_its_own_memory_is_refused_and_servers_are_answered() -> None:
     with pytest.raises(PlanError, match="the CPU computes there: nothing would be gained"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from torch import nn
 
 from paceline.parallel.generation_caches import had_cache, is_of_transformers, turn_caches_off
@@ -12,6 +13,7 @@ from paceline.worker.state.published_models import config_text
 from tuned_models import base
 
 
+@pytest.mark.thorough
 def test_what_is_published_has_the_cache_as_it_was() -> None:
     model: Any = base()
     assert is_of_transformers(nn.Sequential(model))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pytorch_optimizer import DASH, SOAP, Lamb, Lookahead, Shampoo
+from pytorch_optimizer import SOAP, Lamb, Lookahead, Shampoo
 
 from paceline.comm.sharded_tensors import TensorSlice
 from paceline.parallel.fully_sharded.collectives import ShardCollectives
@@ -31,6 +31,17 @@ class CountsWhereItHasSome(torch.optim.SGD):
         for group in self.param_groups:
             group["count"] = group.get("count", 0) + bool(group["params"])
         return super().step(closure)
+
+
+class RemembersInParameters(torch.optim.SGD):
+    """Keeps the sum of a parameter's gradients as an attribute of it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for one in group["params"]:
+                one.total = getattr(one, "total", 0) + one.grad
+                one -= group["lr"] * one.total
 
 
 class StepsWhatItWasGiven(torch.optim.SGD):
@@ -71,7 +82,7 @@ def test_optimizers_that_step_what_their_groups_hold_can_be_stepped_by_owners(ki
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        (DASH, "replaced by others"),
+        (RemembersInParameters, "replaced by others"),
         (StepsWhatItWasGiven, "cannot be tried"),
         (CountsWhereItHasSome, "has no parameters for a step"),
     ],

@@ -28,6 +28,7 @@ def rounded(value: torch.Tensor, step: int = 0) -> torch.Tensor:
     return round_stochastically([value], index_of(*value.shape), rounding_key(0, step, "weight"))[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [1.001, -3.3e-5, 1.7e-30, 0.0078, 4.2e37])
 def test_rounding_is_unbiased_and_goes_to_one_of_the_two_neighbors(number: float) -> None:
     """The mean over 2^20 numbers is within five standard deviations of the number."""

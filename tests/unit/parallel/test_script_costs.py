@@ -121,6 +121,7 @@ def test_a_model_too_large_to_run_is_checked_by_its_shapes_in_no_time(tmp_path: 
     assert found.sizes["model"][0].parameters < 4 * 5.2e10 * (1.0 if "context" in plan else 0.3)
 
 
+@pytest.mark.thorough
 def test_a_model_too_large_to_run_is_refused_what_does_not_divide(tmp_path: Path) -> None:
     found = look(tmp_path, "tensor=3+batch(size=9)", width=1 << 15, blocks=4)
     assert "the 8 heads of blocks.*.v do not divide among 3 workers" in found.refusals[0].what
@@ -135,6 +136,7 @@ class Block(nn.Module):
         return x + self.down(self.up(x).relu())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sample", [None, (torch.zeros(4, 32),)])
 def test_by_shapes_the_same_layers_are_split(sample: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_weights():

@@ -84,6 +84,7 @@ def test_convolutions_count_as_products() -> None:
     assert flops == 2 * (10 * 10 * 16 * 27 + 8 * 8 * 16 * (4 * 9))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("layer", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
 def test_recurrent_layers_are_one_kernel(layer: Any, gates: int) -> None:
     found = traced(layer(8, 16, batch_first=True), torch.zeros(2, 50, 8))

@@ -101,6 +101,7 @@ class Typed(nn.Module):
         return self.down((heads * angle).reshape(*x.shape[:-1], 16))
 
 
+@pytest.mark.thorough
 def test_a_whole_tensor_takes_the_type_of_a_split_one() -> None:
     plan = find_plan(Typed(), size=2, sample=(torch.ones(2, 8),))
     assert {layer.name: layer.role for layer in plan.layers} == {"up": "column", "down": "row"}

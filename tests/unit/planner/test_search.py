@@ -31,6 +31,7 @@ def h100(hosts: int) -> Cluster:
     return catalogue().cluster("h100x8-ib", hosts=hosts)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("model", "workers"), [(LLAMA, 8), (LLAMA, 64), (LLAMA, 12)])
 def test_candidates_are_plans_that_no_rule_forbids(model: ModelCosts, workers: int) -> None:
     plan = dataclasses.replace(PLAN, batch=Batch(size=workers * 8))

@@ -97,6 +97,7 @@ def on_page() -> dict[str, set[str]]:
     return {part: set(files.strip().split(", ")) for part, files in ROW.findall(PAGE.read_text())}
 
 
+@pytest.mark.thorough
 def test_the_page_has_all_private_parts_that_are_used_and_where(in_source: dict[str, set[str]]) -> None:
     listed = on_page()
     short = {part.rpartition(".")[2]: part for part in listed}

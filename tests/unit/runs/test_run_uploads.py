@@ -47,6 +47,7 @@ def test_checkpoints_are_uploaded_while_the_run_goes_on_and_at_its_end(tmp_path:
     assert complete_steps(RemoteCheckpoints(BreakingStore(f"file://{tmp_path}/far/run"))) == [10, 20]
 
 
+@pytest.mark.thorough
 def test_a_process_that_is_killed_is_started_again(tmp_path: Path) -> None:
     events: list[Event] = []
     with RunUploads(job_of(tmp_path)) as uploads:

@@ -29,6 +29,7 @@ def all_of(order: IndexOrder, epoch: int, *, seed: int = 3) -> list[int]:
     return order.indices(seed=seed, epoch=epoch, positions=np.arange(order.num_samples)).tolist()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_any_positions_in_any_sequence_give_what_the_whole_epoch_has_there(order: IndexOrder) -> None:
     whole = {epoch: all_of(order, epoch) for epoch in (0, 1, 5)}

@@ -18,6 +18,7 @@ def all_of(epochs: int) -> np.ndarray[Any, Any]:
     return np.concatenate([ORDER.indices(seed=7, epoch=one, positions=np.arange(1500)) for one in range(epochs)])
 
 
+@pytest.mark.thorough
 def test_any_positions_give_what_the_whole_epoch_has_there() -> None:
     whole = all_of(4).reshape(4, 1500)
     draw = np.random.default_rng(0)

@@ -170,6 +170,7 @@ def test_the_bound_holds_and_each_batch_is_done_once_whatever_workers_are_lost(
         drive(seed, staleness=staleness, workers=2 + seed % 5, deaths=deaths, joins=joins)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("staleness", [2, None])
 def test_all_pause_where_one_wishes_it_and_each_batch_is_done_once_all_the_same(staleness: int | None) -> None:
     pauses = 0

@@ -73,6 +73,7 @@ def test_objects_are_written_read_listed_and_deleted(store: ObjectStore) -> None
     assert store.listed() == [] and store.listed("a") == []
 
 
+@pytest.mark.thorough
 def test_a_bucket_that_is_not_there_is_found_by_the_probe(server: str, store: ObjectStore) -> None:
     absent = ObjectStore("s3://no-such-bucket/a", retries=QUICK)
     with pytest.raises(StorageError, match="make the bucket first"):
@@ -95,6 +96,7 @@ def test_a_large_file_goes_in_parts_and_comes_back_the_same(store: ObjectStore, 
     assert note.fields["part_bytes"] == PART
 
 
+@pytest.mark.thorough
 def test_parts_that_are_there_are_not_sent_again(store: ObjectStore, tmp_path: Path) -> None:
     path, sent = file_of(tmp_path / "file", 3 * PART), list[int]()
     upload = MultipartUpload(store, "file")
@@ -121,6 +123,7 @@ def test_an_upload_of_other_parts_is_not_gone_on_with(store: ObjectStore, tmp_pa
     assert store.read("file") == path.read_bytes()
 
 
+@pytest.mark.thorough
 def test_orphans_are_aborted_and_others_left(store: ObjectStore) -> None:
     for name in ("mine", "orphan"):
         MultipartUpload(store, name).begin()
@@ -147,6 +150,7 @@ def test_a_server_that_fails_at_random_loses_nothing(
     assert {name: store.read(name) for name in files} == {name: path.read_bytes() for name, path in files.items()}
 
 
+@pytest.mark.thorough
 def test_a_server_that_is_away_ends_the_tries_and_leaves_no_thread(
     store: ObjectStore, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

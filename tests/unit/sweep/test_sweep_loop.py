@@ -371,6 +371,7 @@ def test_a_trial_of_a_user_is_run_before_those_that_the_sampler_proposes(own: Sw
     assert len(own.study.trials) == 4
 
 
+@pytest.mark.thorough
 def test_a_seed_proposes_the_same_values_whatever_was_interrupted(tmp_path: Path) -> None:
     values: list[list[float]] = []
     for name, is_interrupted in (("a", False), ("b", True)):
