@@ -235,7 +235,7 @@ def test_inline_the_debugger_works_and_the_others_wait(tmp_path: Path) -> None:
     words = [*PACELINE, "run", train, "--launcher", "inline", "--workers", "2", "--timeout-s", "2", "--run-dir", "run"]
     with command(*words, stdin=-1) as program:
         assert isinstance(program.process, subprocess.Popen)
-        output, _ = program.process.communicate(commands, timeout=60)
+        output, _ = program.process.communicate(commands, timeout=200)
         assert program.left() == []
     assert program.process.returncode == 0, output
     assert f"('pid', {program.process.pid}, 3)" in output
