@@ -51,7 +51,7 @@ ORIGIN = "paceline_converted_from"  # an attribute of parameters: the place whos
 PAGE = mmap.PAGESIZE
 PRESENT, SWAPPED, OF_FILE = (numpy.uint64(1 << bit) for bit in (63, 62, 61))  # of a page's entry
 MADV_WILLNEED, MADV_DONTNEED = 3, 4  # asm-generic/mman-common.h
-ENOUGH_BYTES = 16 << 20  # are read before pages are given back
+ENOUGH_BYTES = 4 << 20  # are read before pages are given back
 AHEAD_BYTES = 64 << 20  # are asked from the disk before they are read
 CODES = ("Params4bit", "Int8Params")
 LIBC = ctypes.CDLL(None, use_errno=True)

@@ -115,9 +115,10 @@ def split_layers(
 def _rows(parameter: nn.Parameter, split: ParameterSplit, index: int) -> Tensor:
     """What is read of a weight for a worker's part: its rows, if they lie together, or all of it."""
     ranges = split.ranges(index)
-    if split.dim or len(ranges) > 1:
+    if split.dim or len(ranges) != 1:
         return parameter.detach()
-    return parameter.detach()[slice(*ranges[0])]
+    ((start, end),) = ranges
+    return parameter.detach()[start:end]
 
 
 def watch_places(model: nn.Module, splits: Mapping[str, ParameterSplit]) -> None:
