@@ -52,6 +52,7 @@ PAGE = mmap.PAGESIZE
 PRESENT, SWAPPED, OF_FILE = (numpy.uint64(1 << bit) for bit in (63, 62, 61))  # of a page's entry
 MADV_WILLNEED, MADV_DONTNEED = 3, 4  # asm-generic/mman-common.h
 ENOUGH_BYTES = 4 << 20  # are read before pages are given back
+AROUND = 2 << 20  # what the kernel maps at most beside a page that is looked at
 AHEAD_BYTES = 64 << 20  # are asked from the disk before they are read
 CODES = ("Params4bit", "Int8Params")
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -211,7 +212,7 @@ class WeightFiles:
 
     def release(self) -> None:
         """Give back the memory of what was read now."""
-        for begin, end in _merged(pages for one in self._waiting if (pages := self._pages_of(one)) is not None):
+        for begin, end in _merged(pages for one in self._waiting if (pages := self._pages_of(one, AROUND)) is not None):
             self._mappings.release(begin, end)
         self._waiting, self._num_waiting = [], 0
 
@@ -222,13 +223,14 @@ class WeightFiles:
                 _advise(*pages, MADV_WILLNEED)
                 self._num_ahead += tensor.nbytes
 
-    def _pages_of(self, tensor: Tensor) -> tuple[int, int] | None:
-        """The addresses of the pages that have a tensor's bytes; None where it is not mapped any more."""
+    def _pages_of(self, tensor: Tensor, around: int = 0) -> tuple[int, int] | None:
+        """The addresses of the pages that have a tensor's bytes, or those `around` them; None where it is not mapped
+        any more."""
         mapping = self._mappings.mapping_of(tensor)
         if mapping is None:
             return None
-        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        return begin // PAGE * PAGE, min(-(-end // PAGE) * PAGE, mapping.end)
+        begin, end = tensor.data_ptr() - around, tensor.data_ptr() + tensor.nbytes + around
+        return max(begin // PAGE * PAGE, mapping.begin), min(-(-end // PAGE) * PAGE, mapping.end)
 
 
 def without_same_files(tensors: Iterable[Tensor], group: WorkerGroup) -> list[Tensor]:
