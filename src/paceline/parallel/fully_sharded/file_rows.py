@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from paceline.parallel.absent_tensors import bring
 from paceline.parallel.file_weights import WeightFiles
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class FileRows:
             if self._files.has(one):
                 parts, index = one.detach().chunk(mesh.size()), mesh.get_local_rank()  # as torch splits them
                 self._rows[one] = parts[index] if index < len(parts) else one.detach()[:0]
+        bring(self._rows.values())  # what is not on this host yet, with as few requests as possible
         self._files.coming(self._rows.values())
 
     def of(self, unit: nn.Module) -> list[Tensor]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +34,6 @@ from paceline.comm.flight_recorder import FlightRecorder
 from paceline.comm.group import WorkerGroup
 from paceline.comm.sharded_tensors import is_sharded, local_part
 from paceline.errors import PlanError
-from paceline.parallel.absent_tensors import AbsentParameter, bring
 from paceline.parallel.class_name import class_name
 from paceline.parallel.fully_sharded.collectives import (
     ShardAllGather,
@@ -226,7 +225,6 @@ class ShardedModel:
         self._set_apart = {  # other workers' experts, and what every worker keeps
             parameter for parameter in model.parameters() if parameter.is_meta or stays_whole(parameter)
         }
-        self._bring_rows(rows, expert_rows or rows, experts=inside)
         self._roots: list[Any] = []  # of torch's trees of modules
         parts = [(module, expert_rows or rows) for _, module in experts]
         parts += [(module, rows) for _, module in [*(blocks if apart is None else apart), *whole]]
@@ -264,16 +262,6 @@ class ShardedModel:
             follow = functools.partial(self._follow, unit)
             unit.register_forward_pre_hook(torch.compiler.disable(follow))
         self._storages = watch_access(model, before, self._slots, close=self.close, is_root=apart is None)
-
-    def _bring_rows(self, rows: ShardGroup, expert_rows: ShardGroup, *, experts: Collection[nn.Module]) -> None:
-        """Have the rows that this worker keeps of weights whose bytes have not come yet, all at once."""
-        views: list[Tensor] = []
-        for module, _, parameter in registered(self.model):
-            over = expert_rows if module in experts else rows
-            if isinstance(parameter, AbsentParameter) and parameter not in self._set_apart:
-                chunks = parameter.detach().chunk(over.mesh.size())  # as torch cuts them
-                views += chunks[over.mesh.get_local_rank() :][:1]  # short ones have rows for the first workers alone
-        bring(views)
 
     @property
     def num_bytes(self) -> int:
