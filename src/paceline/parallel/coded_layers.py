@@ -27,9 +27,9 @@ PACKS = "support_avx512bf16_for_cpu"  # of bitsandbytes 0.50: an attribute of 4-
 
 def has_codes(module: nn.Module) -> bool:
     """Whether a module is a linear layer whose frozen weight is no matrix of numbers."""
-    if not isinstance(module, nn.Linear) or not isinstance(module.weight, nn.Parameter) or module.weight.requires_grad:
+    weight = _kept_weight(module)
+    if not isinstance(module, nn.Linear) or weight is None or weight.requires_grad:
         return False
-    weight = module.weight
     is_number = weight.is_floating_point() or weight.is_complex()
     return not is_number or tuple(weight.shape) != (module.out_features, module.in_features)
 
@@ -57,7 +57,7 @@ def keep_codes(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if vars(module).get(PACKS):
             setattr(module, PACKS, False)
-        kept: Any = getattr(getattr(module, "weight", None), "quant_state", None)
+        kept: Any = getattr(_kept_weight(module), "quant_state", None)
         if getattr(kept, "packing_format_for_cpu", False):
             packed.append(name)
     if packed:
@@ -66,6 +66,11 @@ def keep_codes(model: nn.Module) -> None:
             "when the model ran in evaluation mode: such layers have no gradient. Load the model again, and give it to "
             "worker.prepare before it runs."
         )
+
+
+def _kept_weight(module: nn.Module) -> nn.Parameter | None:
+    """The parameter itself. To read the attribute of a parametrization computes it, and may change its buffers."""
+    return dict(module.named_parameters(recurse=False)).get("weight")
 
 
 def _linear(layer: Any, input: Tensor) -> Tensor:

@@ -56,3 +56,14 @@ def test_codes_are_kept_and_those_that_were_packed_are_refused() -> None:
     coded.weight.quant_state = Packed()
     with pytest.raises(paceline.PlanError, match=r"packed the codes of 1 layers \(1, \.\.\.\).*Load the model again"):
         keep_codes(model)
+
+
+def test_weights_that_are_computed_are_not_computed_to_look_for_codes() -> None:
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4))
+    before = {name: one.clone() for name, one in layer.state_dict().items()}
+    keep_codes(nn.Sequential(layer))
+    assert not has_codes(layer)
+    with coded_layers_as_linear(nn.Sequential(layer)):
+        assert "forward" not in vars(layer)
+    for name, one in layer.state_dict().items():
+        assert torch.equal(one, before[name]), f"{name} has changed: spectral_norm steps each time it is computed"
