@@ -74,11 +74,11 @@ def enumerate_state(optim: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
     ]
 
 
-def num_to_be(worker: paceline.Worker) -> int:
-    """How many workers there are, or will be from the next place on where others can join."""
+def lacks(worker: paceline.Worker, whole: int) -> bool:
+    """Whether there are fewer workers, and none is announced to join at the next place where that can be: who reports
+    after an announcement joins at the place after that, however long this one is waited at."""
     consensus: Any = worker._consensus
-    planned = consensus._coordinator.planned(consensus.generation)
-    return len(consensus.ranks if planned is None else planned.members)
+    return len(consensus.ranks) < whole and consensus._coordinator.planned(consensus.generation) is None
 
 
 def _in_backward(worker: paceline.Worker, _: torch.nn.Module, __: Any, output: torch.Tensor) -> None:
@@ -129,7 +129,7 @@ def train(worker: paceline.Worker) -> str:
         time.sleep(pause_s)
         while worker.step == OPTIONS.get("gate") and not left("open").exists():
             time.sleep(LOOK_S)
-        while whole_at in (0, worker.step) and num_to_be(worker) < num_whole:
+        while whole_at in (0, worker.step) and lacks(worker, num_whole):
             time.sleep(LOOK_S)
         if worker.step % 4 == 0 or OPTIONS.get("turns"):  # in turns nobody knows who has which step
             fault(worker, "evaluate")

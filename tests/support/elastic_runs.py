@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -83,7 +84,11 @@ def start(folder: Path, *faults: dict[str, Any], program: Path = PROGRAM, **opti
 
 
 def finish(folder: Path, process: warm.Process) -> Run:
-    output, _ = process.communicate(timeout=LIMIT_S)
+    try:
+        output, _ = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        events = "".join(path.read_text() for path in sorted((folder / "run").glob("attempt_*/events.jsonl")))
+        raise AssertionError(f"the run has not ended after {LIMIT_S} s; its record:\n{events}") from None
     return Run(folder, process.returncode, output)
 
 
