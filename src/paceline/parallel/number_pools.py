@@ -2,8 +2,8 @@
 memory.
 
 Each parameter is a window of its own into a pool, so no two begin with the same numbers. There is one pool for each
-length of rows, because numbers are scaled by it. A pool repeats itself after a prime number of places: parts and rows
-of weights do not begin that far from each other.
+length of rows, because numbers are scaled by it. A pool repeats itself after a number of places that has a large prime
+factor, so parts and rows of weights do not begin that far from each other; in memory there is one period.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from paceline.parallel.repeated_memory import repeated
+
 __all__ = ["NumberPools"]
 
 STEP, MOST_SLACK = 7919, 1 << 20  # windows begin that many numbers apart, and at most that far from the first one
-PERIOD = 1048583  # numbers that are drawn; the next ones are the same
+PERIOD = 4096 * 257  # numbers that are drawn, whole pages of each type; the next ones are the same
 
 
 class NumberPools:
@@ -37,19 +39,20 @@ class NumberPools:
         key = _key(like)
         slack = min(self._largest[key], MOST_SLACK)
         if key not in self._pools:
-            self._pools[key] = self.numbers(like, self._largest[key] + slack)
+            count = self._largest[key] + slack
+            self._pools[key] = repeated(self._period(like, count), count).to(like.device)
         start = number * STEP % (slack + 1)
         return self._pools[key][start : start + like.numel()]
 
     def numbers(self, like: Tensor, count: int) -> Tensor:
-        """Return `count` numbers of their own for a parameter like this one: of a size that keeps a layer's outputs
-        near 1, or near 1 themselves where it is a vector."""
+        """Return `count` numbers in memory of their own for a parameter like this one: of a size that keeps a layer's
+        outputs near 1, or near 1 themselves where it is a vector."""
+        drawn = self._period(like, count)
+        return drawn.repeat(-(-count // max(1, len(drawn))))[:count].to(like.device)
+
+    def _period(self, like: Tensor, count: int) -> Tensor:
         drawn = torch.randn(min(count, PERIOD), generator=self._generator, dtype=self._dtype)
-        drawn = drawn.div_(like.shape[-1] ** 0.5) if like.ndim > 1 else drawn.mul_(0.5).add_(1)
-        found = torch.empty(count, dtype=self._dtype)
-        for start in range(0, count, PERIOD):
-            found[start : start + PERIOD] = drawn[: count - start]
-        return found.to(like.device)
+        return drawn.div_(like.shape[-1] ** 0.5) if like.ndim > 1 else drawn.mul_(0.5).add_(1)
 
     def checksums(self) -> list[float]:
         """Numbers that change when somebody writes to a pool."""

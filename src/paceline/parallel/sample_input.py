@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from paceline.errors import PlanError, Reason
 from paceline.parallel.part_dtype import in_one_type
+from paceline.parallel.spared_products import sparing_products
 
 __all__ = ["SampleInput", "as_sample", "guess_sample", "undisturbed"]
 
@@ -60,7 +62,7 @@ def guess_sample(model: nn.Module, *, size: int) -> SampleInput:
     lengths = dict.fromkeys(-(-least // size) * size for least in LEAST_TOKENS)
     for sample in (sample for length in lengths for sample in _candidates(model, length)):
         try:
-            sample.run(model)
+            sparing_products(model, functools.partial(sample.run, model))
         except USER_ERRORS as error:
             first = str(error).strip().splitlines()
             tried.append(f"  {sample}: {type(error).__name__}: {first[0] if first else ''}")

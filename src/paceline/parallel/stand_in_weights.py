@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from paceline.host_memory import give_back_freed
 from paceline.parallel.absent_tensors import AbsentParameter, as_absent
 from paceline.parallel.file_weights import FileMappings
 from paceline.parallel.number_pools import NumberPools
@@ -48,6 +49,9 @@ def stand_in_weights(model: nn.Module) -> Iterator[None]:
         for parameter, data in zip(mapped, own, strict=True):
             parameter.data = data
             as_absent(parameter)
+        pools.clear()
+        made.clear()
+        give_back_freed()  # before weights are copied: the peak of memory is there
 
 
 def _apart(window: Tensor) -> Tensor:

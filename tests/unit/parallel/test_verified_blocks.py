@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from paceline.parallel.sample_input import SampleInput
 from paceline.parallel.tensor import verify
+from paceline.parallel.tensor.fewer_rows import with_fewer_rows
 from paceline.parallel.tensor.find_plan import find_plan
+from paceline.parallel.tensor.gradient_sketch import sketch
 from paceline.parallel.tensor.layers import Layer
 from paceline.parallel.tensor.random_weights import RandomWeights
 from paceline.parallel.tensor.verify import disagreement
@@ -113,3 +115,85 @@ def test_blocks_inside_that_are_verified_are_run_and_get_no_gradient() -> None:
     assert disagreement(model, inside, CALL, size=2, sequence=False, verified=[model[0]]) is None
     wrong = nn.Sequential(Scaled(), nn.Linear(8, 8))
     assert disagreement(wrong, inside, CALL, size=2, sequence=False, verified=[wrong[0]]) is not None
+
+
+class OffInGradients(Mlp):
+    """Right in what it returns, wrong in what its weights get: each worker adds a part of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, up = super().forward(x), self.up.weight
+        return out + (up.sum() * up.detach().sum() - up.detach().sum() * up.detach().sum())
+
+
+@pytest.mark.parametrize("most_in_double", [1 << 24, 4])
+def test_a_split_that_is_wrong_in_gradients_alone_is_found_wrong(
+    most_in_double: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "MOST_IN_DOUBLE", most_in_double)
+    why = disagreement(OffInGradients(), LAYERS, CALL, size=2, sequence=False)
+    assert why is not None and why.startswith("the gradient of up.weight")
+
+
+def test_what_single_precision_cannot_show_is_tried_in_double(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "MOST_AT_FIRST", 4)
+    tried: list[torch.dtype] = []
+    run = verify._BlockTrial.run
+
+    def noted(trial: object, block: nn.Module, dtype: torch.dtype, frozen: object) -> str | None:
+        tried.append(dtype)
+        return "off" if dtype is torch.float32 else run(trial, block, dtype, frozen)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(verify._BlockTrial, "run", noted)
+    assert disagreement(Mlp(), LAYERS, CALL, size=2, sequence=False) is None
+    assert tried == [torch.float32, torch.float64]
+
+
+def test_a_gradient_is_compared_by_its_products_with_fixed_vectors() -> None:
+    one = torch.randn(6, 5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = sketch(one)
+    assert found.shape == (6, 5, 4) and [len(each) for each in found.sums] == [6, 5, 4]
+    assert torch.allclose(sketch(one[2:4]).sums[0], found.sums[0][2:4]), "a part along a dim has a part of its numbers"
+    for other in (one.flip(1), one.roll(1, 2), one * 1.01, one + 1e-3 * torch.eye(5, 4)):
+        assert any(float((a - b).abs().max()) > 1e-4 for a, b in zip(sketch(other).sums, found.sums, strict=True))
+    sizes = torch.stack([each.abs().max() for each in sketch(torch.ones(300, 300)).sums])
+    assert bool((sizes < 5).all()), "about as large as one of the gradient's own"
+    sparse = torch.sparse_coo_tensor([[0, 2, 2]], torch.ones(3, 4), (5, 4), check_invariants=True)
+    assert torch.equal(sketch(sparse).sums[0], sketch(sparse.to_dense()).sums[0])
+
+
+def vocabulary(role: str, rows: int) -> list[Layer]:
+    return [Layer(name="", role=role, sections=(rows,))]  # type: ignore[arg-type]
+
+
+def test_a_layer_of_a_large_vocabulary_is_tried_with_fewer_rows() -> None:
+    tokens = SampleInput(args=(torch.tensor([[3, 70_001, 99_999]]),))
+    table, head = nn.Embedding(100_001, 8), nn.Linear(8, 100_001).requires_grad_(False)
+    block, layers, call = with_fewer_rows(table, vocabulary("vocabulary", 100_001), tokens, size=2)
+    assert isinstance(block, nn.Embedding) and block.num_embeddings == 129 and layers[0].sections == (129,)
+    assert call.args[0].tolist() == [[3, 70_001 % 129, 99_999 % 129]]
+    small, layers, call = with_fewer_rows(head, vocabulary("head", 100_001), CALL, size=2)
+    assert isinstance(small, nn.Linear) and small.out_features == 129 and layers[0].sections == (129,)
+    assert call is CALL and not any(one.requires_grad for one in small.parameters())
+    assert disagreement(table, vocabulary("vocabulary", 100_001), tokens, size=2, sequence=False) is None
+    assert disagreement(head, vocabulary("head", 100_001), CALL, size=2, sequence=False) is None
+
+
+def test_other_layers_are_tried_as_they_are() -> None:
+    tokens = SampleInput(args=(torch.tensor([[3]]),))
+
+    class Own(nn.Embedding):
+        pass
+
+    hooked = nn.Linear(8, 5000)
+    hooked.register_forward_hook(lambda module, inputs, output: output)
+    for block, role, call in [
+        (Own(5000, 8), "vocabulary", tokens),
+        (nn.Embedding(5000, 8, padding_idx=4000), "vocabulary", tokens),
+        (nn.Embedding(100, 8), "vocabulary", tokens),
+        (hooked, "head", CALL),
+        (nn.Linear(5000, 8), "row", CALL),
+    ]:
+        layers = vocabulary(role, 5000)
+        assert with_fewer_rows(block, layers, call, size=2)[0] is block
+    layers = [Layer(name="up", role="column", sections=(32,))]
+    assert with_fewer_rows(nn.Linear(8, 5000), layers, CALL, size=2)[1] is layers

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from paceline.errors import PlanError, Reason
 from paceline.host_memory import give_back_freed
 from paceline.parallel.sample_input import SampleInput, as_sample, guess_sample
+from paceline.parallel.spared_products import sparing_products
 from paceline.parallel.tensor.choose_layers import LayerChoice, LayerChooser
 from paceline.parallel.tensor.dry_run import TensorDryRun, dry_run_plan
 from paceline.parallel.tensor.huggingface_plans import REPLICATED, huggingface_plan, match_layers
@@ -29,7 +30,7 @@ from paceline.parallel.tensor.layer_trace import LayerTrace, trace_layers
 from paceline.parallel.tensor.layers import Layer, split_dims
 from paceline.parallel.tensor.plan import ModuleRow, TensorPlan
 from paceline.parallel.tensor.split_shapes import num_held, shared_out
-from paceline.parallel.tensor.verify import captured, disagreement
+from paceline.parallel.tensor.verify import call_of, disagreement
 
 __all__ = ["find_plan", "refuse_empty"]
 
@@ -66,7 +67,7 @@ def find_plan(
     with (
         torch.no_grad()
     ):  # a value that modules keep of a forward (their own loss) then holds no graph of whole weights
-        run.run(model)
+        sparing_products(model, lambda: run.run(model))
     return found
 
 
@@ -101,7 +102,7 @@ class _TensorPlanFinder:
         self.model, self.sample, self.size, self.sequence = model, sample, size, sequence
         self.refusals: list[Reason] = []
         self._seen: tuple[tuple[Layer, ...], TensorDryRun] | None = None
-        first = trace_layers(model, sample)
+        first = self._traced(())
         self.is_own = not isinstance(plan, str)
         roles: dict[str, str] = {}
         if not isinstance(plan, str):
@@ -113,11 +114,14 @@ class _TensorPlanFinder:
             roles, _ = match_layers(followed, first.sites)
         self.roles = roles
         whole = [name for name, role in roles.items() if role == REPLICATED]
-        self.trace: LayerTrace = trace_layers(model, sample, whole=whole) if whole else first
+        self.trace: LayerTrace = self._traced(whole) if whole else first
         self.shared: list[str] = []
         self._share_single_heads(whole)
         self.sites = self.trace.sites
         self.chosen = LayerChooser(self.trace, roles, size=size, is_own=self.is_own)
+
+    def _traced(self, whole: Sequence[str]) -> LayerTrace:
+        return sparing_products(self.model, lambda: trace_layers(self.model, self.sample, whole=whole))
 
     def _share_single_heads(self, whole: list[str]) -> None:
         """Keep keys and values whole where one head serves all queries: it cannot be split, but the queries can."""
@@ -126,7 +130,7 @@ class _TensorPlanFinder:
             widths = {name: sum(self.trace.sections[name]) for name in names}
             shared += [name for name, width in sorted(widths.items()) if width < max(widths.values())]
         if shared:
-            again = trace_layers(self.model, self.sample, whole=[*whole, *shared])
+            again = self._traced([*whole, *shared])
             if _num_pairs(again) > _num_pairs(self.trace):
                 self.trace, self.shared = again, shared
 
@@ -179,12 +183,12 @@ class _TensorPlanFinder:
         """
         if self.size == 1:
             return
+        give_back_freed()  # of the forwards before
         blocks: dict[str, list[LayerChoice]] = {}
         for choice in self.chosen.choices:
             blocks.setdefault(self._block_of(choice), []).append(choice)
         modules = dict(self.model.named_modules())
         order = sorted(blocks, key=lambda name: -len(name.split(".")) if name else 0)
-        calls = captured(self.model, self.sample, [name for name in order if name])
         known: dict[object, str | None] = {}
         for number, name in enumerate(order):
             within = [one for one in order[:number] if not name or one.startswith(f"{name}.")]
@@ -194,7 +198,7 @@ class _TensorPlanFinder:
             ]
             key = self._signature(modules[name], layers)
             if key not in known:
-                call = self.sample if not name else calls.get(name)
+                call = self.sample if not name else self._call_of(name)
                 known[key] = (
                     "the sample does not use it"
                     if call is None
@@ -215,9 +219,11 @@ class _TensorPlanFinder:
                         f"split, {name or 'the model'} does not compute the same ({reason})",
                         is_explicit=choice.is_explicit,
                     )
-        give_back_freed()
         self.chosen.drop_conflicting_splits()
         self.refuse()
+
+    def _call_of(self, name: str) -> SampleInput | None:
+        return sparing_products(self.model, lambda: call_of(name, self.model, self.sample))
 
     def _block_of(self, choice: LayerChoice) -> str:
         """Return the smallest module around the layers that the model itself calls."""
@@ -250,7 +256,13 @@ class _TensorPlanFinder:
         """Return what the chosen layers do, which is found again only when others are chosen."""
         layers = tuple(self.chosen.layers())
         if self._seen is None or self._seen[0] != layers:
-            self._seen = layers, dry_run_plan(self.model, layers, self.sample, size=self.size, sequence=self.sequence)
+            self._seen = (
+                layers,
+                sparing_products(
+                    self.model,
+                    lambda: dry_run_plan(self.model, layers, self.sample, size=self.size, sequence=self.sequence),
+                ),
+            )
         return self._seen[1]
 
     def plan(self) -> TensorPlan:

@@ -35,6 +35,11 @@ class ParameterSplit:
         """Return the half-open index ranges of `dim` that worker `index` holds, in the order in which it holds them."""
         return ranges(self.sections, size=self.size, index=index)
 
+    def part_shape(self, index: int) -> tuple[int, ...]:
+        """Return the shape of worker `index`'s part."""
+        held = sum(end - start for start, end in self.ranges(index))
+        return *self.shape[: self.dim], held, *self.shape[self.dim + 1 :]
+
     def part(self, whole: Tensor, index: int) -> Tensor:
         """Return worker `index`'s part of a whole tensor of this shape (a parameter, a gradient, a moment)."""
         return part_of(whole, dim=self.dim, sections=self.sections, size=self.size, index=index)

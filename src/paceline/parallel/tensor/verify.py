@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,44 +19,51 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import PlanError
+from paceline.host_memory import give_back_freed
 from paceline.parallel.sample_input import SampleInput
 from paceline.parallel.tensor.apply import split_layers
 from paceline.parallel.tensor.emulated_group import EmulatedGroup, emulate
+from paceline.parallel.tensor.fewer_rows import with_fewer_rows
+from paceline.parallel.tensor.gradient_sketch import GradientSketch, sketch
 from paceline.parallel.tensor.layers import Layer
 from paceline.parallel.tensor.op_rules import rule_of
 from paceline.parallel.tensor.plan import ParameterSplit
 from paceline.parallel.tensor.random_weights import RandomWeights
 from paceline.parallel.tensor.split_tensor import TensorGroupOps, mapped
 
-__all__ = ["captured", "disagreement"]
+__all__ = ["call_of", "disagreement"]
 
 ERRORS = (RuntimeError, TypeError, ValueError, PlanError, AttributeError)
 GRADIENT = "the gradient of"
-MOST_IN_DOUBLE = 1 << 24  # numbers of the largest parameter: larger ones take a while, and memory
+# Numbers of the largest parameter. Double precision takes a while, and memory: larger ones are tried in single first,
+MOST_AT_FIRST = 1 << 18
+MOST_IN_DOUBLE = 1 << 24  # and larger ones than these in single only.
 PIECE = 1 << 22  # numbers that are compared at a time
 TOLERANCE = 1e-4  # a wrong split is off by the numbers' own size; blocks that compute partly in fp32 are off by 1e-7
 
 
-def captured(model: nn.Module, sample: SampleInput, names: Sequence[str]) -> dict[str, SampleInput]:
-    """Return the arguments of the first call of each named module when the model runs on `sample`."""
-    calls: dict[str, SampleInput] = {}
+def call_of(name: str, model: nn.Module, sample: SampleInput) -> SampleInput | None:
+    """Return the arguments of the first call of a module when the model runs on `sample`; None if it does not call it.
 
-    def note(name: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if name not in calls:
-                calls[name] = SampleInput(args=copy.deepcopy(args), kwargs=copy.deepcopy(kwargs))
+    The forward ends there.
+    """
+    found: list[SampleInput] = []
 
-        return hook
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append(SampleInput(args=copy.deepcopy(args), kwargs=copy.deepcopy(kwargs)))
+        raise _Reached
 
-    modules = dict(model.named_modules())
-    hooks = [modules[name].register_forward_pre_hook(note(name), with_kwargs=True) for name in names]
+    handle = model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
     try:
-        with torch.no_grad():  # tensors with a graph cannot be copied
+        with torch.no_grad(), contextlib.suppress(_Reached):  # tensors with a graph cannot be copied
             sample.run(model)
     finally:
-        for hook in hooks:
-            hook.remove()
-    return calls
+        handle.remove()
+    return found[0] if found else None
+
+
+class _Reached(BaseException):
+    """Ends a forward of the model; no code of users takes it for an error."""
 
 
 def disagreement(
@@ -71,23 +79,31 @@ def disagreement(
 
     verified: blocks inside, whose own gradients are known to agree. They are run, and get none.
     """
+    block, layers, call = with_fewer_rows(block, layers, call, size=size)
     frozen = _only_inside(block, verified)
-    why: str | None = None
-    try:
-        for overlap in (True, False):
-            try:
-                weights, reference = _reference(block, call, frozen, overlap=overlap)
-                why = _difference(weights, reference, layers, call, size=size, sequence=sequence)
-            except ERRORS:  # it may write to its parameters
-                if overlap:
-                    continue
-                raise
-            if not weights.is_written:
-                break
-        return why
-    except ERRORS as error:
-        lines = str(error).strip().splitlines()
-        return f"it cannot be tried: {type(error).__name__}: {lines[0] if lines else ''}"
+    trial = _BlockTrial(layers=layers, call=call, size=size, sequence=sequence)
+    failed = ""
+    for dtype in _dtypes(block):
+        try:
+            why = trial.run(block, dtype, frozen)
+        except ERRORS as error:
+            lines = str(error).strip().splitlines()
+            failed = failed or f"it cannot be tried: {type(error).__name__}: {lines[0] if lines else ''}"
+            continue  # some kernels have no double precision
+        finally:
+            give_back_freed()
+        if why is None or dtype is torch.float64:
+            return why
+        failed = why
+    return failed
+
+
+def _dtypes(block: nn.Module) -> tuple[torch.dtype, ...]:
+    """Return in which types to try: where one agrees or double precision does not, the others are left out."""
+    largest = max((one.numel() for one in block.parameters()), default=0)
+    if largest > MOST_IN_DOUBLE:
+        return (torch.float32,)
+    return (torch.float32, torch.float64) if largest > MOST_AT_FIRST else (torch.float64, torch.float32)
 
 
 def _only_inside(block: nn.Module, verified: Collection[nn.Module]) -> set[int]:
@@ -102,46 +118,86 @@ def _only_inside(block: nn.Module, verified: Collection[nn.Module]) -> set[int]:
     return {id(parameter) for one in verified for parameter in one.parameters()} - outside
 
 
-def _reference(
-    block: nn.Module, call: SampleInput, frozen: Collection[int], *, overlap: bool
-) -> tuple[RandomWeights, _BlockResult]:
-    """Return random weights, in double precision where that is possible and small, and what the whole block computes
-    with them."""
-    largest = max((one.numel() for one in block.parameters()), default=0)
-    if largest <= MOST_IN_DOUBLE:
-        weights = RandomWeights(block, torch.float64, frozen=frozen, overlap=overlap)
-        with contextlib.suppress(RuntimeError):  # some kernels have no double precision
-            return weights, _run(weights.whole, call, None)
-        del weights
-    weights = RandomWeights(block, torch.float32, frozen=frozen, overlap=overlap)
-    return weights, _run(weights.whole, call, None)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _BlockTrial:
+    """What a block is tried with."""
+
+    layers: Sequence[Layer]
+    call: SampleInput
+    size: int
+    sequence: bool
+
+    def run(self, block: nn.Module, dtype: torch.dtype, frozen: Collection[int]) -> str | None:
+        """Return how workers differ from the whole on random weights of `dtype`; raises what the block raises."""
+        for overlap in (True, False):
+            try:
+                weights = RandomWeights(block, dtype, frozen=frozen, overlap=overlap)
+                why = self._difference(weights, _run(weights.whole, self.call, None))
+            except ERRORS:  # it may write to its parameters
+                if overlap:
+                    continue
+                raise
+            if not weights.is_written:
+                break
+        return why
+
+    def _difference(self, weights: RandomWeights, reference: _BlockResult) -> str | None:
+        """Return how emulated workers with these weights differ from `reference`; None where they agree."""
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the plan itself lists operations that gather
+            # Threads share the generator, so it is restored here and not in each of them.
+            parts = emulate(self.size, lambda group: self._run_part(weights.copy(), group))
+        for what in ("output", "the gradient of input"):
+            if why := _tensors_differ(what, reference, [result for result, _ in parts]):
+                return why
+        return _gradients_differ(reference, parts)
+
+    def _run_part(self, part: nn.Module, group: EmulatedGroup) -> tuple[_BlockResult, dict[str, ParameterSplit]]:
+        ops = TensorGroupOps(group, rules=rule_of, sequence=self.sequence)
+        splits = split_layers(part, self.layers, ops, copies=False)
+        try:
+            return _run(part, self.call, ops), splits
+        finally:
+            for module in part.modules():  # by its new forward it refers to itself, and would live on
+                vars(module).pop("forward", None)
 
 
-def _difference(
-    weights: RandomWeights,
-    reference: _BlockResult,
-    layers: Sequence[Layer],
-    call: SampleInput,
-    *,
-    size: int,
-    sequence: bool,
-) -> str | None:
-    """Return how emulated workers with these weights differ from `reference`; None where they agree."""
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the plan itself lists operations that gather
-        # Threads share the generator, so it is restored here and not in each of them.
-        parts = emulate(size, lambda group: _run_part(weights.copy(), layers, call, group, sequence))
-    for what, expected in reference.all():
-        scale = max((_size(one) for one in expected.values() if one.numel()), default=0.0)
-        for name, value in expected.items():
-            for index, (result, splits) in enumerate(parts):
-                found = dict(result.all())[what].get(name)
-                own = splits[name].part(value, index) if what == GRADIENT and name in splits else value
-                if found is None or found.shape != own.shape:
-                    return f"{what} {name}: worker {index} has {None if found is None else tuple(found.shape)}"
-                if own.numel() and not (gap := _gap(found, own)) <= TOLERANCE * scale:
-                    return f"{what} {name} of worker {index} is off by {gap / (scale or 1.0):.1e} of the largest"
+def _tensors_differ(what: str, reference: _BlockResult, results: Sequence[_BlockResult]) -> str | None:
+    wholes = reference.tensors(what)
+    scale = max((_size(one) for one in wholes.values() if one.numel()), default=0.0)
+    for name, own in wholes.items():
+        for index, result in enumerate(results):
+            found = result.tensors(what).get(name)
+            if found is None or found.shape != own.shape:
+                return _of_another_shape(f"{what} {name}", index, found)
+            if own.numel() and not (gap := _gap(found, own)) <= TOLERANCE * scale:
+                return f"{what} {name} of worker {index} is off by {gap / (scale or 1.0):.1e} of the largest"
     return None
+
+
+def _gradients_differ(
+    reference: _BlockResult, parts: Sequence[tuple[_BlockResult, Mapping[str, ParameterSplit]]]
+) -> str | None:
+    sums = [one for each in reference.gradients.values() for one in each.sums]
+    scale = max((_size(one) for one in sums if one.numel()), default=0.0)
+    for name, whole in reference.gradients.items():
+        for index, (result, splits) in enumerate(parts):
+            found, split = result.gradients.get(name), splits.get(name)
+            shape = whole.shape if split is None else split.part_shape(index)
+            if found is None or found.shape != shape:
+                return _of_another_shape(f"{GRADIENT} {name}", index, found)
+            pairs = list(zip(found.sums, whole.sums, strict=True))
+            if split is not None:
+                of_part, of_whole = pairs[split.dim]
+                pairs = [(of_part, torch.cat([of_whole[start:end] for start, end in split.ranges(index)]))]
+            gap = float(torch.tensor([_size(a - b) for a, b in pairs if a.numel()] or [0.0]).max())  # NaN stays
+            if not gap <= TOLERANCE * scale:
+                return f"{GRADIENT} {name} of worker {index} is off by {gap / (scale or 1.0):.1e} of the largest"
+    return None
+
+
+def _of_another_shape(what: str, index: int, found: Tensor | GradientSketch | None) -> str:
+    return f"{what}: worker {index} has {None if found is None else tuple(found.shape)}"
 
 
 def _size(value: Tensor) -> float:
@@ -161,26 +217,10 @@ def _gap(found: Tensor, expected: Tensor) -> float:
 class _BlockResult:
     outputs: dict[str, Tensor]
     inputs: dict[str, Tensor]
-    parameters: dict[str, Tensor]
+    gradients: dict[str, GradientSketch]  # of parameters
 
-    def all(self) -> list[tuple[str, dict[str, Tensor]]]:
-        return [
-            ("output", self.outputs),
-            ("the gradient of input", self.inputs),
-            (GRADIENT, self.parameters),
-        ]
-
-
-def _run_part(
-    part: nn.Module, layers: Sequence[Layer], call: SampleInput, group: EmulatedGroup, sequence: bool
-) -> tuple[_BlockResult, dict[str, ParameterSplit]]:
-    ops = TensorGroupOps(group, rules=rule_of, sequence=sequence)
-    splits = split_layers(part, layers, ops, copies=False)
-    try:
-        return _run(part, call, ops), splits
-    finally:
-        for module in part.modules():  # by its new forward it refers to itself, and would live on
-            vars(module).pop("forward", None)
+    def tensors(self, what: str) -> dict[str, Tensor]:
+        return self.outputs if what == "output" else self.inputs
 
 
 def _run(block: nn.Module, call: SampleInput, ops: TensorGroupOps | None) -> _BlockResult:
@@ -196,6 +236,16 @@ def _run(block: nn.Module, call: SampleInput, ops: TensorGroupOps | None) -> _Bl
             inputs[str(len(inputs))] = one
         return one
 
+    gradients: dict[str, GradientSketch] = {}
+
+    def reduce(name: str, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            gradients[name] = sketch(parameter.grad)
+            parameter.grad = None
+
+    for name, one in block.named_parameters():
+        if one.requires_grad:
+            one.register_post_accumulate_grad_hook(functools.partial(reduce, name))
     args, kwargs = mapped(copy.deepcopy(call.args), own), mapped(copy.deepcopy(dict(call.kwargs)), own)
     with torch.enable_grad():
         result = block(*args, **kwargs)
@@ -207,12 +257,10 @@ def _run(block: nn.Module, call: SampleInput, ops: TensorGroupOps | None) -> _Bl
                 loss = loss + (one * torch.randn(one.shape, generator=generator, dtype=torch.float64)).sum()
         if loss.requires_grad:
             loss.backward()
-    gradients = ((name, one.grad) for name, one in block.named_parameters() if one.grad is not None)
-    parameters = {name: one.to_dense() if one.is_sparse else one for name, one in gradients}
     return _BlockResult(
         outputs={name: one.detach() for name, one in outputs.items()},
         inputs={name: one.grad for name, one in inputs.items() if one.grad is not None},
-        parameters=parameters,
+        gradients=gradients,
     )
 
 
