@@ -264,7 +264,7 @@ def test_a_part_of_the_configuration_may_say_how_weights_are_quantised(tmp_path:
     assert find_quantisation(tmp_path) is None
 
 
-def test_a_package_that_is_absent_is_named(tmp_path: Path) -> None:
+def test_a_package_that_is_absent_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llama().save_pretrained(tmp_path / "base")
     weights: Any = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
     about = {
@@ -272,8 +272,9 @@ def test_a_package_that_is_absent_is_named(tmp_path: Path) -> None:
         "config_groups": {"one": {"targets": ["Linear"], "weights": weights}},
     }
     folder = described(tmp_path / "base", {**about, "format": "int-quantized"})
-    if importlib.util.find_spec("compressed_tensors") is not None:
-        pytest.skip("compressed-tensors is here")
+    from transformers.quantizers import quantizer_compressed_tensors
+
+    monkeypatch.setattr(quantizer_compressed_tensors, "is_compressed_tensors_available", lambda: False)
     with pytest.raises(paceline.PlanError, match=r"\(compressed-tensors\), and this Python lacks .*compressed.tensors"):
         paceline.from_pretrained(folder, dequantize=True, cache_dir=tmp_path / "cache")
 
@@ -319,7 +320,6 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_codes_of_bitsandbytes_are_mapped_or_dequantised(tmp_path: Path, kind: str) -> None:
-    pytest.importorskip("bitsandbytes")
     folder = as_bitsandbytes(tmp_path, **KINDS[kind])
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     kept = paceline.from_pretrained(folder, dtype="fp32")

@@ -118,7 +118,6 @@ def test_dequantised_weights_train_as_those_of_transformers_in_one_process(
     + [quick.further(bits, name) for bits in ("nested", "int8", "in bf16") for name in LAYOUTS],
 )
 def test_codes_are_kept_as_the_frozen_base_of_adapters(world: World, tmp_path: Path, bits: str, name: str) -> None:
-    pytest.importorskip("bitsandbytes")
     from transformers import BitsAndBytesConfig
 
     four: Any = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
