@@ -5,14 +5,16 @@
 A Llama of random numbers in bf16 is written in files of about a tenth each. Before each measurement the kernel is told
 to forget them. "Disk" is a plain read of all files, one after the other. "Load" is the slowest worker's time for
 `paceline.from_pretrained` and `worker.prepare`, with transformers imported before. "Peak" is what a worker's resident
-memory had grown by at most, over its part and the largest tensor. The last line of each plan is the slope between the
-first size and the last: what bytes cost, without what each layer and each start costs. The first size is a hundredth of
-a model of 7 billion parameters.
+memory had grown by at most, over its part and the largest tensor. It contains what a first model of any size brings:
+the code that it runs, and what libraries keep. A model of about 4 MiB shows how much that is, and the last column is
+without it. The last line of each plan is the slope between the first size and the last: what bytes cost, without what
+each layer and each start costs. The first size is a hundredth of a model of 7 billion parameters.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import os
@@ -28,10 +30,11 @@ import torch
 import paceline
 from driving.options import options_of
 
-GIB, MIB = 1 << 30, 1 << 20
+MIB = 1 << 20
 SHARES = {"replicas": 1.0, "shard": 0.5, "stages": 0.5, "tensor": 0.5}  # of the model, that a worker keeps
 WORDS, HEAD = 16000, 64
 PIECE_BYTES = 8 << 20
+SMALL = 64  # width of the model that shows what a first model brings
 
 
 def write_model(folder: Path, width: int, layers: int) -> tuple[int, int]:
@@ -102,8 +105,29 @@ def loaded(worker: paceline.Worker, folder: str, dtype: str) -> list[tuple[float
     return worker.gather((took, memory_mib("VmHWM") - before))
 
 
-def row(folder: Path, plan: str, dtype: str, sizes: tuple[int, int], scratch: Path) -> tuple[str, float, float, float]:
-    """A row of the table, and GiB, seconds of the disk and of the load."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loading:
+    """Sizes in MiB."""
+
+    plan: str
+    total: float
+    part: float
+    largest: float
+    disk_s: float
+    took_s: float
+    peak: float
+
+    def row(self, brings: float) -> str:
+        """`brings`: what a first model of any size takes."""
+        allowed = self.part + self.largest
+        return (
+            f"| {self.plan} | {self.total:.0f} | {self.disk_s:.2f} | {self.took_s:.2f} | "
+            f"{self.took_s / self.disk_s:.2f} | {self.peak:.0f} | {self.peak / allowed:.2f} | "
+            f"{(self.peak - brings) / allowed:.2f} |"
+        )
+
+
+def measure(folder: Path, plan: str, dtype: str, sizes: tuple[int, int], scratch: Path) -> Loading:
     forget(folder)
     disk_s = plain_read_s(folder)
     forget(folder)
@@ -117,14 +141,10 @@ def row(folder: Path, plan: str, dtype: str, sizes: tuple[int, int], scratch: Pa
         threads=1,
     )
     took, peak = (max(column) for column in zip(*found, strict=True))
-    total, largest = sizes
     factor = 2 if dtype == "fp32" else 1  # the files have 16 bits
-    part = SHARES[plan.partition("=")[0]] * total * factor / MIB
-    ratio = peak / (part + factor * largest / MIB)
-    text = (
-        f"| {plan} | {total / MIB:.0f} | {disk_s:.2f} | {took:.2f} | {took / disk_s:.2f} | {peak:.0f} | {ratio:.2f} |"
-    )
-    return text, total / GIB, disk_s, took
+    total, largest = (size / MIB for size in sizes)
+    share = SHARES[plan.partition("=")[0]]
+    return Loading(plan, total, share * total * factor, largest * factor, disk_s, took, peak)
 
 
 def main() -> None:
@@ -136,7 +156,7 @@ def main() -> None:
     options = options_of(
         parser, takes="about three minutes", quick={"layers": 4, "widths": "256,512", "plans": "shard=2,stages=2"}
     )
-    widths = [int(one) for one in options.widths.split(",")]
+    widths = [SMALL, *(int(one) for one in options.widths.split(","))]
     rows: list[str] = []
     with tempfile.TemporaryDirectory(prefix="paceline-loading-") as scratch:
         folders = {width: Path(scratch) / str(width) for width in widths}
@@ -144,16 +164,17 @@ def main() -> None:
             folder.mkdir()
         sizes = {width: write_model(folder, width, options.layers) for width, folder in folders.items()}
         for plan in options.plans.split(","):
-            found = [row(folders[one], plan, options.dtype, sizes[one], Path(scratch)) for one in widths]
-            rows += [text for text, *_ in found]
-            (_, small, disk, took), (_, large, more_disk, more) = found[0], found[-1]
-            if large > small:
-                each = [(more_disk - disk) / (large - small), (more - took) / (large - small)]
+            small, *found = [measure(folders[one], plan, options.dtype, sizes[one], Path(scratch)) for one in widths]
+            rows += [one.row(small.peak - small.part) for one in (small, *found)]
+            first, last = found[0], found[-1]
+            if (more := (last.total - first.total) / 1024) > 0:
+                disk_s, took_s = (last.disk_s - first.disk_s) / more, (last.took_s - first.took_s) / more
                 rows.append(
-                    f"| {plan}, each GiB more | 1024 | {each[0]:.2f} | {each[1]:.2f} | {each[1] / each[0]:.2f} | | |"
+                    f"| {plan}, each GiB more | 1024 | {disk_s:.2f} | {took_s:.2f} | {took_s / disk_s:.2f} | | | |"
                 )
-    print("\n| plan | MiB | disk, s | load, s | load / disk | peak, MiB | peak / (part + the largest) |")
-    print("|---|---:|---:|---:|---:|---:|---:|", *rows, sep="\n")
+    columns = ("plan", "MiB", "disk, s", "load, s", "load / disk", "peak, MiB", "peak / (part + the largest)")
+    print("\n|", *(f" {column} |" for column in (*columns, "without what a first model brings")), sep="")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|", *rows, sep="\n")
 
 
 if __name__ == "__main__":

@@ -4,12 +4,14 @@
 
 The stream has 64 lanes. A checkpoint is saved as if all samples before its position had been read, with the states that
 the lanes have there, taken up to eight steps before. The run goes on from it on one worker, which opens all lanes. The
-same stream without states is read again up to the position: it is measured at smaller ones only.
+same stream without states is read again up to the position: it is measured at smaller ones only. The mixture is of
+three streams of 32, 16 and 16 lanes, with weights of 2, 1 and 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import tempfile
 import time
@@ -25,6 +27,7 @@ from driving.options import options_of
 from paceline import Batch, Plan
 
 LANES, BATCH, STATE_STEPS = 64, 512, 8
+MIXED = {"web": 32, "books": 16, "code": 16}  # lanes of each stream of the mixture, and its weight
 
 
 class Lane:
@@ -47,18 +50,34 @@ class StatefulLane(Lane):
         self.next = state["next"]
 
 
-def stand_at(worker: Any, position: int, *, has_state: bool) -> None:
+def stand_at(worker: Any, position: int, *, has_state: bool, is_mixed: bool) -> None:
     """Have the stream stand there, as if all steps before it had been made."""
     stream = worker._loop.streams["train"]
     steps = position // BATCH
     each, stateful = steps * (BATCH // LANES), max(0, steps - STATE_STEPS + 1) * (BATCH // LANES)
-    states = [[0, lane, 0, stateful, {"next": lane + stateful * LANES}] for lane in range(LANES)]
-    saved = {"progress": [[0, [each] * LANES]], "states": states if has_state else [], "ends": []}
+    sources = list(MIXED.values()) if is_mixed else [LANES]
+    states = [
+        [source, lane, 0, stateful, {"next": lane + stateful * num_lanes}]
+        for source, num_lanes in enumerate(sources)
+        for lane in range(num_lanes)
+    ]
+    more = [0, 0, False] if is_mixed else []
+    progress = [[0, [each] * num_lanes, *more] for num_lanes in sources]
+    saved = {"progress": progress, "states": states if has_state else [], "ends": []}
     stream._table.load_state_dict(saved, epoch=0, position=steps * BATCH)
     stream.cursor.position = steps * BATCH
 
 
-def first_step_s(worker: paceline.Worker, lane: type[Lane], position: int | None) -> tuple[float, float]:
+def numbers_at(position: int, *, is_mixed: bool) -> set[float]:
+    """What the first sample of a step may be: the next number of one of the lanes."""
+    sources = MIXED.values() if is_mixed else [LANES]
+    each = position // LANES
+    return {float(lane + (each + 1) * num_lanes) for num_lanes in sources for lane in range(num_lanes)}
+
+
+def first_step_s(
+    worker: paceline.Worker, lane: type[Lane], position: int | None, *, is_mixed: bool
+) -> tuple[float, float]:
     """Take one step; return how long that took, and its first number. `position`: where a checkpoint is then saved."""
     model = worker.prepare(nn.Linear(1, 1))
     optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
@@ -70,11 +89,15 @@ def first_step_s(worker: paceline.Worker, lane: type[Lane], position: int | None
 
     step = worker.stepper(model, optim, forward=loss_of)
     began = time.perf_counter()
-    batches = worker.batches(paceline.ShardedStream(lane, shards=LANES))
+    if is_mixed:
+        streams = {name: paceline.ShardedStream(lane, shards=shards) for name, shards in MIXED.items()}
+        batches = worker.batches(paceline.StreamMixture(streams, weights=MIXED))
+    else:
+        batches = worker.batches(paceline.ShardedStream(lane, shards=LANES))
     step(next(batches))
     took = time.perf_counter() - began
     if position is not None:
-        stand_at(worker, position, has_state=lane is StatefulLane)
+        stand_at(worker, position, has_state=lane is StatefulLane, is_mixed=is_mixed)
         worker.save()
     return took, seen[0]
 
@@ -85,9 +108,11 @@ def main() -> None:
     options = options_of(parser, takes="about 2 minutes", quick={"runs": 1})
     plan = Plan(batch=Batch(size=BATCH, micro=64))
     print("| samples read before | lanes | s to the first step after a resume |\n|---|---|---|")
-    for lane, position in (
-        *((StatefulLane, position) for position in (51_200, 1_024_000, 10_240_000)),
-        *((Lane, position) for position in (51_200, 204_800)),
+    large, small = (51_200, 1_024_000, 10_240_000), (51_200, 204_800)
+    for lane, is_mixed, position in (
+        *((StatefulLane, False, position) for position in large),
+        *((StatefulLane, True, position) for position in large),
+        *((Lane, False, position) for position in small),
     ):
         took = []
         for _ in range(options.runs):
@@ -100,15 +125,14 @@ def main() -> None:
                     "save_at_end": False,
                 }
 
-                def run(worker: paceline.Worker, lane: type[Lane] = lane, at: int | None = None) -> tuple[float, float]:
-                    return first_step_s(worker, lane, at)
-
-                paceline.run(lambda worker, at=position, run=run: run(worker, at=at), plan=plan, **settings)
-                seconds, first = paceline.run(run, plan=plan, **settings)
-                if first != position + LANES:  # lane 0 goes on with its next number
-                    raise SystemExit(f"the resume at {position:,} began with {first:,.0f}, not {position + LANES:,}")
+                run = functools.partial(first_step_s, lane=lane, is_mixed=is_mixed)
+                paceline.run(functools.partial(run, position=position), plan=plan, **settings)
+                seconds, first = paceline.run(functools.partial(run, position=None), plan=plan, **settings)
+                if first not in numbers_at(position, is_mixed=is_mixed):
+                    raise SystemExit(f"the resume at {position:,} began with {first:,.0f}, the next of no lane")
                 took.append(seconds)
         kind = "with states" if lane is StatefulLane else "without"
+        kind += ", mixed" if is_mixed else ""
         print(f"| {position:,} | {kind} | {statistics.median(took):.3f} |", flush=True)
 
 
