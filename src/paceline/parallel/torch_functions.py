@@ -96,7 +96,7 @@ GETTERS = _names(
     "dtype device shape ndim requires_grad grad_fn layout is_leaf is_cuda is_cpu is_meta is_mps is_xpu is_sparse "
     "is_quantized is_nested _version _base output_nr is_mkldnn names _backward_hooks _post_accumulate_grad_hooks "
     "retains_grad is_sparse_csr nbytes itemsize _cdata is_vulkan is_ipu is_xla is_ort is_hpu is_maia is_mtia "
-    "grad_dtype _has_grad_dtype_override _has_symbolic_sizes_strides"  # the second is asked by fully_shard of torch 2.15
+    "grad_dtype _has_grad_dtype_override _has_symbolic_sizes_strides"  # fully_shard of torch 2.15 asks the second
 )
 ABOUT = frozenset(f"get:{name}" for name in GETTERS) | _names(
     "size dim ndimension numel nelement stride is_contiguous element_size storage_offset is_floating_point is_complex "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -159,8 +160,8 @@ def test_the_model_and_the_random_state_are_left_as_they_were() -> None:
 
 def test_trials_share_the_weights_of_one_copy() -> None:
     whole = verify.run_whole(build("own", torch.float32), [SampleInput(args=(tokens(8),))])
-    copied = verify._copy_sharing_parameters(whole.model)
-    assert [id(one) for one in copied.parameters()] == [id(one) for one in whole.model.parameters()]
+    places = [[one.data_ptr() for one in model.parameters()] for model in (whole.weights.whole, whole.weights.copy())]
+    assert places[0] == places[1] and all(one.grad is None for one in whole.weights.whole.parameters())
 
 
 def test_outputs_are_whole_without_gradients_and_slices_with_them() -> None:
@@ -169,7 +170,7 @@ def test_outputs_are_whole_without_gradients_and_slices_with_them() -> None:
     expected = model(tokens(9)).detach()
 
     def work(group: EmulatedContextCollectives) -> tuple[bool, bool, bool]:
-        own = verify._copy_sharing_parameters(model)
+        own = copy.deepcopy(model, {id(one): one for one in model.parameters()})
         shared = apply_plan(own, plan, group)
         sliced = own(tokens(9))
         is_sliced = isinstance(sliced, SplitTensor) and sliced.shape == expected.shape
@@ -236,7 +237,7 @@ def test_a_micro_batch_with_fewer_tokens_than_workers_is_right() -> None:
     expected = torch.autograd.grad(loss, list(model.parameters()))
 
     def work(group: EmulatedContextCollectives) -> bool:
-        own = verify._copy_sharing_parameters(model)
+        own = copy.deepcopy(model, {id(one): one for one in model.parameters()})
         apply_plan(own, plan, group)
         out = F.cross_entropy(own(tokens(3)).view(-1, TOKENS), tokens(3, seed=6).view(-1))
         found = torch.autograd.grad(out, list(own.parameters()))

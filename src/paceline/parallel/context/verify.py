@@ -1,4 +1,4 @@
-"""Verify a plan before it is used: a copy of the model in double precision must compute the same whole and on emulated
+"""Verify a plan before it is used: a copy of the model on random weights must compute the same whole and on emulated
 workers.
 
 All outputs and the gradients of all parameters are compared. A wrong guess about a model, or an operation with a wrong
@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +27,10 @@ from paceline.parallel.sample_input import SampleInput
 from paceline.parallel.tensor.apply import split_layers
 from paceline.parallel.tensor.dry_run import gather_inputs
 from paceline.parallel.tensor.emulated_group import EmulatedGroup, emulate_grid
+from paceline.parallel.tensor.gradient_sketch import GradientSketch, sketched_gradients
 from paceline.parallel.tensor.op_rules import rule_of as tensor_rule_of
 from paceline.parallel.tensor.plan import ParameterSplit, TensorPlan
+from paceline.parallel.tensor.random_weights import RandomWeights
 from paceline.parallel.tensor.split_shapes import CannotSplit
 from paceline.parallel.tensor.split_tensor import (
     SplitTensor,
@@ -43,6 +45,7 @@ from paceline.parallel.tensor.tensor_context_ops import TensorContextOps
 
 __all__ = ["ContextTrial", "GatheredOperation", "SharedAttention", "WholeModelRun", "run_whole", "try_plan"]
 
+USER_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 TOLERANCE = 1e-4  # a wrong slice is off by the numbers' own size; models that compute partly in fp32 are off by 1e-7
 
 
@@ -76,34 +79,26 @@ class ContextTrial:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WholeModelRun:
-    """A copy of the model for trials, and what it computes whole."""
+    """A model's random weights for trials, and what it computes with them whole."""
 
-    model: nn.Module
+    weights: RandomWeights
     samples: tuple[SampleInput, ...]
     outputs: Mapping[str, Tensor]
-    gradients: Mapping[str, Tensor]
+    gradients: Mapping[str, GradientSketch]
 
 
 def run_whole(model: nn.Module, samples: Sequence[SampleInput]) -> WholeModelRun:
-    """Return a copy of `model` with random weights, its outputs on `samples`, and the gradients of their sum.
+    """Return random weights for `model`, in double precision where it runs so, its outputs on `samples`, and the
+    gradients of their sum.
 
-    With its gradients and those of a trial it takes the memory of three models in double precision. Raises PlanError
-    where the model cannot be run so.
+    Raises PlanError where the model cannot be run so.
     """
-    trial_model = copy.deepcopy(model).double().eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in trial_model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
-            parameter.copy_(noise / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 else 1 + 0.5 * noise)
-            parameter.grad = None
     try:
-        outputs = _run(_copy_sharing_parameters(trial_model), samples)
+        return _run_whole(model, samples, torch.float64)
     except RuntimeError:  # some kernels have no double precision
-        trial_model = trial_model.float()
         try:
-            outputs = _run(_copy_sharing_parameters(trial_model), samples)
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+            return _run_whole(model, samples, torch.float32)
+        except USER_ERRORS as error:
             lines = str(error).strip().splitlines()
             raise PlanError(
                 f"{type(model).__name__} has to be tried in double or single precision before its sequence is split, "
@@ -111,72 +106,70 @@ def run_whole(model: nn.Module, samples: Sequence[SampleInput]) -> WholeModelRun
                 "sample of your own, sample=(x,), or use attention that runs in any precision (in transformers, "
                 "attn_implementation='sdpa')."
             ) from error
-    return WholeModelRun(
-        model=trial_model, samples=tuple(samples), outputs=outputs, gradients=_taken_gradients(trial_model)
-    )
+
+
+def _run_whole(model: nn.Module, samples: Sequence[SampleInput], dtype: torch.dtype) -> WholeModelRun:
+    frozen = {id(one) for one in model.parameters() if not one.requires_grad}
+    for overlap in (True, False):
+        weights = RandomWeights(model, dtype, frozen=frozen, overlap=overlap)
+        try:
+            outputs, gradients = _run(weights.copy(), samples)
+        except RuntimeError:  # it may write to its parameters
+            if overlap:
+                continue
+            raise
+        if not weights.is_written:
+            break
+    return WholeModelRun(weights=weights, samples=tuple(samples), outputs=outputs, gradients=gradients)
 
 
 def try_plan(reference: WholeModelRun, plan: ContextPlan, layers: TensorPlan | None = None) -> ContextTrial:
     """Return what `plan` does on the samples, and whether it computes what the whole model does.
 
-    `layers`: the model's tensor parallel plan. Each emulated worker then has its part of another copy of the model.
+    `layers`: the model's tensor parallel plan. Each emulated worker then has its part of the weights.
     """
 
     def work(context_parallel_group: EmulatedGroup, tensor_parallel_group: EmulatedGroup) -> _EmulatedRun:
         ops = _RecordingOps(EmulatedContextCollectives(context_parallel_group), kind=plan.kind)
-        part = _copy_sharing_parameters(reference.model) if layers is None else copy.deepcopy(reference.model)
+        part = reference.weights.copy()
         splits: dict[str, ParameterSplit] = {}
         if layers is not None:
             features = TensorGroupOps(tensor_parallel_group, rules=tensor_rule_of)
-            splits = split_layers(part, layers.layers, features)
+            splits = split_layers(part, layers.layers, features, copies=False)
             for name in layers.gathered:
                 gather_inputs(part.get_submodule(name))
             TensorContextOps(features, ops)
         install(part, plan, ops)
         for name, module in part.named_modules():
             ops.note_runs(name, module)
-        outputs = _run(part, reference.samples)
-        gradients: dict[str, Tensor] = {}
-        for name, grad in _taken_gradients(part).items() if layers is not None else ():
-            gradients[name] = splits[name].gathered(grad, tensor_parallel_group) if name in splits else grad
-        return _EmulatedRun(ops=ops, outputs=outputs, gradients=gradients)
+        outputs, gradients = _run(part, reference.samples)
+        return _EmulatedRun(ops=ops, outputs=outputs, gradients=gradients, splits=splits)
 
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = emulate_grid(plan.size, 1 if layers is None else layers.size, work)
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, CannotSplit, SyncError) as error:
-        _taken_gradients(reference.model)
+    except (*USER_ERRORS, CannotSplit, SyncError) as error:
         lines = str(error).strip().splitlines()
         why = f"it cannot be tried: {type(error).__name__}: {lines[0] if lines else ''}"
         return ContextTrial(disagreement=why, attentions=(), lost=())
     why = None
-    if layers is None:
-        gradients = _taken_gradients(reference.model)  # the sum over workers, because they share the parameters
-        means = {name: one.div_(plan.size) for name, one in gradients.items()}
-        why = _difference("the gradient of", reference.gradients, means)
-    for column in zip(*found, strict=True) if layers is not None else ():
-        why = why or _difference("the gradient of", reference.gradients, _means([one.gradients for one in column]))
+    for index, column in enumerate(zip(*found, strict=True)):
+        why = why or _gradients_differ(reference.gradients, column, index)
     for one in (one for row in found for one in row):
-        why = _difference("output", reference.outputs, one.outputs) or why
+        why = _outputs_differ(reference.outputs, one.outputs) or why
     ops = found[0][0].ops
     return ContextTrial(disagreement=why, attentions=tuple(ops.attentions), lost=tuple(ops.lost))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _EmulatedRun:
-    """What one emulated worker has. `gradients` are whole, and kept only where it has parameters of its own."""
+    """What one emulated worker has."""
 
     ops: _RecordingOps
     outputs: dict[str, Tensor]
-    gradients: dict[str, Tensor]
-
-
-def _means(workers: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the mean of each gradient over the workers; some may not have used the parameter."""
-    names = dict.fromkeys(name for one in workers for name in one)
-    own = {name: [one[name] for one in workers if name in one] for name in names}
-    return {name: torch.stack(some).sum(0) / len(workers) for name, some in own.items()}
+    gradients: dict[str, GradientSketch]
+    splits: dict[str, ParameterSplit]  # of its parameters that are parts
 
 
 class _RecordingOps(ContextGroupOps):
@@ -217,13 +210,8 @@ class _RecordingOps(ContextGroupOps):
             return func(*mapped(args, gathered), **mapped(kwargs, gathered))
 
 
-def _copy_sharing_parameters(model: nn.Module) -> nn.Module:
-    """Return a copy with its own modules and buffers, and the same parameters."""
-    return copy.deepcopy(model, {id(one): one for one in model.parameters()})
-
-
-def _run(model: nn.Module, samples: Sequence[SampleInput]) -> dict[str, Tensor]:
-    """Return floating-point outputs, whole; leaves the gradients of a random sum of them in the parameters."""
+def _run(model: nn.Module, samples: Sequence[SampleInput]) -> tuple[dict[str, Tensor], dict[str, GradientSketch]]:
+    """Return floating-point outputs, whole, and the gradients of a random sum of them."""
     dtype = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float64)
 
     def own(value: Any) -> Any:
@@ -232,9 +220,10 @@ def _run(model: nn.Module, samples: Sequence[SampleInput]) -> dict[str, Tensor]:
         return value.detach().to(dtype) if value.is_floating_point() else value.detach().clone()
 
     outputs: dict[str, Tensor] = {}
-    loss = torch.zeros((), dtype=torch.float64)
+    gradients = sketched_gradients(model)
     with torch.enable_grad():
-        for sample in samples:
+        for sample in samples:  # one by one: a common backward would hold one sample's gradients until the other's come
+            loss = torch.zeros((), dtype=torch.float64)
             args, kwargs = mapped(copy.deepcopy(sample.args), own), mapped(copy.deepcopy(dict(sample.kwargs)), own)
             for one in _tensors(model(*args, **kwargs)):
                 if one.requires_grad:
@@ -242,30 +231,54 @@ def _run(model: nn.Module, samples: Sequence[SampleInput]) -> dict[str, Tensor]:
                     weights = torch.randn(one.shape, generator=generator, dtype=torch.float64).to(one.device)
                     loss = loss + (one * weights).sum().cpu()
                 outputs[str(len(outputs))] = one.detach()
-        loss.backward()
-    return outputs
+            loss.backward()
+    return outputs, gradients
 
 
-def _taken_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Return the gradients of the parameters and clear them."""
-    found = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
-    for parameter in model.parameters():
-        parameter.grad = None
-    return found
-
-
-def _difference(what: str, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str | None:
+def _gradients_differ(
+    expected: Mapping[str, GradientSketch], workers: Sequence[_EmulatedRun], index: int
+) -> str | None:
+    """Compare the mean over workers with slices, each of which has the gradients of whole outputs. `index`: which part
+    of split parameters they have."""
+    found: dict[str, GradientSketch] = {}
+    for worker in workers:
+        for name, one in worker.gradients.items():
+            found[name] = found[name] + one if name in found else one
+    what = "the gradient of"
     if expected.keys() != found.keys():
-        return f"{what} {', '.join(sorted(expected.keys() ^ found.keys())[:3])} is present in only one of the two"
-    scale = max((float(one.abs().max()) for one in expected.values() if one.numel()), default=0.0)
+        return f"{what} {_some(expected.keys() ^ found.keys())} is present in only one of the two"
+    scale = max((_size(one) for each in expected.values() for one in each.sums), default=0.0)
+    for name, whole_one in expected.items():
+        split, mean = workers[0].splits.get(name), found[name].over(len(workers))
+        shape = whole_one.shape if split is None else split.part_shape(index)
+        if mean.shape != shape:
+            return f"{what} {name} is {mean.shape}, not {shape}"
+        place = (None, ()) if split is None else (split.dim, split.ranges(index))
+        for a, b in mean.pairs(whole_one, *place):
+            if not (off := _size(a - b)) <= TOLERANCE * scale:
+                return f"{what} {name} is off by {off / (scale or 1.0):.1e} of the largest"
+    return None
+
+
+def _outputs_differ(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str | None:
+    if expected.keys() != found.keys():
+        return f"output {_some(expected.keys() ^ found.keys())} is present in only one of the two"
+    scale = max(map(_size, expected.values()), default=0.0)
     for name, value in expected.items():
         other = found[name]
         if other.shape != value.shape:
-            return f"{what} {name} is {tuple(other.shape)}, not {tuple(value.shape)}"
-        off = float((other - value).abs().max()) if value.numel() else 0.0
-        if not off <= TOLERANCE * scale:
-            return f"{what} {name} is off by {off / (scale or 1.0):.1e} of the largest"
+            return f"output {name} is {tuple(other.shape)}, not {tuple(value.shape)}"
+        if not (off := _size(other - value)) <= TOLERANCE * scale:
+            return f"output {name} is off by {off / (scale or 1.0):.1e} of the largest"
     return None
+
+
+def _some(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)[:3])
+
+
+def _size(value: Tensor) -> float:
+    return float(value.abs().max()) if value.numel() else 0.0
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

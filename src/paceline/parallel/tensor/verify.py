@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from paceline.parallel.sample_input import SampleInput
 from paceline.parallel.tensor.apply import split_layers
 from paceline.parallel.tensor.emulated_group import EmulatedGroup, emulate
 from paceline.parallel.tensor.fewer_rows import with_fewer_rows
-from paceline.parallel.tensor.gradient_sketch import GradientSketch, sketch
+from paceline.parallel.tensor.gradient_sketch import GradientSketch, sketched_gradients
 from paceline.parallel.tensor.layers import Layer
 from paceline.parallel.tensor.op_rules import rule_of
 from paceline.parallel.tensor.plan import ParameterSplit
@@ -186,10 +185,7 @@ def _gradients_differ(
             shape = whole.shape if split is None else split.part_shape(index)
             if found is None or found.shape != shape:
                 return _of_another_shape(f"{GRADIENT} {name}", index, found)
-            pairs = list(zip(found.sums, whole.sums, strict=True))
-            if split is not None:
-                of_part, of_whole = pairs[split.dim]
-                pairs = [(of_part, torch.cat([of_whole[start:end] for start, end in split.ranges(index)]))]
+            pairs = found.pairs(whole, *((None, ()) if split is None else (split.dim, split.ranges(index))))
             gap = float(torch.tensor([_size(a - b) for a, b in pairs if a.numel()] or [0.0]).max())  # NaN stays
             if not gap <= TOLERANCE * scale:
                 return f"{GRADIENT} {name} of worker {index} is off by {gap / (scale or 1.0):.1e} of the largest"
@@ -236,16 +232,7 @@ def _run(block: nn.Module, call: SampleInput, ops: TensorGroupOps | None) -> _Bl
             inputs[str(len(inputs))] = one
         return one
 
-    gradients: dict[str, GradientSketch] = {}
-
-    def reduce(name: str, parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            gradients[name] = sketch(parameter.grad)
-            parameter.grad = None
-
-    for name, one in block.named_parameters():
-        if one.requires_grad:
-            one.register_post_accumulate_grad_hook(functools.partial(reduce, name))
+    gradients = sketched_gradients(block)
     args, kwargs = mapped(copy.deepcopy(call.args), own), mapped(copy.deepcopy(dict(call.kwargs)), own)
     with torch.enable_grad():
         result = block(*args, **kwargs)
