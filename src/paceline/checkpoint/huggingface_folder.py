@@ -32,8 +32,9 @@ from paceline.checkpoint.weight_files import (
 )
 from paceline.errors import CheckpointError
 
-__all__ = ["MODELS", "TOKENIZER_FILES", "export_huggingface"]
+__all__ = ["FOLDER", "MODELS", "TOKENIZER_FILES", "export_huggingface"]
 
+FOLDER = "paceline_folder"  # an attribute of models: where on this host the files lie that they were made from
 MODELS = "huggingface"  # the key of what a checkpoint keeps of models of transformers
 GENERATION = "generation_config.json"
 ABOUT = {"format": "pt"}

@@ -17,7 +17,7 @@ from paceline.storage.address import check_address, is_address, plain_path
 if TYPE_CHECKING:
     from paceline.hub.part_copy import PartCopy
 
-__all__ = ["cache_folder", "model_folder", "model_parts"]
+__all__ = ["cache_folder", "model_folder", "model_parts", "source_name"]
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+|[A-Za-z0-9][\w.-]*")
 
@@ -58,9 +58,17 @@ def cache_folder(given: str | Path | None) -> Path:
     return environment.cache_folder() if given is None else Path(given).expanduser()
 
 
+def source_name(source: str | Path) -> str:
+    """A folder, an id or an address as a text, as a script names it."""
+    return _as_address(source) or str(source)
+
+
+def _as_address(source: str | Path) -> str | None:
+    return str(source) if is_address(str(source)) else plain_path(source)
+
+
 def _address(source: str | Path, revision: str | None) -> str | None:
-    text = str(source)
-    address = text if is_address(text) else plain_path(source)
+    address = _as_address(source)
     if address is not None and revision is not None:
         raise ValueError(f"revision={revision!r} is for a hub's id; {address} has no revisions: name the folder itself")
     return None if address is None else check_address(address, option="paceline.from_pretrained")

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
+from paceline.checkpoint.huggingface_folder import FOLDER
 from paceline.errors import CheckpointError, PlanError
 from paceline.hub.joined_copy import are_joined, joined_copy
 from paceline.hub.model_copy import CopyKind
-from paceline.hub.model_folder import cache_folder, model_folder, model_parts
+from paceline.hub.model_folder import cache_folder, model_folder, model_parts, source_name
 from paceline.hub.opened_files import reading_opened
 from paceline.hub.quantised import ACTIVATIONS, dequantised_copy, find_quantisation, kept_quantised
 from paceline.hub.stored_weights import StoredWeights, stored_weights
@@ -129,23 +130,33 @@ def from_pretrained(
             return final_types(model, empty, dtype)
 
         if not dequantize:
-            return _in_type(kept_quantised(stored, quantised, load, None if wanted is None else types_of), wanted)
+            kept = kept_quantised(stored, quantised, load, None if wanted is None else types_of)
+            return _named(_in_type(kept, wanted), source)
         size = sum(one.numel() for one in empty.state_dict().values())
         cache = cache_folder(cache_dir)
         made = dequantised_copy(stored, cache, kind, quantised, dtype, num_elements=size, load=load, types_of=types_of)
         options = quantised.plain_options(options)
-        return load(stored_weights(made), dtype).model
+        return _named(load(stored_weights(made), dtype).model, source)
     own = stored.dtype
     if are_joined(empty, stored):
         joined = joined_copy(whole(), cache_folder(cache_dir), kind, lambda given: _precise(given, load))
         stored = stored_weights(joined)
     if wanted is None:
-        return _asking(load(stored, own).model)
+        return _named(_asking(load(stored, own).model), source)
     model = _asking(_precise(stored, load, lambda model: final_types(model, empty, wanted)).model)
     types = final_types(model, empty, wanted)
     convert_buffers(model, types)
     mark(model, types)
-    return _in_type(model, wanted)
+    return _named(_in_type(model, wanted), source)
+
+
+def _named(model: Any, source: str | Path) -> Any:
+    """The model, whose configuration says where it comes from, as the script says it: adapters name their base by it.
+    The folder with its files on this host may be in a cache."""
+    if getattr(model, "config", None) is not None:
+        vars(model)[FOLDER] = str(getattr(model.config, "name_or_path", "") or "")
+        model.config.name_or_path = model.name_or_path = source_name(source)
+    return model
 
 
 def _in_type(model: Any, wanted: torch.dtype | None) -> Any:

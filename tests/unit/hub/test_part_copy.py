@@ -126,8 +126,8 @@ def test_weights_that_begin_anew_and_buffers_are_here(far: Path, tmp_path: Path)
     assert torch.equal(model(tokens).logits, near(tokens).logits)
 
 
-def test_the_folder_that_a_model_names_has_no_hole(far: Path, tmp_path: Path) -> None:
-    folder = Path(loaded(far, tmp_path / "cache").config.name_or_path)
+def test_the_folder_that_a_model_was_made_from_has_no_hole(far: Path, tmp_path: Path) -> None:
+    folder = Path(loaded(far, tmp_path / "cache").paceline_folder)
     assert (folder / "config.json").read_bytes() == (far / "config.json").read_bytes()
     for path in folder.glob("*.safetensors"):
         assert (far / path.name).read_bytes().startswith(path.read_bytes())

@@ -263,7 +263,8 @@ CACHED = """\
 import paceline
 for name, revision in (("maker/tiny", None), ("maker/other", None), ("maker/tiny", "v2")):
     try:
-        print("got", type(paceline.from_pretrained(name, revision=revision)).__name__)
+        model = paceline.from_pretrained(name, revision=revision)
+        print("got", type(model).__name__, model.config.name_or_path)
     except paceline.CheckpointError as error:
         print("got", error)
 """
@@ -281,7 +282,7 @@ def test_an_id_is_found_in_the_hubs_cache_without_a_network(base: Path, tmp_path
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     first, other, revised = [line for line in done.stdout.splitlines() if line.startswith("got ")]
-    assert first == "got LlamaForCausalLM"
+    assert first == "got LlamaForCausalLM maker/tiny"
     assert "'maker/other' is no folder in" in other and "`hf download maker/other`" in other and "HF_HOME" in other
     assert "at revision 'v2'" in revised and "`hf download maker/tiny --revision v2`" in revised
 
@@ -305,6 +306,10 @@ def test_a_folder_in_a_bucket_is_copied_once_to_this_host(
     [copy] = [one for one in (tmp_path / "cache").iterdir() if one.is_dir()]
     assert model_folder(Path("s3://bucket/models/tiny"), revision=None, cache_dir=None) == copy
     assert model_folder("s3://bucket/models/tiny", revision=None, cache_dir=tmp_path / "own").parent == tmp_path / "own"
+    for source in ("s3://bucket/models/tiny", Path("s3://bucket/models/tiny")):
+        model = paceline.from_pretrained(source)
+        assert model.config.name_or_path == "s3://bucket/models/tiny", "and not the copy, which others do not have"
+        assert Path(model.paceline_folder) == copy
     with pytest.raises(ValueError, match="has no revisions"):
         paceline.from_pretrained("s3://bucket/models/tiny", revision="v1")
     with pytest.raises(paceline.CheckpointError, match=r"has no config.json, and nothing else"):

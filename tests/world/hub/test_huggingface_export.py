@@ -27,6 +27,7 @@ from forked import World
 from layout_runs import WORDS, Text, beside
 from paceline.checkpoint.export import main_export
 from paceline.plan import Batch, Layout, Plan
+from quantised_models import as_fp8
 
 peft: Any = pytest.importorskip("peft")
 logging.disable_progress_bar()  # which would leave a thread behind
@@ -145,6 +146,22 @@ def adapted(worker: Any, folder: Path) -> dict[str, Tensor]:
     model = fit(worker, peft.get_peft_model(base, lora))
     worker.save_model(folder.parent / "saved", model)
     return worker.state_dict(model)
+
+
+def test_adapters_name_the_base_that_the_script_named_and_not_a_copy_in_a_cache(world: World, tmp_path: Path) -> None:
+    base_folder("llama", tmp_path / "base")
+    folder = as_fp8(tmp_path / "base", block=8)
+    (folder / "tokenizer.json").write_bytes(b"{}")
+
+    def tuned(worker: Any) -> None:
+        base = paceline.from_pretrained(folder, dequantize=True, dtype="fp32", cache_dir=tmp_path / "cache")
+        fit(worker, peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"])))
+
+    world(tuned, 1, Plan(batch=BATCH))
+    assert main_export(world.run_dir, tmp_path / "adapters", is_huggingface=True) == 0
+    config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(folder)
+    assert (tmp_path / "adapters" / "tokenizer.json").read_bytes() == b"{}"
 
 
 @pytest.mark.parametrize("layout", [Layout(shard=2), quick.further(Layout(stages=2)), quick.further(Layout(tensor=2))])

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.checkpoint.huggingface_folder import TOKENIZER_FILES
+from paceline.checkpoint.huggingface_folder import FOLDER, TOKENIZER_FILES
 from paceline.parallel.class_name import own_class
 from paceline.parallel.generation_caches import had_cache
 from paceline.parallel.partial_state import reading_parts
@@ -75,7 +75,7 @@ def _described(model: nn.Module) -> dict[str, Any] | None:
 
 def _tokenizer_files(model: Any) -> dict[str, bytes]:
     """The files beside the weights that the model came from, read once."""
-    place = str(getattr(model.config, "name_or_path", "") or "")
+    place = str(vars(model).get(FOLDER) or getattr(model.config, "name_or_path", "") or "")
     known = _files.get(model)
     if known is not None and known[0] == place:
         return known[1]
