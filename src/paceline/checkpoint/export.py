@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.checkpoint_dir import COMMIT_MARKER, find
-from paceline.checkpoint.huggingface_folder import export_huggingface
+from paceline.checkpoint.huggingface_folder import MODELS, export_huggingface
 from paceline.checkpoint.reader import open_checkpoint
 from paceline.checkpoint.safetensors_file import TensorInfo, write_safetensors
 from paceline.checkpoint.weight_files import (
@@ -68,14 +68,19 @@ class ExportForm:
             return export_folder(checkpoint_dir, path, max_shard_bytes=size, config=config, dtype=dtype)
         return export_checkpoint(checkpoint_dir, path, dtype=dtype)
 
-    def remark(self, checkpoint_dir: Path) -> str | None:
-        """What the user should know of what was written."""
-        if self.is_huggingface or not has_adapters_alone(open_checkpoint(checkpoint_dir), "model."):
+    def remark(self, checkpoint_dir: Path, path: Path) -> str | None:
+        """What the user should know of what was written to `path`."""
+        if self.is_huggingface:
             return None
-        return (
-            f"these are adapters alone; the base that they adapt is not in {checkpoint_dir} "
-            "(peft loads them from a folder of --format huggingface)"
-        )
+        checkpoint = open_checkpoint(checkpoint_dir)
+        if has_adapters_alone(checkpoint, "model."):
+            return (
+                f"these are adapters alone; the base that they adapt is not in {checkpoint_dir} "
+                "(peft loads them from a folder of --format huggingface)"
+            )
+        if MODELS in checkpoint.state and self.config is None and path.is_dir():
+            return "these are weights alone; from_pretrained of transformers loads a folder of --format huggingface"
+        return None
 
 
 def export_checkpoint(
@@ -181,7 +186,7 @@ def export_as(checkpoint_or_run_dir: Path, path: Path, form: ExportForm) -> int:
     for one in done:
         source = form.config if one.name == CONFIG and form.config is not None else chosen
         print(f"{one}  {bytes_text(one.stat().st_size)}  from {source}")
-    if (remark := form.remark(chosen)) is not None:
+    if (remark := form.remark(chosen, path)) is not None:
         print(remark)
     return 0
 

@@ -49,7 +49,7 @@ def main_remote_export(
             form.write(chosen, local)
             for written in send_files(local, target_address):
                 print(f"{written}  from {source_address or source}")
-            if (remark := form.remark(chosen)) is not None:
+            if (remark := form.remark(chosen, local)) is not None:
                 print(remark)
     except (CheckpointError, StorageError, OSError) as error:
         print(f"paceline export: {error}", file=sys.stderr)

@@ -165,11 +165,17 @@ def _checked(path: Path, name: str, mark: CommitMarker) -> bytes:
     return data
 
 
+# Before the names, which are many.
+OTHER = (
+    "it is of another model, or this one has changed. A run that is to begin anew takes --fresh or another --run-dir"
+)
+
+
 def _listing(path: Path, problems: list[str]) -> str:
     shown = problems[:_NUM_LISTED]
     if len(problems) > _NUM_LISTED:
         shown.append(f"and {len(problems) - _NUM_LISTED} more")
-    return f"checkpoint {path} does not fit:\n  " + "\n  ".join(shown)
+    return f"checkpoint {path} does not fit: {OTHER}:\n  " + "\n  ".join(shown)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -70,7 +70,11 @@ def add(commands: Commands) -> None:
         examples=EXAMPLES,
     )
     parser.add_argument(
-        "text", metavar="TEXT|SCRIPT", nargs="?", default="default", help="the plan, as one line of text; or a script"
+        "text",
+        metavar="TEXT|SCRIPT",
+        nargs="?",
+        default="default",
+        help="the plan, as one line of text; or a script, and its arguments behind it",
     )
     parser.add_argument("--plan", metavar="TEXT", help="with a script: the plan, in place of the script's own")
     parser.add_argument("--workers", metavar="N", help="workers of the job (default: the plan's replicas, or 1)")

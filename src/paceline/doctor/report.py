@@ -10,6 +10,7 @@ from paceline.units import bytes_text, duration_text, gigabytes_text
 
 __all__ = ["reading_lines", "report_lines"]
 
+SLOWER = 2  # times: a precision of half the bytes should be faster than fp32
 SHOWN = 512  # bytes of a sample that were read from files: less are messages to loader processes
 
 
@@ -24,7 +25,9 @@ def report_lines(seen: Examination, found: Sequence[ClusterFinding]) -> Iterator
     yield f"devices  {kinds}, {gigabytes_text(min(one.memory for one in seen.workers))} GB for each worker"
     for name in seen.workers[0].matmul:
         rates = [one.matmul[name] for one in seen.workers]
-        yield f"compute  {_span(rates, 1e9, 'GFLOP/s')} of {name} matrix products"
+        slower = min(one.matmul.get("fp32", 0.0) / one.matmul[name] for one in seen.workers)
+        remark = f": {slower:.0f} times slower than fp32, so compute in fp32 here" if slower > SLOWER else ""
+        yield f"compute  {_span(rates, 1e9, 'GFLOP/s')} of {name} matrix products{remark}"
     yield f"compute  {_span([one.attention for one in seen.workers], 1e9, 'GFLOP/s')} of fused attention"
     yield f"memory   {_span([one.memory_bandwidth for one in seen.workers], 1e9, 'GB/s')} read and written"
     yield f"launch   {_span([one.launch_s for one in seen.workers], 1e-6, 'us')} for a small operation"

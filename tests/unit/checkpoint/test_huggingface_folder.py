@@ -77,6 +77,17 @@ def test_adapters_have_folders_by_their_names(tmp_path: Path) -> None:
     ]
 
 
+def test_a_folder_of_weights_alone_is_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = saved(tmp_path / "checkpoints")
+    assert main_export(checkpoint, tmp_path / "out") == 0
+    assert "weights alone; from_pretrained of transformers loads a folder of --format" in capsys.readouterr().out
+    (tmp_path / "config.json").write_text("{}")
+    assert main_export(checkpoint, tmp_path / "out.safetensors") == 0
+    assert main_export(checkpoint, tmp_path / "whole", is_huggingface=True) == 0
+    assert main_export(checkpoint, tmp_path / "with", config=tmp_path / "config.json") == 0
+    assert "weights alone" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("is_huggingface", [True, False])
 def test_adapters_alone_are_no_weights_of_a_configuration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], is_huggingface: bool

@@ -186,7 +186,8 @@ def test_all_that_does_not_fit_is_in_one_error_and_nothing_is_changed(saved: Pat
     with pytest.raises(CheckpointError) as raised:
         open_checkpoint(saved).load_into(targets, prefix="optimizer.")
     assert str(raised.value).splitlines() == [
-        f"checkpoint {saved} does not fit:",
+        f"checkpoint {saved} does not fit: it is of another model, or this one has changed. A run that is to begin "
+        "anew takes --fresh or another --run-dir:",
         "  model.part: checkpoint has [2, 2], the model has [2, 3]",
         "  model.bf16: checkpoint has bfloat16, the model has float32",
         "  model.head: in the model, but not in the checkpoint",

@@ -76,6 +76,13 @@ def test_a_sound_cluster_has_none() -> None:
     assert list(report_lines(seen(), []))[-1].startswith("findings none")
 
 
+def test_a_precision_that_the_device_emulates_is_said_to_be_slow() -> None:
+    slow = [worker(rank, matmul={"fp32": 1e11, "bf16": 2e9}) for rank in range(2)]
+    lines = list(report_lines(seen(slow), []))
+    assert "compute  2 GFLOP/s of bf16 matrix products: 50 times slower than fp32, so compute in fp32 here" in lines
+    assert not any("slower than fp32" in line for line in report_lines(seen(), []))
+
+
 @pytest.mark.parametrize(
     ("changed", "where", "what", "remedy"),
     [

@@ -143,8 +143,8 @@ def test_a_stream_that_was_finished_is_warned_of_once(world: World) -> None:
     assert told(world, "Warned") == []
     world(train, 2, PLAN)
     assert told(world, "Warned") == [
-        "stream 'train' was finished before the checkpoint: its loop is empty now, and code after it runs again. "
-        "Use epochs=n and batch.ends_epoch instead"
+        "stream 'train' was finished before the checkpoint, so its loop is empty now. Code after the loop runs again: "
+        "what is to run once belongs into it (if batch.ends_epoch: ...)"
     ]
     assert told(world, "Warned", rank=1) == []
 

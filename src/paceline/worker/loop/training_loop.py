@@ -125,8 +125,8 @@ class TrainingLoop:
             return
         if stream.was_finished:
             self.step_log.warn(
-                f"stream {stream.source.name!r} was finished before the checkpoint: its loop is empty now, and code "
-                "after it runs again. Use epochs=n and batch.ends_epoch instead",
+                f"stream {stream.source.name!r} was finished before the checkpoint, so its loop is empty now. Code "
+                "after the loop runs again: what is to run once belongs into it (if batch.ends_epoch: ...)",
                 once="finished",
             )
             return
