@@ -496,4 +496,5 @@ def _closing(facts: dict[str, Any], *, is_head: bool, more: Sequence[tuple[str, 
         return closing_table(facts, is_head=is_head, more=more)
     cause = EXIT_CAUSES.get(facts["exit_code"])
     why = f" ({cause})" if cause else ""
-    return f"{facts['state']} before the first step{why}; logs are in {local_path(facts['log_dir'])}"
+    began = f" after step {facts['resumed_from_step']}" if facts["resumed_from_step"] else ""
+    return f"{facts['state']} before the first step{began}{why}; logs are in {local_path(facts['log_dir'])}"

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 
 from paceline.errors import PlanError, Reason
 from paceline.parallel.part_dtype import in_one_type
-from paceline.parallel.spared_products import sparing_products
+from paceline.parallel.spared_products import USER_ERRORS, sparing_products
 
 __all__ = ["SampleInput", "as_sample", "guess_sample", "undisturbed"]
 
 BATCH = 2
-USER_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError)
 LEAST_TOKENS = (12, 4)  # tried in this order: tables of positions may be short
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paceline.errors import PlanError
 from paceline.plan import Job, Plan
 
-__all__ = ["choose_plan"]
+__all__ = ["TRIED", "choose_plan"]
 
 LIMIT_S = 3600.0
 CHOOSER = "paceline.cli.plan_costs.choose"
+TRIED = "paceline tried "  # how its lines about plans begin
 
 
 def choose_plan(
@@ -47,16 +50,37 @@ def choose_plan(
     say(f"plan auto: looking at {script.name}, measuring this machine, trying plans on {job.workers} workers ...")
     asked = {"plan": None if base is None else str(base), "overrides": list(overrides), "workers": job.workers}
     words = [sys.executable, "-m", CHOOSER, json.dumps(asked), str(script), *args]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            told, errors = process.communicate(timeout=LIMIT_S)
-        except BaseException:
-            process.terminate()
-            process.communicate()
-            raise
-    if process.returncode != 0:
-        lines = [line for line in errors.splitlines() if line.strip()] or ["no reason was given"]
-        raise PlanError(f"plan='auto' found no plan: {lines[-1].removeprefix('paceline: ')}")
-    answer = json.loads(told.splitlines()[-1])
+    answer = json.loads(_last_line(words, say))
     say(f"plan auto: {answer['plan']} ({answer['why']})")
     return Plan.parse(answer["plan"])
+
+
+def _last_line(words: Sequence[str], say: Callable[[str], None]) -> str:
+    """Run the process that chooses, pass on what it tells of plans that it has tried, and return the last line of its
+    output. Raises PlanError where it fails, or does not end in its time."""
+    last = ""
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(words, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
+        limit = threading.Timer(LIMIT_S, process.terminate)
+        limit.daemon = True
+        limit.start()
+        try:
+            for line in process.stdout or ():
+                if line.startswith(TRIED):
+                    say(f"plan auto: {line.removeprefix(TRIED).strip()}")
+                else:  # the script may have printed, too
+                    last = line
+            process.wait()
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+        finally:
+            limit.cancel()
+        errors.seek(0)
+        lines = [line for line in errors.read().splitlines() if line.strip()] or ["no reason was given"]
+    if process.returncode != 0:
+        raise PlanError(f"plan='auto' found no plan: {lines[-1].removeprefix('paceline: ')}")
+    return last

@@ -37,6 +37,7 @@ asked, script, *args = sys.argv[1:]
 if "fail" in args:
     sys.exit("paceline: no plan ran")
 print("noise")
+print("paceline tried 1 of at most 5: replicas=2: 2.00 s a step")
 print(json.dumps({"plan": "shard=2+batch(size=64)", "why": json.dumps([json.loads(asked), args])}))
 """
 
@@ -82,7 +83,8 @@ def test_the_choice_comes_from_a_process_of_its_own(script: Path, chooser: None)
     )
     assert found == Plan(layout=Layout(shard=2), batch=Batch(size=64))
     assert "measuring this machine" in said[0]
-    asked, args = json.loads(said[1].split(" (", 1)[1].removesuffix(")"))
+    assert said[1] == "plan auto: 1 of at most 5: replicas=2: 2.00 s a step"
+    asked, args = json.loads(said[2].split(" (", 1)[1].removesuffix(")"))
     assert asked == {"plan": "batch(size=64)", "overrides": ["plan.batch.micro=4"], "workers": 2}
     assert args == ["--lr", "1"]
 
@@ -162,7 +164,9 @@ def test_the_fastest_that_ran_is_chosen(tmp_path: Path, monkeypatch: pytest.Monk
     path.write_text(SCRIPT.format(plan=f', plan="{own}"'))
     here = cluster_named("rtx4090x8-pcie", 2)
 
-    def run(subject: Subject, where: NamedCluster, count: int, *, script: Path, args: Sequence[str]) -> list[Verified]:
+    def run(
+        subject: Subject, where: NamedCluster, count: int, *, script: Path, args: Sequence[str], tell: Any
+    ) -> list[Verified]:
         assert (where, script, args, subject.plan.layout.workers) == (here, path, ("--lr", "1"), 2)
         plans = [dataclasses.replace(subject.plan, layout=one) for one in (Layout(replicas=2), Layout(shard=2))]
         slow, fast = (subject.price(one, where.cluster, workers=2) for one in plans)

@@ -1,6 +1,7 @@
 """The process in which `plan="auto"` is chosen: `python -m paceline.cli.plan_costs.choose ASKED SCRIPT [ARGS]`.
 
-ASKED is JSON, as `paceline.runs.auto_plan` writes it. The last line of output is JSON: the plan, and why.
+ASKED is JSON, as `paceline.runs.auto_plan` writes it. The last line of output is JSON: the plan, and why. Lines
+before it tell of each plan that was run.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from paceline.cli.plan_costs.subject import Subject
 from paceline.cli.plan_costs.verify import verified_plans
 from paceline.errors import PacelineError, PlanError
 from paceline.plan import CommandPlan, Layout, Plan
+from paceline.runs.auto_plan import TRIED
 from paceline.units import duration_text
 
 __all__ = ["chosen", "main"]
 
-TRIED = 4  # plans beside the first
+OTHERS = 4  # plans beside the first
 
 
 def chosen(script: Path, plan: CommandPlan, args: Sequence[str], *, workers: int) -> tuple[Plan, str]:
@@ -30,7 +32,10 @@ def chosen(script: Path, plan: CommandPlan, args: Sequence[str], *, workers: int
     subject = Subject.of(inspect_script(script, args=args, plan=plan, workers=workers))
     if not subject.plan.layout.takes(workers):  # it is to be replaced
         subject = dataclasses.replace(subject, plan=dataclasses.replace(subject.plan, layout=Layout(replicas=workers)))
-    tried = verified_plans(subject, this_machine(workers), TRIED, script=script, args=args)
+    where = this_machine(workers)
+    tried = verified_plans(
+        subject, where, OTHERS, script=script, args=args, tell=lambda text: print(f"{TRIED}{text}", flush=True)
+    )
     ran = [(one.receipt.measured_s, str(one.priced.plan)) for one in tried if one.receipt is not None]
     if not ran:
         problems = "; ".join(f"{one.priced.plan}: {one.problem}" for one in tried)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from paceline import environment
@@ -147,13 +147,19 @@ def _problem_of(command: Sequence[str], trial: str, *, steps: int) -> str:
 
 
 def verified_plans(
-    subject: Subject, where: NamedCluster, count: int, *, script: Path, args: Sequence[str]
+    subject: Subject,
+    where: NamedCluster,
+    count: int,
+    *,
+    script: Path,
+    args: Sequence[str],
+    tell: Callable[[str], None] = lambda _: None,
 ) -> list[Verified]:
     """Run the script's plan, and one by one the best of the others, each predicted from all before; returns them in
-    this order.
+    this order. `tell` is told of each when it has run.
     """
     with _ended_in_order():
-        return _run_plans(subject, where, count, script, args)
+        return _run_plans(subject, where, count, script, args, tell)
 
 
 @contextlib.contextmanager
@@ -170,7 +176,14 @@ def _ended_in_order() -> Iterator[None]:
         signal.signal(signal.SIGTERM, former)
 
 
-def _run_plans(subject: Subject, where: NamedCluster, count: int, script: Path, args: Sequence[str]) -> list[Verified]:
+def _run_plans(
+    subject: Subject,
+    where: NamedCluster,
+    count: int,
+    script: Path,
+    args: Sequence[str],
+    tell: Callable[[str], None],
+) -> list[Verified]:
     """First the script's plan, in several sizes of micro-batches; then each next one is the best by what those before
     have shown.
     """
@@ -182,11 +195,17 @@ def _run_plans(subject: Subject, where: NamedCluster, count: int, script: Path, 
     while next_one is not None and len(found) <= count:
         if next_one is not own:
             found.append(verified(subject, script, args, next_one))
+        tell(f"{len(found)} of at most {count + 1}: {_progress(found[-1])}")
         subject = dataclasses.replace(subject, receipts=(*subject.receipts, *found[-1].receipts))
         ran = [one.priced.plan for one in found]
         best = subject.best(subject.plan, where.cluster, workers=subject.workers, without=ran)
         next_one = next((one for one in best if one.fits != "does not fit" and not _is_same(one.plan, ran)), None)
     return found
+
+
+def _progress(one: Verified) -> str:
+    took = one.problem if one.receipt is None else f"{duration_text(one.receipt.measured_s)} a step"
+    return f"{one.priced.plan}: {took}"
 
 
 def _is_same(plan: Plan, ran: Sequence[Plan]) -> bool:
@@ -201,7 +220,9 @@ def _cuts(plan: Plan) -> Layout:
 def print_verified(subject: Subject, where: NamedCluster, count: int, *, script: Path, args: Sequence[str]) -> None:
     """Run the script's plan and the best ones, print what was measured, and keep only the receipts."""
     print(f"\nRunning the script's plan and the best {count}, each for some seconds ...", flush=True)
-    found = verified_plans(subject, where, count, script=script, args=args)
+    found = verified_plans(
+        subject, where, count, script=script, args=args, tell=lambda text: print(f"  {text}", flush=True)
+    )
     found.sort(key=lambda one: one.receipt.measured_s if one.receipt is not None else float("inf"))
     print(*_verified_lines(found, subject.plan), sep="\n")
     _keep([receipt for one in found for receipt in one.receipts], where)
