@@ -12,13 +12,6 @@ from paceline.parallel.spared_products import sparing_products
 from paceline.parallel.tensor.find_plan import find_plan
 
 
-def product_calls(model: nn.Module, run: object) -> list[str]:
-    """The matrix products that torch computes."""
-    with torch.profiler.profile() as profile:
-        sparing_products(model, run)  # type: ignore[arg-type]
-    return [one.name for one in profile.events() if one.name in ("aten::mm", "aten::addmm")]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [True, False])
 def test_products_with_weights_are_not_computed(dtype: torch.dtype, bias: bool) -> None:

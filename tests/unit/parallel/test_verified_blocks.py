@@ -157,7 +157,7 @@ def test_a_gradient_is_compared_by_its_products_with_fixed_vectors() -> None:
         assert any(float((a - b).abs().max()) > 1e-4 for a, b in zip(sketch(other).sums, found.sums, strict=True))
     sizes = torch.stack([each.abs().max() for each in sketch(torch.ones(300, 300)).sums])
     assert bool((sizes < 5).all()), "about as large as one of the gradient's own"
-    sparse = torch.sparse_coo_tensor([[0, 2, 2]], torch.ones(3, 4), (5, 4), check_invariants=True)
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2, 2]]), torch.ones(3, 4), (5, 4), check_invariants=True)
     assert torch.equal(sketch(sparse).sums[0], sketch(sparse.to_dense()).sums[0])
 
 
