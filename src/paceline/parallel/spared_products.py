@@ -37,9 +37,8 @@ class _SparedProducts(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._weights = {
-            place for one in model.parameters() if not one.is_meta and (place := one.untyped_storage().data_ptr())
-        }
+        plain = [one for one in model.parameters() if type(one) is nn.Parameter and not one.is_meta]
+        self._weights = {place for one in plain if (place := one.untyped_storage().data_ptr())}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -168,12 +168,14 @@ def vocabulary(role: str, rows: int) -> list[Layer]:
 def test_a_layer_of_a_large_vocabulary_is_tried_with_fewer_rows() -> None:
     tokens = SampleInput(args=(torch.tensor([[3, 70_001, 99_999]]),))
     table, head = nn.Embedding(100_001, 8), nn.Linear(8, 100_001).requires_grad_(False)
+    state = torch.get_rng_state()
     block, layers, call = with_fewer_rows(table, vocabulary("vocabulary", 100_001), tokens, size=2)
     assert isinstance(block, nn.Embedding) and block.num_embeddings == 129 and layers[0].sections == (129,)
     assert call.args[0].tolist() == [[3, 70_001 % 129, 99_999 % 129]]
     small, layers, call = with_fewer_rows(head, vocabulary("head", 100_001), CALL, size=2)
     assert isinstance(small, nn.Linear) and small.out_features == 129 and layers[0].sections == (129,)
     assert call is CALL and not any(one.requires_grad for one in small.parameters())
+    assert torch.equal(torch.get_rng_state(), state), "the script's numbers do not depend on what was tried"
     assert disagreement(table, vocabulary("vocabulary", 100_001), tokens, size=2, sequence=False) is None
     assert disagreement(head, vocabulary("head", 100_001), CALL, size=2, sequence=False) is None
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import skip_init
 
 from paceline.parallel.sample_input import SampleInput
 from paceline.parallel.tensor.layers import Layer
@@ -35,15 +36,15 @@ def with_fewer_rows(
     if fewer >= rows or is_hooked or not is_split_by_rows:
         return block, layers, call
     like = {"device": made.weight.device, "dtype": made.weight.dtype}
-    smaller: Any
+    smaller: Any  # without numbers: to draw some would move the script's generator
     if isinstance(block, nn.Linear):
-        smaller = nn.Linear(block.in_features, fewer, bias=made.bias is not None, **like)
+        smaller = skip_init(nn.Linear, block.in_features, fewer, bias=made.bias is not None, **like)
         if made.bias is not None:
             smaller.bias.requires_grad_(made.bias.requires_grad)
     else:
         if made.padding_idx is not None and made.padding_idx >= fewer:
             return block, layers, call
-        smaller = nn.Embedding(fewer, made.embedding_dim, padding_idx=made.padding_idx, **like)
+        smaller = skip_init(nn.Embedding, fewer, made.embedding_dim, padding_idx=made.padding_idx, **like)
         call = SampleInput(args=_below(call.args, fewer), kwargs=_below(dict(call.kwargs), fewer))
     smaller.weight.requires_grad_(made.weight.requires_grad)
     return smaller.train(block.training), [dataclasses.replace(layer, sections=(fewer,))], call
