@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from paceline.parallel.context.collectives import EmulatedContextCollectives, em
 from paceline.parallel.context.find_plan import find_plan
 from paceline.parallel.context.plan import ContextPlan
 from paceline.parallel.sample_input import SampleInput
+from paceline.parallel.tensor import gradient_sketch
 from paceline.parallel.tensor.split_tensor import SplitTensor
 from tensor_models import TOKENS, SkipMLP, tokens
 
@@ -162,6 +164,45 @@ def test_trials_share_the_weights_of_one_copy() -> None:
     whole = verify.run_whole(build("own", torch.float32), [SampleInput(args=(tokens(8),))])
     places = [[one.data_ptr() for one in model.parameters()] for model in (whole.weights.whole, whole.weights.copy())]
     assert places[0] == places[1] and all(one.grad is None for one in whole.weights.whole.parameters())
+
+
+class Wide(nn.Module):
+    """Attention over blocks that are large beside their activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(TOKENS, 256)
+        self.blocks = nn.ModuleList(nn.Linear(256, 256) for _ in range(60))
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        x = self.table(numbers)
+        x = x + F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=True)[:, 0]
+        for block in self.blocks:
+            x = x + 0.1 * torch.tanh(block(x))
+        return x
+
+
+def own_mib() -> float:
+    """What memory of its own this process has: pages that are mapped again and again are none."""
+    (line,) = (one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("RssAnon"))
+    return int(line.split()[1]) / 1024
+
+
+def test_a_trial_takes_the_memory_of_a_few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, taken = Wide(), list[float]()
+    whole_mib = sum(8 * one.numel() for one in model.parameters()) / 2**20
+    sample = (torch.randint(TOKENS, (2, 8), generator=torch.Generator().manual_seed(0)),)
+    find_plan(model, size=2, sample=sample)  # what a first trial brings is there
+    sketch = gradient_sketch.sketch
+
+    def noted(gradient: Tensor) -> Any:
+        taken.append(own_mib())
+        return sketch(gradient)
+
+    monkeypatch.setattr(gradient_sketch, "sketch", noted)
+    before = own_mib()
+    assert find_plan(model, size=2, sample=sample).attentions
+    assert len(taken) >= 3 * 121 and max(taken) - before < 0.4 * whole_mib, f"{max(taken) - before} of {whole_mib} MiB"
 
 
 def test_outputs_are_whole_without_gradients_and_slices_with_them() -> None:
