@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +17,9 @@ from typing import Any
 import pytest
 
 from paceline.errors import LaunchError
+from paceline.launch.coordinator import rendezvous
 from paceline.launch.coordinator.coordinator import Coordinator
+from paceline.launch.coordinator.head_register import HeadRecord
 from paceline.launch.coordinator.host_agent import HostAgent
 from paceline.launch.coordinator.join_request import mismatch
 from paceline.launch.coordinator.rendezvous import join_hosts
@@ -42,12 +47,17 @@ def port() -> Iterator[int]:
 
 
 def attend(
-    said: list[str], signals: StopSignals | None = None, *, plan: CommandPlan | None = None, **fields: Any
+    said: list[str],
+    signals: StopSignals | None = None,
+    *,
+    plan: CommandPlan | None = None,
+    run_dir: str = "runs/r",
+    **fields: Any,
 ) -> Coordinator | HostAgent:
     """Hold the meeting for one host; the side comes back closed."""
     job = Job(**{"workers": 3, "hosts": 2, "timeout_s": 10.0, **fields})
     with closing(EventLoop()) as loop:
-        about: dict[str, Any] = {"plan": plan, "attempt": 4, "run_dir": "runs/r", "loop": loop, "say": said.append}
+        about: dict[str, Any] = {"plan": plan, "attempt": 4, "run_dir": run_dir, "loop": loop, "say": said.append}
         with closing(join_hosts(job, signals=signals or StopSignals(), **about)) as side:
             return side
 
@@ -74,6 +84,60 @@ def test_the_first_host_is_the_coordinator_and_numbers_the_attempt(host: str, po
 def test_every_hosts_address_is_no_meeting_point(token_file: str) -> None:
     with pytest.raises(LaunchError, match=r"head='0.0.0.0:29500' is every host's address: name one host"):
         attend([], head="0.0.0.0:29500", token_file=token_file)
+
+
+@pytest.fixture
+def led(port: int, token_file: str, tmp_path: Path) -> dict[str, Any]:
+    """What a host is started with, where the register names its own address: the name is another host's now."""
+    register(tmp_path, port, epoch=0, left=None)
+    (tmp_path / "run.json").write_text("{}")
+    head = f"127.0.0.1:{port}"
+    return {"head": head, "token_file": token_file, "hosts": 1, "workers": 1, "run_dir": str(tmp_path)}
+
+
+def register(run_dir: Path, port: int, *, epoch: int, left: str | None) -> None:
+    record = HeadRecord(
+        run="a", attempt=1, epoch=epoch, host="b", address=f"127.0.0.1:{port}", state={"left": left, "elastic": None}
+    )
+    (run_dir / "head.json").write_text(json.dumps(record.to_json()))
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from paceline import run_lock
+print(run_lock.hold(Path(sys.argv[1])), flush=True)
+input()
+"""
+
+
+def test_a_host_that_got_the_coordinators_name_begins_nothing_while_that_one_still_leaves(
+    led: dict[str, Any], tmp_path: Path
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        try:
+            assert holder.stdout is not None and holder.stdout.readline() == "True\n"
+            with pytest.raises(LaunchError, match=r"connecting to the coordinator at 127.0.0.1"):
+                attend([], **led, timeout_s=1.5)
+        finally:
+            holder.communicate("\n")
+    assert isinstance(attend([], **led), Coordinator), "nobody leads the run any more"
+
+
+def test_after_a_coordinator_has_left_another_host_has_its_time_to_take_over(
+    led: dict[str, Any], port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(tmp_path, port, epoch=0, left="SIGTERM came on host b")
+    with pytest.raises(LaunchError, match=r"connecting to the coordinator at 127.0.0.1"):
+        attend([], **led, timeout_s=1.5)
+    monkeypatch.setattr(rendezvous, "HANDOVER_S", 1.0)
+    assert isinstance(attend([], **led), Coordinator), "nobody has taken over"
+
+
+def test_where_the_coordinator_was_lost_the_run_begins_again_at_once(led: dict[str, Any]) -> None:
+    assert isinstance(attend([], **led, timeout_s=2.0), Coordinator)
 
 
 def test_a_name_that_nobody_knows_is_waited_for_and_said(token_file: str) -> None:

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline import environment
+from paceline import environment, run_lock
 from paceline.errors import LaunchError
 from paceline.launch.coordinator.coordinator import Coordinator
 from paceline.launch.coordinator.head_register import HeadRecord, HeadRegister
@@ -47,6 +47,7 @@ MAX_RENDEZVOUS_S = 300.0  # even if job.timeout_s is longer
 RESTART_RENDEZVOUS_S = 30.0  # for a restart: the hosts were there a moment ago
 RETRY_S = 0.5
 LOOK_S = 1.0  # between two looks at the register while hosts are waited for
+HANDOVER_S = 20.0  # for a host to take over from a coordinator that has left; a process starts there
 TELL_S = 5.0  # between two messages that say what is being waited for
 TURN_S = 0.1
 LOOPBACK = "127.0.0.1"
@@ -199,6 +200,9 @@ class _Rendezvous:
         self._register = HeadRegister(Path(terms.run_dir))
         self._num_join_attempts = 0
         self._was_refused = False
+        self._left: tuple[tuple[str, int], float] | None = (
+            None  # whose coordinator has left, and since when that is known
+        )
 
     def hold(self, listener: socket.socket | None = None) -> Coordinator | HostAgent:
         """Try to become the coordinator, else to join it, until one succeeds or the time is over. `listener`: this host
@@ -211,6 +215,11 @@ class _Rendezvous:
                     return member
                 if self._was_refused:
                     continue
+            if listener is None and led is not None and self._is_under_way(led):
+                member = self._try_to_join(None)
+                if member is not None:
+                    return member
+                continue
             listener = listener or self._listen()
             if listener is not None:
                 try:
@@ -221,6 +230,17 @@ class _Rendezvous:
             member = self._try_to_join(None)
             if member is not None:
                 return member
+
+    def _is_under_way(self, led: HeadRecord) -> bool:
+        """Whether the run of the register goes on, although this host could listen at its address: a name that engines
+        give to each of its first hosts in turn leads to this one as soon as the one before was asked to leave. That one
+        still leaves, or has left, and another host is about to take over.
+        """
+        if led.state.get("left") is not None:
+            if self._left is None or self._left[0] != (led.run, led.epoch):
+                self._left = (led.run, led.epoch), time.monotonic()
+            return time.monotonic() - self._left[1] < HANDOVER_S
+        return led.address == self._terms.point and run_lock.is_held(Path(self._terms.run_dir))
 
     def _listen(self) -> socket.socket | None:
         if self._meeting_point is None:
