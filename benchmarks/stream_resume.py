@@ -27,7 +27,7 @@ from driving.options import options_of
 from paceline import Batch, Plan
 
 LANES, BATCH, STATE_STEPS = 64, 512, 8
-MIXED = {"web": 32, "books": 16, "code": 16}  # lanes of each stream of the mixture, and its weight
+MIXED = {"web": 32, "prose": 16, "code": 16}  # lanes of each stream of the mixture, and its weight
 
 
 class Lane:
