@@ -31,7 +31,13 @@ import paceline
 from driving.options import options_of
 
 MIB = 1 << 20
-SHARES = {"replicas": 1.0, "context": 1.0, "shard": 0.5, "stages": 0.5, "tensor": 0.5}  # of the model, that a worker keeps
+SHARES = {
+    "replicas": 1.0,
+    "context": 1.0,
+    "shard": 0.5,
+    "stages": 0.5,
+    "tensor": 0.5,
+}  # of the model, that a worker keeps
 WORDS, HEAD = 16000, 64
 PIECE_BYTES = 8 << 20
 SMALL = 64  # width of the model that shows what a first model brings
