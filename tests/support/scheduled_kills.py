@@ -51,6 +51,7 @@ def fault(worker: paceline.Worker, where: str) -> None:
                 continue  # this one is for its successor
             marker.write_text(f"{worker.step} {time.time()}")
             STRUCK.add(target)
+            time.sleep(one.get("pause_s", 0.0))
             os.kill(target, one.get("signal", signal.SIGKILL))
 
 

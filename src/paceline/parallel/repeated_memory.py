@@ -59,7 +59,7 @@ def _mapped(one: Tensor, num_maps: int) -> Tensor:
     finally:
         os.close(fd)
     block = (ctypes.c_ubyte * mapping.num_bytes).from_address(mapping.address)
-    block.mapping = mapping  # type: ignore[attr-defined]  # it is there as long as the block
+    vars(block)["mapping"] = mapping  # it is there as long as the block
     return torch.frombuffer(block, dtype=one.dtype)
 
 

@@ -7,6 +7,7 @@ these runs would stand still for ever.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,9 @@ from elastic_runs import LIMIT_S, PROGRAM, assert_unharmed, trained
 REPLICAS = PROGRAM.with_name("replica_program.py")
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 20)
+
+
+INSIDE_S = 2.0  # before the worker is lost: meanwhile the others come into the collective, also on a busy machine
 
 
 @pytest.mark.parametrize(
@@ -33,7 +37,9 @@ pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 )
 def test_a_worker_killed_in_a_collective_of_devices_costs_no_step(tmp_path: Path, way: str, where: str) -> None:
     step = 1 if where == "weights" else 6
-    faults = [{"worker": 2, "step": step, "where": "backward" if where == "regroup" else where}]
+    faults: list[dict[str, Any]] = [{"worker": 2, "step": step, "where": "backward" if where == "regroup" else where}]
+    if where in ("backward", "average", "weights"):
+        faults[0]["pause_s"] = INSIDE_S
     if where == "regroup":
         faults.append({"worker": 3, "step": 6, "where": where})
     joins = {"whole": [9, 4]} if len(faults) == 1 else {}
@@ -49,8 +55,7 @@ def test_a_worker_killed_in_a_collective_of_devices_costs_no_step(tmp_path: Path
     else:  # four members, then three or two, and mostly four again
         assert connected >= 4 + (3 + 4 if joins else 2)
     if way == "device" and where in ("backward", "average", "weights"):
-        # Each of the others that was inside the collective by then; on a busy machine one may hear of the loss before.
-        assert 1 <= aborted <= 3, "those had to abort their own communicators"
+        assert aborted == 3, "each of the others had to abort its own communicator, inside the collective"
 
 
 @pytest.mark.further

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,9 @@ from paceline.parallel.repeated_memory import repeated
 
 def shared_kib() -> int:
     """Of this process, each page counted once for all places where it is mapped."""
-    return int(re.search(r"Pss_Shmem:\s+(\d+)", Path("/proc/self/smaps_rollup").read_text())[1])  # type: ignore[index]
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    (line,) = (one for one in lines if one.startswith("Pss_Shmem:"))
+    return int(line.split()[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from paceline.parallel.tensor import verify
 from paceline.parallel.tensor.fewer_rows import with_fewer_rows
 from paceline.parallel.tensor.find_plan import find_plan
 from paceline.parallel.tensor.gradient_sketch import sketch
-from paceline.parallel.tensor.layers import Layer
+from paceline.parallel.tensor.layers import Layer, Role
 from paceline.parallel.tensor.random_weights import RandomWeights
 from paceline.parallel.tensor.verify import disagreement
 
@@ -139,9 +141,9 @@ def test_what_single_precision_cannot_show_is_tried_in_double(monkeypatch: pytes
     tried: list[torch.dtype] = []
     run = verify._BlockTrial.run
 
-    def noted(trial: object, block: nn.Module, dtype: torch.dtype, frozen: object) -> str | None:
+    def noted(trial: Any, block: nn.Module, dtype: torch.dtype, frozen: Any) -> str | None:
         tried.append(dtype)
-        return "off" if dtype is torch.float32 else run(trial, block, dtype, frozen)  # type: ignore[arg-type]
+        return "off" if dtype is torch.float32 else run(trial, block, dtype, frozen)
 
     monkeypatch.setattr(verify._BlockTrial, "run", noted)
     assert disagreement(Mlp(), LAYERS, CALL, size=2, sequence=False) is None
@@ -161,8 +163,8 @@ def test_a_gradient_is_compared_by_its_products_with_fixed_vectors() -> None:
     assert torch.equal(sketch(sparse).sums[0], sketch(sparse.to_dense()).sums[0])
 
 
-def vocabulary(role: str, rows: int) -> list[Layer]:
-    return [Layer(name="", role=role, sections=(rows,))]  # type: ignore[arg-type]
+def vocabulary(role: Role, rows: int) -> list[Layer]:
+    return [Layer(name="", role=role, sections=(rows,))]
 
 
 def test_a_layer_of_a_large_vocabulary_is_tried_with_fewer_rows() -> None:
@@ -188,13 +190,14 @@ def test_other_layers_are_tried_as_they_are() -> None:
 
     hooked = nn.Linear(8, 5000)
     hooked.register_forward_hook(lambda module, inputs, output: output)
-    for block, role, call in [
+    cases: list[tuple[nn.Module, Role, SampleInput]] = [
         (Own(5000, 8), "vocabulary", tokens),
         (nn.Embedding(5000, 8, padding_idx=4000), "vocabulary", tokens),
         (nn.Embedding(100, 8), "vocabulary", tokens),
         (hooked, "head", CALL),
         (nn.Linear(5000, 8), "row", CALL),
-    ]:
+    ]
+    for block, role, call in cases:
         layers = vocabulary(role, 5000)
         assert with_fewer_rows(block, layers, call, size=2)[0] is block
     layers = [Layer(name="up", role="column", sections=(32,))]

@@ -200,9 +200,8 @@ class _Rendezvous:
         self._register = HeadRegister(Path(terms.run_dir))
         self._num_join_attempts = 0
         self._was_refused = False
-        self._left: tuple[tuple[str, int], float] | None = (
-            None  # whose coordinator has left, and since when that is known
-        )
+        # Run and epoch whose coordinator has left, and since when that is known.
+        self._left: tuple[tuple[str, int], float] | None = None
 
     def hold(self, listener: socket.socket | None = None) -> Coordinator | HostAgent:
         """Try to become the coordinator, else to join it, until one succeeds or the time is over. `listener`: this host
