@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode  # torch documents it, and has no public name for it
 
+from paceline.parallel.kept_attributes import attributes
+
 __all__ = ["USER_ERRORS", "sparing_products"]
 
 T = TypeVar("T")
@@ -24,12 +26,17 @@ aten = torch.ops.aten
 
 def sparing_products(model: nn.Module, run: Callable[[], T]) -> T:
     """Return what `run()` does while products with the model's weights are spared; code that needs their numbers makes
-    it raise, and then it runs again with them."""
+    it raise, and then it runs again with them. What modules keep of spared products (caches, say) is taken from them.
+    """
+    put_back = attributes(model.modules())
     try:
         with _SparedProducts(model):
             return run()
     except USER_ERRORS:
-        return run()
+        pass
+    finally:
+        put_back()
+    return run()
 
 
 class _SparedProducts(TorchDispatchMode):

@@ -64,3 +64,29 @@ def test_a_trial_of_a_deep_model_stays_finite() -> None:
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(100))).bfloat16()
     found = sparing_products(model, lambda: model(torch.randn(4, 32).bfloat16()))
     assert bool(found.isfinite().all()) and bool((found != 0).any())
+
+
+class Caching(nn.Module):
+    """Keeps what it made of its weights for the forwards in evaluation mode to come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.bias: Tensor | None = None
+        self.seen: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None or self.training:
+            self.bias = self.up(torch.ones(1, 8)).detach()
+            self.seen["bias"] = self.bias
+        return self.down(torch.tanh(self.up(x) + self.bias))
+
+
+def test_what_a_module_keeps_of_spared_products_does_not_stay() -> None:
+    model, x = Caching().eval(), torch.randn(2, 8)
+    expected = Caching().eval()
+    expected.load_state_dict(model.state_dict())
+    sparing_products(model, lambda: model(x))
+    assert model.bias is None and not model.seen
+    find_plan(model, size=2, sample=(x,))
+    assert model.bias is None and torch.equal(model(x), expected(x))

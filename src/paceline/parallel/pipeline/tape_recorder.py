@@ -19,11 +19,11 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.errors import PlanError, Reason
 from paceline.parallel.coded_layers import coded_layers_as_linear
+from paceline.parallel.kept_attributes import attributes
 from paceline.parallel.meta.meta_device import (
     DEVICE_QUERIES,
     USER_ERRORS,
     absent,
-    attributes,
     invented,
     on_invented_values,
     on_meta,
