@@ -77,8 +77,8 @@ class Caching(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is None or self.training:
-            self.bias = self.up(torch.ones(1, 8)).detach()
-            self.seen["bias"] = self.bias
+            made: Tensor = self.up(torch.ones(1, 8)).detach()
+            self.bias = self.seen["bias"] = made
         return self.down(torch.tanh(self.up(x) + self.bias))
 
 
