@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode  # torch documents it, and has no public name for it
 
-from paceline.parallel.kept_attributes import attributes
+from paceline.parallel.kept_attributes import kept_tensors
 
 __all__ = ["USER_ERRORS", "sparing_products"]
 
@@ -28,7 +28,7 @@ def sparing_products(model: nn.Module, run: Callable[[], T]) -> T:
     """Return what `run()` does while products with the model's weights are spared; code that needs their numbers makes
     it raise, and then it runs again with them. What modules keep of spared products (caches, say) is taken from them.
     """
-    put_back = attributes(model.modules())
+    put_back = kept_tensors(model.modules())
     try:
         with _SparedProducts(model):
             return run()
