@@ -3,12 +3,14 @@
     python benchmarks/model_loading.py [--widths 512,1024,1536] [--layers 16] [--dtype auto] [--plans shard=2,stages=2]
 
 A Llama of random numbers in bf16 is written in files of about a tenth each. Before each measurement the kernel is told
-to forget them. "Disk" is a plain read of all files, one after the other. "Load" is the slowest worker's time for
-`paceline.from_pretrained` and `worker.prepare`, with transformers imported before. "Peak" is what a worker's resident
-memory had grown by at most, over its part and the largest tensor. It contains what a first model of any size brings:
-the code that it runs, and what libraries keep. A model of about 4 MiB shows how much that is, and the last column is
-without it. The last line of each plan is the slope between the first size and the last: what bytes cost, without what
-each layer and each start costs. The first size is a hundredth of a model of 7 billion parameters.
+to forget them. "Disk" is a plain read of all files, one after the other, into the same 8 MiB. "Kept" is a plain read
+by two processes at once of as much as a worker keeps, each into new memory: about the least that any program needs for
+such parts on this machine. "Load" is the slowest worker's time for `paceline.from_pretrained` and `worker.prepare`,
+with transformers imported before. The three are measured in turn, and each is the median of the rounds. "Peak" is what
+a worker's resident memory had grown by at most, over its part and the largest tensor. It contains what a first model
+of any size brings: the code that it runs, and what libraries keep. A model of about 4 MiB shows how much that is, and
+the last column is without it. The last line of each plan is the slope between the first size and the last: what bytes
+cost, without what each layer and each start costs. The first size is a hundredth of a model of 7 billion parameters.
 """
 
 from __future__ import annotations
@@ -17,8 +19,11 @@ import argparse
 import dataclasses
 import functools
 import json
+import mmap
+import multiprocessing
 import os
 import re
+import statistics
 import sys
 import tempfile
 import time
@@ -94,6 +99,36 @@ def plain_read_s(folder: Path) -> float:
     return time.perf_counter() - began
 
 
+def kept_read_s(folder: Path, share: float) -> float:
+    """Two processes each read the first or the last `share` of every file, into memory of their own."""
+    context = multiprocessing.get_context("spawn")
+    begin, took = context.Barrier(2), context.Queue()
+    readers = [context.Process(target=keep_read, args=(folder, share, number, begin, took)) for number in range(2)]
+    for one in readers:
+        one.start()
+    slowest = max(took.get(timeout=600) for _ in readers)
+    for one in readers:
+        one.join()
+    return slowest
+
+
+def keep_read(folder: Path, share: float, number: int, begin: Any, took: Any) -> None:
+    kept: list[mmap.mmap] = []
+    begin.wait(timeout=60)
+    began = time.perf_counter()
+    for path in sorted(folder.glob("*.safetensors")):
+        with open(path, "rb", buffering=0) as file:
+            size = int(path.stat().st_size * share)
+            kept.append(mmap.mmap(-1, size))
+            kept[-1].madvise(mmap.MADV_HUGEPAGE)
+            file.seek(number * (path.stat().st_size - size))
+            room, done = memoryview(kept[-1]), 0
+            while done < size:
+                done += file.readinto(room[done : done + PIECE_BYTES]) or size
+            room.release()
+    took.put(time.perf_counter() - began)
+
+
 def memory_mib(name: str) -> float:
     found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(found[1]) / 1024 if found else 0.0
@@ -120,6 +155,7 @@ class Loading:
     part: float
     largest: float
     disk_s: float
+    kept_s: float
     took_s: float
     peak: float
 
@@ -127,30 +163,46 @@ class Loading:
         """`brings`: what a first model of any size takes."""
         allowed = self.part + self.largest
         return (
-            f"| {self.plan} | {self.total:.0f} | {self.disk_s:.2f} | {self.took_s:.2f} | "
-            f"{self.took_s / self.disk_s:.2f} | {self.peak:.0f} | {self.peak / allowed:.2f} | "
-            f"{(self.peak - brings) / allowed:.2f} |"
+            f"| {self.plan} | {self.total:.0f} | {times_text(self.disk_s, self.kept_s, self.took_s)} | "
+            f"{self.peak:.0f} | {self.peak / allowed:.2f} | {(self.peak - brings) / allowed:.2f} |"
         )
 
 
-def measure(folder: Path, plan: str, dtype: str, sizes: tuple[int, int], scratch: Path) -> Loading:
-    forget(folder)
-    disk_s = plain_read_s(folder)
-    forget(folder)
+def times_text(disk_s: float, kept_s: float, took_s: float) -> str:
+    return f"{disk_s:.2f} | {kept_s:.2f} | {took_s:.2f} | {took_s / disk_s:.2f} | {took_s / kept_s:.2f}"
+
+
+def measure(folder: Path, plan: str, dtype: str, sizes: tuple[int, int], scratch: Path, num_rounds: int) -> Loading:
+    share = SHARES[plan.partition("=")[0]]
+    disk, kept, loads, peaks = list[float](), list[float](), list[float](), list[float]()
+    for number in range(num_rounds):
+        forget(folder)
+        disk.append(plain_read_s(folder))
+        forget(folder)
+        kept.append(kept_read_s(folder, share))
+        forget(folder)
+        took_s, peak = load(folder, plan, dtype, scratch / f"{plan}-{folder.name}-{number}")
+        loads.append(took_s)
+        peaks.append(peak)
+    factor = 2 if dtype == "fp32" else 1  # the files have 16 bits
+    total, largest = (size / MIB for size in sizes)
+    disk_s, kept_s, took_s = (statistics.median(one) for one in (disk, kept, loads))
+    return Loading(plan, total, share * total * factor, largest * factor, disk_s, kept_s, took_s, max(peaks))
+
+
+def load(folder: Path, plan: str, dtype: str, run_dir: Path) -> tuple[float, float]:
+    """Seconds, and MiB at the peak: those of the worst worker."""
     found: list[Any] = paceline.run(
         functools.partial(loaded, folder=str(folder), dtype=dtype),
         workers=2,
         plan=f"{plan}+batch(size=8,micro=2)",
-        run_dir=str(scratch / f"{plan}-{folder.name}"),
+        run_dir=str(run_dir),
         save_at_end=False,
         tensorboard=False,
         threads=1,
     )
-    took, peak = (max(column) for column in zip(*found, strict=True))
-    factor = 2 if dtype == "fp32" else 1  # the files have 16 bits
-    total, largest = (size / MIB for size in sizes)
-    share = SHARES[plan.partition("=")[0]]
-    return Loading(plan, total, share * total * factor, largest * factor, disk_s, took, peak)
+    took_s, peak = (max(column) for column in zip(*found, strict=True))
+    return took_s, peak
 
 
 def main() -> None:
@@ -159,8 +211,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--dtype", default="auto", help="what from_pretrained is given: auto, fp32")
     parser.add_argument("--plans", default="replicas=2,shard=2,stages=2,tensor=2")
+    parser.add_argument("--rounds", type=int, default=3)
     options = options_of(
-        parser, takes="about three minutes", quick={"layers": 4, "widths": "256,512", "plans": "shard=2,stages=2"}
+        parser,
+        takes="about eight minutes",
+        quick={"layers": 4, "widths": "256,512", "plans": "shard=2,stages=2", "rounds": 1},
     )
     widths = [SMALL, *(int(one) for one in options.widths.split(","))]
     rows: list[str] = []
@@ -170,17 +225,18 @@ def main() -> None:
             folder.mkdir()
         sizes = {width: write_model(folder, width, options.layers) for width, folder in folders.items()}
         for plan in options.plans.split(","):
-            small, *found = [measure(folders[one], plan, options.dtype, sizes[one], Path(scratch)) for one in widths]
+            small, *found = [
+                measure(folders[one], plan, options.dtype, sizes[one], Path(scratch), options.rounds) for one in widths
+            ]
             rows += [one.row(small.peak - small.part) for one in (small, *found)]
             first, last = found[0], found[-1]
             if (more := (last.total - first.total) / 1024) > 0:
-                disk_s, took_s = (last.disk_s - first.disk_s) / more, (last.took_s - first.took_s) / more
-                rows.append(
-                    f"| {plan}, each GiB more | 1024 | {disk_s:.2f} | {took_s:.2f} | {took_s / disk_s:.2f} | | | |"
-                )
-    columns = ("plan", "MiB", "disk, s", "load, s", "load / disk", "peak, MiB", "peak / (part + the largest)")
-    print("\n|", *(f" {column} |" for column in (*columns, "without what a first model brings")), sep="")
-    print("|---|---:|---:|---:|---:|---:|---:|---:|", *rows, sep="\n")
+                slopes = [(getattr(last, one) - getattr(first, one)) / more for one in ("disk_s", "kept_s", "took_s")]
+                rows.append(f"| {plan}, each GiB more | 1024 | {times_text(*slopes)} | | | |")
+    columns = ("plan", "MiB", "disk, s", "kept, s", "load, s", "load / disk", "load / kept", "peak, MiB")
+    columns = (*columns, "peak / (part + the largest)", "without what a first model brings")
+    print("\n|", *(f" {column} |" for column in columns), sep="")
+    print(f"|---{'|---:' * (len(columns) - 1)}|", *rows, sep="\n")
 
 
 if __name__ == "__main__":

@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.safetensors_file import TYPES
 from paceline.errors import CheckpointError
 from paceline.hub.copied_pieces import PIECE_BYTES, CopiedPieces, pieces_of
 from paceline.hub.host_copy import PREFIX
 from paceline.hub.host_lock import STILL_S, alone
+from paceline.hub.mapped_files import DTYPES
 from paceline.hub.stored_folder import FolderChanged, StoredFolder, look_at
 from paceline.hub.stored_weights import MOST_HEADER_BYTES, StoredWeights, stored_weights
 from paceline.parallel.absent_files import map_absent
@@ -31,8 +31,6 @@ from paceline.parallel.absent_tensors import as_absent
 from paceline.storage.object_store import ObjectStore
 
 __all__ = ["PartCopy", "part_copy"]
-
-DTYPES = {name: dtype for dtype, name in TYPES.items()}
 
 
 def part_copy(address: str, cache: Path, *, still_s: float = STILL_S) -> PartCopy:

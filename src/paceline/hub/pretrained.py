@@ -17,6 +17,7 @@ import torch
 from paceline.checkpoint.huggingface_folder import FOLDER
 from paceline.errors import CheckpointError, PlanError
 from paceline.hub.joined_copy import are_joined, joined_copy
+from paceline.hub.mapped_files import mapped
 from paceline.hub.model_copy import CopyKind
 from paceline.hub.model_folder import cache_folder, model_folder, model_parts, source_name
 from paceline.hub.opened_files import reading_opened
@@ -116,6 +117,8 @@ def from_pretrained(
 
     quantised = find_quantisation(folder)
     stored = (parts.weights() if parts is not None and quantised is None else None) or whole()
+    if quantised is None and stored.opened is None:
+        stored = mapped(stored)
     empty = _empty(folder, chosen, options, wanted)
     kind = CopyKind(own_class(empty), unused=unused, options=options)
 
@@ -140,7 +143,7 @@ def from_pretrained(
     own = stored.dtype
     if are_joined(empty, stored):
         joined = joined_copy(whole(), cache_folder(cache_dir), kind, lambda given: _precise(given, load))
-        stored = stored_weights(joined)
+        stored = mapped(stored_weights(joined))
     if wanted is None:
         return _named(_asking(load(stored, own).model), source)
     model = _asking(_precise(stored, load, lambda model: final_types(model, empty, wanted)).model)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from context_models import Own, TimeFirst, build
 from paceline.errors import PlanError
+from paceline.parallel import trial_types
 from paceline.parallel.context import collectives, verify
 from paceline.parallel.context.apply import apply_plan
 from paceline.parallel.context.collectives import EmulatedContextCollectives, emulated
@@ -21,6 +24,7 @@ from paceline.parallel.context.find_plan import find_plan
 from paceline.parallel.context.plan import ContextPlan
 from paceline.parallel.sample_input import SampleInput
 from paceline.parallel.tensor import gradient_sketch
+from paceline.parallel.tensor.random_weights import RandomWeights
 from paceline.parallel.tensor.split_tensor import SplitTensor
 from tensor_models import TOKENS, SkipMLP, tokens
 
@@ -144,6 +148,62 @@ def test_a_wrong_rule_leads_to_a_refusal(broken: str, monkeypatch: pytest.Monkey
         find_plan(build("own" if broken != "sum" else "nano", torch.float32), size=2)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize(("is_wrong", "tried"), [(False, 1), (True, 2)])
+def test_large_models_are_tried_in_single_precision_and_what_disagrees_in_double(
+    is_wrong: bool, tried: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial_types, "MOST_AT_FIRST", 4)
+    types: list[torch.dtype] = []
+    run = verify.try_plan
+
+    def noted(reference: verify.WholeModelRun, *args: Any) -> verify.ContextTrial:
+        types.append(next(reference.weights.whole.parameters()).dtype)
+        found = run(reference, *args)
+        is_rounded = is_wrong and types[-1] is torch.float32
+        return dataclasses.replace(found, disagreement="it was rounded") if is_rounded else found
+
+    monkeypatch.setattr("paceline.parallel.context.find_plan.try_plan", noted)
+    assert find_plan(build("own", torch.bfloat16), size=2).attentions == {"heads": 2}
+    assert list(dict.fromkeys(types)) == [torch.float32, torch.float64][:tried]
+
+
+def test_a_refusal_in_both_precisions_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial_types, "MOST_AT_FIRST", 4)
+    with pytest.raises(PlanError, match="no attention over its tokens was found"):
+        find_plan(SkipMLP(), size=2)
+    run = verify.run_whole
+
+    def single_only(model: nn.Module, samples: Any, dtype: torch.dtype) -> verify.WholeModelRun:
+        if dtype is torch.float64:
+            raise RuntimeError("no kernel for double")
+        return run(model, samples, dtype)
+
+    monkeypatch.setattr("paceline.parallel.context.find_plan.run_whole", single_only)
+    with pytest.raises(PlanError, match="no attention over its tokens was found"):
+        find_plan(SkipMLP(), size=2)
+
+
+def test_nothing_of_a_trial_stays_in_memory() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        seen: list[weakref.ref[Any]] = []
+        made = RandomWeights.copy
+
+        def noted(self: RandomWeights) -> nn.Module:
+            copied = made(self)
+            seen.extend(map(weakref.ref, copied.modules()))
+            return copied
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(RandomWeights, "copy", noted)
+            find_plan(build("own", torch.float32), size=2)
+        assert len(seen) > 2 and [one() for one in seen] == [None] * len(seen)
+    finally:
+        gc.enable()
+
+
 def _first(whole: Tensor, dim: int, ranges: Any) -> Tensor:
     """The first tokens, for every caller."""
     return whole.narrow(dim, 0, sum(stop - first for first, stop in ranges))
@@ -161,7 +221,7 @@ def test_the_model_and_the_random_state_are_left_as_they_were() -> None:
 
 
 def test_trials_share_the_weights_of_one_copy() -> None:
-    whole = verify.run_whole(build("own", torch.float32), [SampleInput(args=(tokens(8),))])
+    whole = verify.run_whole(build("own", torch.float32), [SampleInput(args=(tokens(8),))], torch.float64)
     places = [[one.data_ptr() for one in model.parameters()] for model in (whole.weights.whole, whole.weights.copy())]
     assert places[0] == places[1] and all(one.grad is None for one in whole.weights.whole.parameters())
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paceline.parallel import trial_types
 from paceline.parallel.sample_input import SampleInput
 from paceline.parallel.tensor import verify
 from paceline.parallel.tensor.fewer_rows import with_fewer_rows
@@ -137,7 +138,7 @@ def test_a_split_that_is_wrong_in_gradients_alone_is_found_wrong(
 
 
 def test_what_single_precision_cannot_show_is_tried_in_double(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "MOST_AT_FIRST", 4)
+    monkeypatch.setattr(trial_types, "MOST_AT_FIRST", 4)
     tried: list[torch.dtype] = []
     run = verify._BlockTrial.run
 

@@ -21,10 +21,18 @@ from torch import Tensor, nn
 from paceline.errors import PlanError, Reason
 from paceline.parallel.context.group_ops import AttentionKind
 from paceline.parallel.context.plan import ContextPlan
-from paceline.parallel.context.verify import ContextTrial, GatheredOperation, WholeModelRun, run_whole, try_plan
+from paceline.parallel.context.verify import (
+    USER_ERRORS,
+    ContextTrial,
+    GatheredOperation,
+    WholeModelRun,
+    run_whole,
+    try_plan,
+)
 from paceline.parallel.recompute import repeated_blocks
 from paceline.parallel.sample_input import SampleInput, as_sample, guess_sample
 from paceline.parallel.tensor.plan import TensorPlan
+from paceline.parallel.trial_types import types_to_try
 
 __all__ = ["find_plan"]
 
@@ -96,13 +104,37 @@ class _ContextPlanFinder:
             raise PlanError(f"tokenwise={unknown[0]!r} names no module of {type(model).__name__}; see named_modules().")
 
     def find(self, dims: Sequence[int]) -> ContextPlan | str:
-        """Try the dims in order; the first one that splits attention and agrees is taken. Otherwise return why none
-        is.
-        """
+        """Try a split; return why there is none where none agrees."""
         embeddings = self._embeddings()
         samples = [self.sample, *self._padded()]
         self.num_samples = len(samples)
-        whole = run_whole(self.model, samples)
+        found: ContextPlan | str | None = None
+        failed: Exception | None = None
+        for dtype in types_to_try(self.model):
+            try:
+                whole = run_whole(self.model, samples, dtype)
+            except USER_ERRORS as error:
+                if found is failed is None and not isinstance(error, RuntimeError):
+                    raise
+                failed = error  # some kernels have no double precision
+                continue
+            found = self._find(dims, embeddings, whole)
+            if isinstance(found, ContextPlan) or dtype is torch.float64:
+                return found
+        if found is not None:
+            return found
+        lines = str(failed).strip().splitlines()
+        raise PlanError(
+            f"{type(self.model).__name__} has to be tried in double or single precision before its sequence is split, "
+            f"and cannot be run so on {samples[0]} ({type(failed).__name__}: {lines[0] if lines else ''}). Pass a "
+            "sample of your own, sample=(x,), or use attention that runs in any precision (in transformers, "
+            "attn_implementation='sdpa')."
+        ) from failed
+
+    def _find(self, dims: Sequence[int], embeddings: tuple[str, ...], whole: WholeModelRun) -> ContextPlan | str:
+        """Try the dims in order; the first one that splits attention and agrees is taken. Otherwise return why none
+        is.
+        """
         kind: AttentionKind = "ring" if self.kind == "ring" else "heads"
         refusals: list[str] = []
         for dim in dims:

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.errors import PlanError, SyncError
+from paceline.errors import SyncError
+from paceline.host_memory import give_back_freed
 from paceline.parallel.context.apply import install
 from paceline.parallel.context.collectives import ContextCollectives, EmulatedContextCollectives
 from paceline.parallel.context.group_ops import AttentionKind, ContextGroupOps
@@ -43,7 +44,15 @@ from paceline.parallel.tensor.split_tensor import (
 )
 from paceline.parallel.tensor.tensor_context_ops import TensorContextOps
 
-__all__ = ["ContextTrial", "GatheredOperation", "SharedAttention", "WholeModelRun", "run_whole", "try_plan"]
+__all__ = [
+    "USER_ERRORS",
+    "ContextTrial",
+    "GatheredOperation",
+    "SharedAttention",
+    "WholeModelRun",
+    "run_whole",
+    "try_plan",
+]
 
 USER_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 TOLERANCE = 1e-4  # a wrong slice is off by the numbers' own size; models that compute partly in fp32 are off by 1e-7
@@ -87,28 +96,9 @@ class WholeModelRun:
     gradients: Mapping[str, GradientSketch]
 
 
-def run_whole(model: nn.Module, samples: Sequence[SampleInput]) -> WholeModelRun:
-    """Return random weights for `model`, in double precision where it runs so, its outputs on `samples`, and the
-    gradients of their sum.
-
-    Raises PlanError where the model cannot be run so.
-    """
-    try:
-        return _run_whole(model, samples, torch.float64)
-    except RuntimeError:  # some kernels have no double precision
-        try:
-            return _run_whole(model, samples, torch.float32)
-        except USER_ERRORS as error:
-            lines = str(error).strip().splitlines()
-            raise PlanError(
-                f"{type(model).__name__} has to be tried in double or single precision before its sequence is split, "
-                f"and cannot be run so on {samples[0]} ({type(error).__name__}: {lines[0] if lines else ''}). Pass a "
-                "sample of your own, sample=(x,), or use attention that runs in any precision (in transformers, "
-                "attn_implementation='sdpa')."
-            ) from error
-
-
-def _run_whole(model: nn.Module, samples: Sequence[SampleInput], dtype: torch.dtype) -> WholeModelRun:
+def run_whole(model: nn.Module, samples: Sequence[SampleInput], dtype: torch.dtype) -> WholeModelRun:
+    """Return random weights of a type for `model`, its outputs on `samples`, and the gradients of their sum; raises
+    what the model raises."""
     frozen = {id(one) for one in model.parameters() if not one.requires_grad}
     for overlap in (True, False):
         weights = RandomWeights(model, dtype, frozen=frozen, overlap=overlap)
@@ -118,6 +108,8 @@ def _run_whole(model: nn.Module, samples: Sequence[SampleInput], dtype: torch.dt
             if overlap:
                 continue
             raise
+        finally:
+            give_back_freed()
         if not weights.is_written:
             break
     return WholeModelRun(weights=weights, samples=tuple(samples), outputs=outputs, gradients=gradients)
@@ -142,7 +134,11 @@ def try_plan(reference: WholeModelRun, plan: ContextPlan, layers: TensorPlan | N
         install(part, plan, ops)
         for name, module in part.named_modules():
             ops.note_runs(name, module)
-        outputs, gradients = _run(part, reference.samples)
+        try:
+            outputs, gradients = _run(part, reference.samples)
+        finally:
+            for module in part.modules():  # by its new forward it refers to itself, and would live on
+                vars(module).pop("forward", None)
         return _EmulatedRun(ops=ops, outputs=outputs, gradients=gradients, splits=splits)
 
     try:
@@ -153,6 +149,8 @@ def try_plan(reference: WholeModelRun, plan: ContextPlan, layers: TensorPlan | N
         lines = str(error).strip().splitlines()
         why = f"it cannot be tried: {type(error).__name__}: {lines[0] if lines else ''}"
         return ContextTrial(disagreement=why, attentions=(), lost=())
+    finally:
+        give_back_freed()  # of each emulated worker's thread the C library keeps what it had
     why = None
     for index, column in enumerate(zip(*found, strict=True)):
         why = why or _gradients_differ(reference.gradients, column, index)

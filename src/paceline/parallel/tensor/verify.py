@@ -29,14 +29,13 @@ from paceline.parallel.tensor.op_rules import rule_of
 from paceline.parallel.tensor.plan import ParameterSplit
 from paceline.parallel.tensor.random_weights import RandomWeights
 from paceline.parallel.tensor.split_tensor import TensorGroupOps, mapped
+from paceline.parallel.trial_types import is_large, types_to_try
 
 __all__ = ["call_of", "disagreement"]
 
 ERRORS = (RuntimeError, TypeError, ValueError, PlanError, AttributeError)
 GRADIENT = "the gradient of"
-# Numbers of the largest parameter. Double precision takes a while, and memory: larger ones are tried in single first,
-MOST_AT_FIRST = 1 << 18
-MOST_IN_DOUBLE = 1 << 24  # and larger ones than these in single only.
+MOST_IN_DOUBLE = 1 << 24  # numbers of the largest parameter: larger ones are tried in single precision only
 PIECE = 1 << 22  # numbers that are compared at a time
 TOLERANCE = 1e-4  # a wrong split is off by the numbers' own size; blocks that compute partly in fp32 are off by 1e-7
 
@@ -98,11 +97,7 @@ def disagreement(
 
 
 def _dtypes(block: nn.Module) -> tuple[torch.dtype, ...]:
-    """Return in which types to try: where one agrees or double precision does not, the others are left out."""
-    largest = max((one.numel() for one in block.parameters()), default=0)
-    if largest > MOST_IN_DOUBLE:
-        return (torch.float32,)
-    return (torch.float32, torch.float64) if largest > MOST_AT_FIRST else (torch.float64, torch.float32)
+    return (torch.float32,) if is_large(block, MOST_IN_DOUBLE) else types_to_try(block)
 
 
 def _only_inside(block: nn.Module, verified: Collection[nn.Module]) -> set[int]:
