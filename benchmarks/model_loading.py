@@ -45,6 +45,7 @@ SHARES = {
 }  # of the model, that a worker keeps
 WORDS, HEAD = 16000, 64
 PIECE_BYTES = 8 << 20
+IDLE_S = 4  # a virtual machine gives freed memory back to its host meanwhile, as it does while workers start
 SMALL = 64  # width of the model that shows what a first model brings
 
 
@@ -120,7 +121,6 @@ def keep_read(folder: Path, share: float, number: int, begin: Any, took: Any) ->
         with open(path, "rb", buffering=0) as file:
             size = int(path.stat().st_size * share)
             kept.append(mmap.mmap(-1, size))
-            kept[-1].madvise(mmap.MADV_HUGEPAGE)
             file.seek(number * (path.stat().st_size - size))
             room, done = memoryview(kept[-1]), 0
             while done < size:
@@ -179,6 +179,7 @@ def measure(folder: Path, plan: str, dtype: str, sizes: tuple[int, int], scratch
         forget(folder)
         disk.append(plain_read_s(folder))
         forget(folder)
+        time.sleep(IDLE_S)
         kept.append(kept_read_s(folder, share))
         forget(folder)
         took_s, peak = load(folder, plan, dtype, scratch / f"{plan}-{folder.name}-{number}")
@@ -214,7 +215,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = options_of(
         parser,
-        takes="about eight minutes",
+        takes="about ten minutes",
         quick={"layers": 4, "widths": "256,512", "plans": "shard=2,stages=2", "rounds": 1},
     )
     widths = [SMALL, *(int(one) for one in options.widths.split(","))]

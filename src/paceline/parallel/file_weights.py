@@ -30,9 +30,8 @@ from torch import Tensor, nn
 
 from paceline.comm.group import WorkerGroup
 from paceline.host_memory import give_back_freed
-from paceline.parallel.absent_files import file_of, is_absent
+from paceline.parallel.absent_files import file_of
 from paceline.parallel.absent_tensors import AbsentParameter, AbsentTensor, come
-from paceline.parallel.file_reads import read_at
 
 __all__ = [
     "ORIGIN",
@@ -138,20 +137,6 @@ class FileMappings:
             if behind - before > 1:
                 _advise(begin + (before + 1) * PAGE, begin + behind * PAGE, MADV_DONTNEED)
 
-    def read(self, tensor: Tensor) -> Tensor | None:
-        """Return a copy of a mapped tensor, read from its file; None where it is not, or was changed, or has not come
-        yet, or another file has that name now."""
-        found = self.mapping_of(tensor)
-        if found is None or is_absent(tensor) or not self.is_unchanged(tensor):
-            return None
-        try:
-            with open(found.path, "rb", buffering=0) as file:
-                if os.fstat(file.fileno()).st_ino != found.inode:
-                    return None
-                return read_at(file.fileno(), tensor.data_ptr() - found.begin + found.offset, tensor)
-        except OSError:
-            return None
-
     def mapping_of(self, tensor: Tensor) -> _Mapping | None:
         if tensor.device.type != "cpu" or not tensor.nbytes or not _is_dense(tensor):
             return None
@@ -224,12 +209,6 @@ class WeightFiles:
             yield tensor
             self.was_read(before)
         self.release()
-
-    def copy(self, tensor: Tensor) -> Tensor:
-        """Return a tensor's numbers, contiguous, in memory of their own. What is still the file's is read from it."""
-        with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
-            found = self._mappings.read(tensor)
-        return tensor.clone(memory_format=torch.contiguous_format) if found is None else found
 
     def release(self) -> None:
         """Give back the memory of what was read now."""
@@ -312,7 +291,7 @@ def keep_in_memory(model: nn.Module) -> None:
     for parameter in files.in_order(one for one in trained if files.has(one)):
         place = parameter.data_ptr(), parameter.nbytes, parameter.dtype
         if place not in copies:
-            copies[place] = files.copy(parameter.data)
+            copies[place] = parameter.data.clone()
         parameter.data = copies[place].view_as(parameter)
     if files:
         give_back_freed()

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from paceline.parallel import absent_files
 from paceline.parallel.absent_files import bring_pieces, file_of, is_absent, map_absent
 from paceline.parallel.absent_tensors import AbsentParameter, AbsentTensor, as_absent, bring, come
-from paceline.parallel.file_weights import WeightFiles
 from paceline.parallel.stand_in_weights import stand_in_weights
 
 PIECE = mmap.PAGESIZE
@@ -245,12 +244,3 @@ def test_memory_of_others_is_never_taken_for_a_file(tmp_path: Path) -> None:
     del first
     gc.collect()
     assert all(not one.begin <= address < one.end for one in absent_files._files)
-
-
-def test_a_copy_is_read_from_the_file_only_where_its_bytes_have_come(stored: Stored) -> None:
-    files = WeightFiles([stored.parameter])
-    rows = stored.parameter.detach()[4:8]
-    assert torch.equal(files.copy(rows), stored.numbers[4:8]), "not the file's hole"
-    assert stored.asked == [[2, 3]]
-    copied = files.copy(rows)
-    assert torch.equal(copied, stored.numbers[4:8]) and type(copied) is Tensor and stored.asked == [[2, 3]]

@@ -77,7 +77,7 @@ def distribute_experts(
             splits[name] = split
             parameter.grad = None
             part = split.part(parameter.detach(), group.index)
-            parameter.data = files.copy(part)
+            parameter.data = part.clone(memory_format=torch.contiguous_format)
             files.was_read(part)
             because = f"Layout(experts={group.size}) spreads the experts"
             ranges = split.ranges(group.index)

@@ -102,7 +102,7 @@ def split_layers(
     for parameter in files.in_order(parts, lambda one: _rows(one, parts[one], ops.index)):
         part = parts[parameter].part(parameter.detach(), ops.index)
         parameter.grad = None
-        parameter.data = files.copy(part) if copies else part
+        parameter.data = part.clone(memory_format=torch.contiguous_format) if copies else part
     for layer, kind in zip(layers, kinds, strict=True):
         module = modules[layer.name]
         install(module, kind, layer, ops)
