@@ -179,7 +179,10 @@ def test_an_iterable_is_checked_as_far_as_it_went(run: Path, capsys: pytest.Capt
     assert [epoch.num_used for epoch in result.epochs] == [50, 16]
     assert "where its epochs end is not known" in result.notes[0]
     assert main_audit(run) == 0
-    assert "50 samples of an iterable were used, each once, none left out" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "50 samples of an iterable were used: no position twice, none left out" in shown
+    line = "where an iterable ends is not known; so far no position was left out and none was used twice"
+    assert shown.splitlines()[-1] == f"nothing to prove yet: {line}"
 
 
 def test_an_iterables_lost_and_repeated_positions_are_found(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ import itertools
 import json as json_text
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from paceline.monitor.audit.drawn_shares import DrawnShares, drawn_lines
@@ -273,10 +273,16 @@ def audit_text(result: AuditResult) -> str:
             finished = f"{num_finished} finished epoch{'s' * (num_finished != 1)}"
             lines.append(f"clean: {finished}, no sample was lost and none was used twice")
         case "nothing to prove yet":
-            lines.append("nothing to prove yet: no finished epoch")
+            lines.append(f"nothing to prove yet: {_unfinished(result.epochs)}")
         case _:
             lines.append("NOT clean: see above")
     return "\n".join(lines)
+
+
+def _unfinished(epochs: Sequence[EpochAudit]) -> str:
+    if not any(epoch.num_used and not epoch.num_samples for epoch in epochs):
+        return "no finished epoch"
+    return "where an iterable ends is not known; so far no position was left out and none was used twice"
 
 
 def _group_key(epoch: EpochAudit) -> tuple[object, ...]:
@@ -308,7 +314,8 @@ def _epoch_lines(epoch: EpochAudit) -> Iterator[str]:
             "once; those before were another run's"
         )
     elif epoch.state == "unfinished" and not epoch.num_samples:
-        yield f"{name}{epoch.num_used:,} samples of an iterable were used{_since(epoch)}, each once, none left out"
+        used = f"{epoch.num_used:,} samples of an iterable were used{_since(epoch)}"
+        yield f"{name}{used}: no position twice, none left out"
     elif epoch.state == "unfinished":
         used = f"{epoch.num_used:,} of {_drawn(epoch.num_samples, epoch)} were used{_since(epoch)}, each once"
         yield f"{name}unfinished; {used}"
