@@ -208,11 +208,11 @@ class SharedSteps:
         return _WithGradients.apply(mean, terms, *(one for one, _ in held))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class _Made:
-    """Gradients that backwards have made, and by what they are to be multiplied."""
+    """Gradients that backwards have made, until they are given away, and by what they are to be multiplied."""
 
-    gradients: Sequence[Tensor]
+    gradients: list[Tensor]
     factor: float
 
 
@@ -227,6 +227,9 @@ class _WithGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> Any:
         factor = float(outputs[0]) * ctx.made.factor
-        for one in ctx.made.gradients:
+        # Where nobody else holds them, autograd keeps them as they are. A copy takes memory, and in torch 2.11 that of
+        # rows, of which some workers have none, is a whole one on all workers.
+        gradients, ctx.made.gradients = ctx.made.gradients, []
+        for one in gradients:
             local_part(one).mul_(factor)
-        return None, None, *ctx.made.gradients
+        return None, None, *gradients
