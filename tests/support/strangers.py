@@ -179,7 +179,7 @@ class AnotherUser:
 
     def attack(self, opened: Opened, *, folders: tuple[Path, ...] = (), times: int = 0) -> None:
         """Try all sockets, all files, and what is in `folders`, once, and each socket `times` times more."""
-        files = {str(path) for folder in folders for path in folder.rglob("*")} | opened.files
+        files = {path for folder in folders for path in _paths_in(folder)} | opened.files
         files |= {name for one in opened.unix if one.startswith("/") for name in (one, str(Path(one).parent))}
         sockets = [["unix", name] for name in opened.unix]
         sockets += [["tcp6" if ":" in host else "tcp", [host, port]] for host, port in opened.tcp]
@@ -196,6 +196,12 @@ class AnotherUser:
 
     def close(self) -> None:
         self._process.communicate()
+
+
+def _paths_in(folder: Path) -> Iterator[str]:
+    """What is in a folder, of which the run may remove something meanwhile."""
+    for place, folders, files in os.walk(folder):
+        yield from (f"{place}/{name}" for name in (*folders, *files))
 
 
 def turn_until(loop: EventLoop, done: Callable[[], bool], *, limit_s: float = 20.0) -> None:

@@ -95,8 +95,11 @@ def test_the_first_error_is_shown_once_and_tasks_that_lost_a_peer_are_folded(tmp
     assert 'raise ValueError(detail or f"{name} has had enough")' in output
     assert "runpy" not in output and "child.py" not in output  # only the program's own frames
     assert "workers 1, 2 stopped because of it" in output
-    errors = [json.loads((tmp_path / f"run/attempt_1/worker_{rank}/error.json").read_text()) for rank in range(3)]
-    assert [error["echo"] for error in errors if error["kind"] == "UnavailableError"] == [True, True]
+    files = [tmp_path / f"run/attempt_1/worker_{rank}/error.json" for rank in range(3)]
+    # On a busy machine one may be ended before it has told of its own error: it has a second for it.
+    own, *others = [json.loads(file.read_text()) for file in files if file.exists()]
+    assert own["kind"] == "ValueError" and not own["echo"]
+    assert [(error["kind"], error["echo"]) for error in others] == [("UnavailableError", True)] * len(others)
 
 
 def test_a_killed_worker_of_a_mirrored_job_has_all_start_again(tmp_path: Path) -> None:
