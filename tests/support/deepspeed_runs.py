@@ -22,14 +22,19 @@ WORKERS = 2
 
 # DeepSpeed's kernel for shared memory is compiled for minutes, where a compiler is there: gloo alone does the same.
 START = """\
+import os
 import runpy
 import sys
 
 import deepspeed
+import torch
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
+torch.distributed.barrier()
+sys.stdout.flush()
+os._exit(0)  # what DeepSpeed leaves to the interpreter's end sometimes aborts there: "terminate called without ..."
 """
 
 
