@@ -107,10 +107,12 @@ def kept_read_s(folder: Path, share: float) -> float:
     readers = [context.Process(target=keep_read, args=(folder, share, number, begin, took)) for number in range(2)]
     for one in readers:
         one.start()
-    slowest = max(took.get(timeout=600) for _ in readers)
-    for one in readers:
-        one.join()
-    return slowest
+    try:
+        return max(took.get(timeout=600) for _ in readers)
+    finally:
+        for one in readers:
+            one.kill()
+            one.join()
 
 
 def keep_read(folder: Path, share: float, number: int, begin: Any, took: Any) -> None:
@@ -124,7 +126,9 @@ def keep_read(folder: Path, share: float, number: int, begin: Any, took: Any) ->
             file.seek(number * (path.stat().st_size - size))
             room, done = memoryview(kept[-1]), 0
             while done < size:
-                done += file.readinto(room[done : done + PIECE_BYTES]) or size
+                if not (count := file.readinto(room[done : done + PIECE_BYTES])):
+                    raise EOFError(path)
+                done += count
             room.release()
     took.put(time.perf_counter() - began)
 

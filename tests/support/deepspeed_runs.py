@@ -32,8 +32,10 @@ import torch
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
-torch.distributed.barrier()
+if torch.distributed.is_initialized():
+    torch.distributed.barrier()
 sys.stdout.flush()
+sys.stderr.flush()
 os._exit(0)  # what DeepSpeed leaves to the interpreter's end sometimes aborts there: "terminate called without ..."
 """
 

@@ -114,7 +114,7 @@ class _ContextPlanFinder:
             try:
                 whole = run_whole(self.model, samples, dtype)
             except USER_ERRORS as error:
-                if found is failed is None and not isinstance(error, RuntimeError):
+                if found is None and failed is None and not isinstance(error, RuntimeError):
                     raise
                 failed = error  # some kernels have no double precision
                 continue
