@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from file_memory import resident_kib
 from paceline.hub.mapped_files import mapped
 from paceline.hub.stored_weights import stored_weights
 
@@ -20,12 +20,6 @@ MIB = 1 << 20
 def write(path: Path, header: Mapping[str, object], data: bytes, *, pad: int = 0) -> None:
     text = json.dumps(header).encode() + b" " * pad
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
-
-
-def resident_kib(file: Path) -> int:
-    with open("/proc/self/smaps") as lines:
-        found = re.findall(rf"{re.escape(str(file))}\n(?:.*\n)*?Rss: +(\d+) kB", lines.read())
-    return sum(map(int, found))
 
 
 def test_no_byte_of_a_tensor_is_read(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from transformers.utils import logging
 
 import paceline
 import quick
+from file_memory import resident_kib
 from object_servers import CREDENTIALS, s3_server
 from paceline.hub.model_folder import model_folder
 from paceline.parallel.file_weights import FileMappings
@@ -63,6 +64,7 @@ def same(model: Any, folder: Path) -> bool:
 def test_all_weights_are_the_mapped_bytes_of_the_files(base: Path) -> None:
     model = paceline.from_pretrained(base)
     assert isinstance(model, LlamaForCausalLM)
+    assert sum(map(resident_kib, base.glob("*.safetensors"))) == 0, "nothing was read"
     mappings = FileMappings()
     assert [name for name, one in model.named_parameters() if mappings.place_of(one) is None] == []
     assert same(model, base)

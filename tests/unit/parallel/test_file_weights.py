@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from file_memory import resident_kib
 from paceline.comm.group import SingleWorkerGroup
 from paceline.parallel import file_weights
 from paceline.parallel.file_weights import PAGE, FileMappings, WeightFiles, keep_in_memory, without_same_files
@@ -32,14 +32,6 @@ def file(tmp_path: Path) -> Path:
 
 def is_of_file(tensor: Tensor) -> bool:
     return FileMappings().place_of(tensor) is not None
-
-
-def mapped_kib(file: Path) -> int:
-    """What of a file is in this process's memory."""
-    with open("/proc/self/smaps") as lines:
-        text = lines.read()
-    found = re.search(rf"{re.escape(str(file))}\n(?:.*\n)*?Rss: +(\d+) kB", text)
-    return int(found[1]) if found else 0
 
 
 class Members:
@@ -148,12 +140,12 @@ def test_pages_that_were_read_are_given_back_and_those_that_were_written_stay(fi
     weights = load_file(file)
     files = WeightFiles(weights.values())
     total = float(weights["a"].double().sum() + weights["b"].double().sum())
-    assert mapped_kib(file) > 6000
+    assert resident_kib(file) > 6000
     weights["b"][ROWS // 2] = 5.0
     for one in weights.values():
         files.was_read(one)
     files.release()
-    assert mapped_kib(file) < 200
+    assert resident_kib(file) < 200
     assert bool((weights["b"][ROWS // 2] == 5.0).all())
     weights["b"][ROWS // 2] = load_file(file)["b"][ROWS // 2]
     assert float(weights["a"].double().sum() + weights["b"].double().sum()) == total
@@ -167,8 +159,8 @@ def test_what_is_read_in_order_takes_the_memory_of_some_of_it(tmp_path: Path, mo
     peak, found = 0, list[Tensor]()
     for one in WeightFiles(rows).in_order(rows):
         found.append(one.clone())
-        peak = max(peak, mapped_kib(file))
-    assert 0 < peak < 12000 and mapped_kib(file) < 3000  # the kernel maps up to 2 MiB around what is looked at
+        peak = max(peak, resident_kib(file))
+    assert 0 < peak < 12000 and resident_kib(file) < 3000  # the kernel maps up to 2 MiB around what is looked at
     assert torch.equal(torch.cat(found), load_file(file)["a"])
 
 
@@ -216,7 +208,7 @@ def test_trained_weights_are_copied_and_frozen_ones_stay_mapped(file: Path) -> N
     keep_in_memory(model)
     assert model.a is a and not is_of_file(model.a) and is_of_file(model.b)
     assert torch.equal(model.a, load_file(file)["a"])
-    assert mapped_kib(file) < 1000
+    assert resident_kib(file) < 1000
 
 
 def test_without_the_kernels_word_every_tensor_counts_as_changed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
