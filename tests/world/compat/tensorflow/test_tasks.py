@@ -88,6 +88,7 @@ def test_servers_and_workers_that_never_return_are_ended_after_the_chief(tmp_pat
 
 
 def test_the_first_error_is_shown_once_and_tasks_that_lost_a_peer_are_folded(tmp_path: Path) -> None:
+    files: list[Path] = []
     for number in range(3):  # on a busy machine a task may be ended before it has told: it has a second for it
         folder = tmp_path / str(number)
         folder.mkdir()
