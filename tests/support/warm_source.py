@@ -374,6 +374,7 @@ def preload() -> None:
         "paceline.runs.restart_loop",
         "paceline.runs.attempt",
         "paceline.runs.run",
+        "paceline.runs.join_world",
         "paceline.cli.main",
         "paceline.cli.parity.run",
         "paceline.cli.plan_costs.question",

@@ -1,4 +1,4 @@
-"""One attempt of a run as its supervisor sees it: its directory, its record, its monitoring, and how it failed.
+"""One attempt of a run as its supervisor sees it: its directory, its record and its monitoring.
 
 Worlds that another launcher started have no `Attempt` (`paceline.runs.monitor_thread`).
 """
@@ -15,29 +15,35 @@ from typing import Any
 
 from paceline import environment, run_lock
 from paceline.checkpoint.retention import tidy
-from paceline.elastic.membership_messages import TOO_FEW
-from paceline.errors import LaunchError, PlanError, WorkerError, writing
+from paceline.errors import LaunchError, PlanError, writing
 from paceline.events import Event, EventLog, Note, RunStarted, UploadFailed, Warned
-from paceline.host_memory import memory_limit_bytes, oom_kills, oom_likely
+from paceline.host_memory import oom_kills
 from paceline.launch.coordinator.coordinator import Coordinator
-from paceline.launch.coordinator.head_register import HeadRegister
 from paceline.launch.coordinator.host_agent import HostAgent
 from paceline.launch.coordinator.rendezvous import RetainedHostState
 from paceline.launch.coordinator.takeover import Takeover
 from paceline.launch.fork.warm_parent_client import WarmParent
-from paceline.launch.fork.worker_locks import wait_until_workers_ended
 from paceline.launch.io.signals import StopSignals
-from paceline.launch.job.outcome import STUCK, JobOutcome, WorkerExit
+from paceline.launch.job.outcome import STUCK, JobOutcome
 from paceline.launch.job.restart_plan import RestartPlan
 from paceline.launch.local import launch
 from paceline.monitor.attempt_end import AttemptEnd
 from paceline.monitor.console.event_lines import event_line
 from paceline.monitor.hang.hang_monitor import HangMonitor
-from paceline.monitor.records.failure import Failure, explain, root_cause
-from paceline.monitor.records.run_record import RUNNING, RunRecord
+from paceline.monitor.records.failure import Failure
+from paceline.monitor.records.run_record import RunRecord
 from paceline.monitor.watch import Screen, Sink, Watch
-from paceline.plan import CommandPlan, Job, Plan
+from paceline.plan import CommandPlan, Job
 from paceline.private_files import make_run_directory, read_private, replace_private
+from paceline.runs.attempt_failures import exit_status, worker_end
+from paceline.runs.attempt_start import (
+    begin_record,
+    is_led,
+    next_attempt,
+    qualified_name,
+    run_started,
+    wait_for_orphans,
+)
 from paceline.runs.run_loggers import RunLoggers
 from paceline.runs.run_predictor import RunPredictor
 from paceline.runs.run_uploads import RunUploads
@@ -45,17 +51,8 @@ from paceline.runs.told_rows import ToldRows
 from paceline.runs.unpicklable import pickled_function
 from paceline.units import printable
 
-__all__ = [
-    "Attempt",
-    "begin_record",
-    "error_from_failures",
-    "exit_status",
-    "qualified_name",
-    "run_started",
-    "wait_for_orphans",
-]
+__all__ = ["Attempt"]
 
-ORPHANS_END_S = 10.0  # beyond their grace time: until a worker that did not leave in time is killed
 WHILE_MET_S = 10.0  # less than the coordinator waits for a host's first message
 
 
@@ -169,7 +166,7 @@ class Attempt:
             outcome = dataclasses.replace(outcome, exit_code=exit_status(error))
             raise
         finally:
-            seen = tuple(_worker_end(exit, oom_kills_before=kills_before) for exit in outcome.failures)
+            seen = tuple(worker_end(exit, oom_kills_before=kills_before) for exit in outcome.failures)
             outcome = dataclasses.replace(outcome, exit_code=self._end(outcome, seen))
         return outcome
 
@@ -429,132 +426,3 @@ class Attempt:
 
     def _write_function(self, function: Callable[[Any], Any], fields: Mapping[str, Any]) -> None:
         replace_private(self.directory / "program.pkl", pickled_function(function, dict(fields)))
-
-
-def next_attempt(run_dir: Path) -> int:
-    """Return the number of the next attempt in this directory; PlanError if the directory is in use."""
-    try:
-        return RunRecord.next_attempt(run_dir)
-    except ValueError as error:
-        raise PlanError(str(error)) from error
-    except OSError as error:
-        raise _unusable(run_dir, error) from error
-
-
-def is_led(job: Job) -> bool:
-    """Whether a coordinator of the job's run is at work, by the run's directory, so that this host joins it."""
-    run_dir = Path(str(job.run_dir))
-    return job.head is not None and HeadRegister(run_dir).read() is not None and run_lock.is_held(run_dir)
-
-
-def wait_for_orphans(job: Job, *, say: Callable[[str], None], limit_s: float | None = None) -> None:
-    """Return when workers of an earlier start have ended: they may be saving the state from which this start is to go
-    on.
-
-    Raise LaunchError after `limit_s` seconds (None: their time to save and to be ended).
-    """
-    run_dir = Path(str(job.run_dir))
-    if is_led(job):
-        return  # they belong to the run that this host joins
-    grace_s, is_elsewhere = job.grace_s, True
-    with contextlib.suppress(ValueError):  # the record is another host's, or damaged: that is reported where it is used
-        record = RunRecord.load(run_dir)
-        if record.is_alive():
-            return  # the directory is in use, which is reported as well
-        grace_s = float(record.job.get("grace_s", job.grace_s))
-        is_elsewhere = record.state_now() == RUNNING  # this host may come back to it
-    limit_s = grace_s + ORPHANS_END_S if limit_s is None else limit_s
-    wait_until_workers_ended(
-        run_dir, limit_s=limit_s, say=say, on_this_host=is_elsewhere, unless=functools.partial(is_led, job)
-    )
-
-
-def begin_record(run_dir: Path, job: Job, *, workers: int, plan: Plan | None, first: int = 1) -> RunRecord:
-    """Record in the run directory that this process starts its next attempt; PlanError if the directory is in use."""
-    try:
-        return RunRecord.begin_attempt(
-            run_dir,
-            job=dataclasses.asdict(job),
-            workers=workers,
-            plan=None if plan is None else str(plan),
-            first=first,
-            parameters=environment.trial_parameters(),
-            pool=environment.pool(),
-        )
-    except ValueError as error:
-        raise PlanError(str(error)) from error
-    except OSError as error:
-        raise _unusable(run_dir, error) from error
-
-
-def _unusable(run_dir: Path, error: OSError) -> PlanError:
-    return PlanError(
-        f"cannot use {run_dir} as the run's directory: {error.strerror}. Choose another with run_dir (--run-dir)."
-    )
-
-
-def run_started(job: Job, run_dir: Path, attempt: int, *, program: str, launcher: str) -> RunStarted:
-    return RunStarted(
-        run_dir=str(run_dir),
-        attempt=attempt,
-        workers=job.workers or 1,
-        hosts=job.hosts,
-        program=program,
-        launcher=launcher,
-    )
-
-
-def qualified_name(function: Callable[..., Any]) -> str:
-    """The function's qualified name, with its module where that is not the program itself."""
-    inner = function.func if isinstance(function, functools.partial) else function
-    name = getattr(inner, "__qualname__", type(inner).__qualname__)
-    module = getattr(inner, "__module__", "__main__")
-    return name if module in ("__main__", "__mp_main__", None) else f"{module}.{name}"
-
-
-def exit_status(error: LaunchError | PlanError) -> int:
-    """The exit status of a run that could not be started: 76 where an accident kept it from it, else 2."""
-    return TOO_FEW if isinstance(error, LaunchError) and error.is_accident else 2
-
-
-def error_from_failures(failures: Sequence[Failure]) -> WorkerError | PlanError:
-    """Return the exception for a Python caller."""
-    first = root_cause(failures)
-    fields = first.error or {}
-    if fields.get("usage"):
-        return PlanError(str(fields.get("message", "")))
-    return WorkerError(
-        explain(failures),
-        worker=first.worker,
-        host=first.host,
-        step=int(fields.get("step") or first.step),
-        exit_code=first.exit_code,
-        traceback=str(fields.get("traceback", "")),
-    )
-
-
-def _worker_end(exit: WorkerExit, *, oom_kills_before: int | None) -> Failure:
-    """A worker's end as the monitor reports it."""
-    fields = exit.error or {}
-    limit = memory_limit_bytes()
-    return Failure(
-        worker=exit.worker,
-        host=exit.host,
-        pid=exit.pid,
-        exit_code=exit.exit_code,
-        signal=exit.signal,
-        error=exit.error,
-        step=int(fields.get("step") or 0),
-        peak_memory_bytes=exit.peak_memory_bytes,
-        memory_limit_bytes=limit,
-        oom_likely=oom_likely(
-            exit.signal,
-            peak_memory_bytes=exit.peak_memory_bytes,
-            memory_limit_bytes=limit,
-            oom_kills_before=oom_kills_before,
-            oom_kills_after=oom_kills(),
-        ),
-        sent_by_us=exit.sent_by_us,
-        is_early=exit.is_early,
-        name=exit.name,
-    )

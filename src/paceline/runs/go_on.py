@@ -13,9 +13,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline import environment
+from paceline.runs.own_script import is_option, is_program, own_script
 from paceline.units import shell_text
 
-__all__ = ["command_of_script", "command_of_words", "command_of_world", "words_of_input", "words_to_go_on"]
+__all__ = [
+    "command_of_script",
+    "command_of_words",
+    "command_of_world",
+    "later_call",
+    "script_command",
+    "words_to_go_on",
+]
 
 FRESH_IN_SCRIPT = re.compile(r"\bfresh\s*=\s*True\b")
 ENGINES = ("torchrun", "mpirun", "mpiexec", "mpiexec.hydra", "prterun")
@@ -58,7 +66,22 @@ def command_of_script(run_dir: Path, *, script: Path | None, names_dir: bool) ->
     return f"{_setting(run_dir)} {shell_text(*words)}"
 
 
-def words_of_input(run_dir: Path) -> str:
+def script_command(run_dir: Path, *, names_dir: bool, is_first: bool) -> str:
+    """Return what goes on with a run of a function of this process. `is_first`: no run was before it here."""
+    script = own_script()
+    if not is_first or not is_program():
+        return later_call(run_dir)
+    if not is_option() and (script is None or script.is_relative_to("/dev")):  # python /dev/stdin, python <(...)
+        return _words_of_input(run_dir)
+    return command_of_script(run_dir, script=script, names_dir=names_dir)
+
+
+def later_call(run_dir: Path) -> str:
+    """What goes on where no command alone does: a cell of a notebook, or not the first run of a script."""
+    return f"the same call with run_dir={str(run_dir)!r}, fresh=False"
+
+
+def _words_of_input(run_dir: Path) -> str:
     """Return how a script goes on that came by standard input, which no command can name."""
     return f"the same script by standard input, which has no file to name here, and {_setting(run_dir)} before python"
 

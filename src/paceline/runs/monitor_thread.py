@@ -30,7 +30,7 @@ from paceline.monitor.records.run_record import RUNNING, RunRecord
 from paceline.monitor.watch import Watch
 from paceline.plan.job import Assignment, Job
 from paceline.private_files import make_run_directory
-from paceline.runs.attempt import run_started
+from paceline.runs.attempt_start import run_started
 from paceline.runs.run_loggers import RunLoggers
 from paceline.runs.run_uploads import RunUploads
 

@@ -62,8 +62,8 @@ def open_worker(*, plan: Plan | str | None = None, ends_alone: bool = False, **f
 
 def _join_world(job: Job, plan: Plan | None, fields: dict[str, Any], *, ends_alone: bool) -> Worker:
     """Join the world that another launcher has started, or one of this process alone, until the process ends."""
+    from paceline.runs.join_world import joining_world
     from paceline.runs.own_script import own_script
-    from paceline.runs.run import joining_world
     from paceline.worker.program_worker import ending_with_program, join_as_program
 
     world = environment.detect() or World(

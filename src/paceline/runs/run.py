@@ -12,47 +12,39 @@ import itertools
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from paceline import clock, config, environment
-from paceline.checkpoint.checkpoint_dir import find
 from paceline.elastic.membership_messages import PREEMPTED, TOO_FEW
 from paceline.errors import LaunchError, PlanError, WorkerError, WorkersLostError
 from paceline.launch.fork.warm_parent_client import WarmParent
 from paceline.launch.io.standard_streams import open_missing_streams
-from paceline.monitor.records.run_files import local_path
-from paceline.monitor.records.run_record import RunRecord
 from paceline.plan import CommandPlan, Job, Plan, read_plan
 from paceline.plan.command_plan import auto_base
 from paceline.plan.job import AUTO
-from paceline.plan.program_tasks import refuse_plan, settled_tasks
-from paceline.plan.script_scan import workers_of_script
-from paceline.processes import this_host
-from paceline.runs.attempt import Attempt, begin_record, error_from_failures, qualified_name, wait_for_orphans
+from paceline.runs.attempt import Attempt
+from paceline.runs.attempt_failures import error_from_failures
+from paceline.runs.attempt_start import qualified_name, wait_for_orphans
 from paceline.runs.auto_plan import choose_plan
-from paceline.runs.go_on import command_of_script, command_of_words, command_of_world, words_of_input
-from paceline.runs.monitor_thread import monitoring_thread, note_end, note_failure, note_left, reporting_thread
+from paceline.runs.go_on import command_of_words, script_command
+from paceline.runs.messages import tell, tell_go_on, tell_of_new_coordinator
 from paceline.runs.own_frames import folds_own_frames
-from paceline.runs.own_script import is_option, is_program, own_script
+from paceline.runs.own_script import is_program, own_script
 from paceline.runs.restart_loop import run_with_restarts
-from paceline.runs.run_directory import new_run_dir
 from paceline.runs.run_loggers import RunLoggers, check_trackers
 from paceline.runs.run_predictor import RunPredictor, run_predictor
 from paceline.runs.run_uploads import RunUploads, check_remote_dir
-from paceline.units import printable, shell_text
+from paceline.runs.settled_job import settled_job
 
 if TYPE_CHECKING:
     from paceline.launch.engines.engine import Engine
     from paceline.monitor.export.run_logger import RunLogger
-    from paceline.plan.job import Assignment
-    from paceline.worker.external_launch import JoinedWorld
-    from paceline.worker.membership.preemption import PreemptionNotice
     from paceline.worker.worker import Worker
     from paceline.world_detection import World
 
-__all__ = ["joining_world", "run", "start"]
+__all__ = ["run", "start"]
 
 T = TypeVar("T")
 
@@ -219,12 +211,12 @@ def run(
     if engine is not None and world is None and environment.engine() is None:
         from paceline.runs.run_on_engine import run_on_engine
 
-        return run_on_engine(engine, function, wanted, plan=chosen, fields=fields, given=tuple(said), say=_tell)
+        return run_on_engine(engine, function, wanted, plan=chosen, fields=fields, given=tuple(said), say=tell)
     if auto_base(plan) is not None:
         if world is not None or engine is not None or environment.engine() is not None:
             where = world.source if world is not None else "an engine"
             raise PlanError(f"plan='auto' runs plans on this machine, and {where} has started this one: give a plan.")
-        chosen = choose_plan(own_script(), wanted, args=sys.argv[1:], say=_tell)
+        chosen = choose_plan(own_script(), wanted, args=sys.argv[1:], say=tell)
     is_first, names_dir = next(_calls) == 0, run_dir is not None
     if is_first and (directory := environment.run_dir()) is not None:  # of the command that goes on with a run
         fields = {**fields, "run_dir": directory, "fresh": False}
@@ -246,11 +238,11 @@ def start(
     """Run a script for the command, whose arguments are `words`; closes `warm` and returns the exit status."""
     with warm, contextlib.ExitStack() as stack:
         script = Path(job.program)
-        settled = _settled(job, plan, script=script)
+        settled = settled_job(job, plan, script=script)
         predictor = stack.enter_context(_predictor(settled, plan, script=script, args=job.args))
-        wait_for_orphans(settled, say=_tell)
+        wait_for_orphans(settled, say=tell)
         uploads = stack.enter_context(RunUploads(settled))
-        uploads.begin(_tell)
+        uploads.begin(tell)
         attempt = Attempt(
             settled,
             plan=plan,
@@ -265,8 +257,8 @@ def start(
     if words and outcome.state != "finished" and outcome.exit_code != 2:
         script = Path(job.program)
         command = command_of_words(words, attempt.run_dir, script=script, names_dir=job.run_dir is not None)
-        _tell_of_new_coordinator(attempt, outcome.exit_code)
-        _tell_go_on(command, outcome.exit_code, is_there=attempt.run_dir.exists())
+        tell_of_new_coordinator(attempt, outcome.exit_code)
+        tell_go_on(command, outcome.exit_code, is_there=attempt.run_dir.exists())
     return outcome.exit_code
 
 
@@ -294,12 +286,12 @@ def _run_function(
     started = clock.now()
     with WarmParent.start() as warm, contextlib.ExitStack() as stack:  # at once: it imports what workers need meanwhile
         own_plan = CommandPlan(whole=plan)
-        settled = _settled(job, own_plan, script=own_script())
+        settled = settled_job(job, own_plan, script=own_script())
         script = own_script() if is_first else None  # a look at it ends at its first run
         predictor = stack.enter_context(_predictor(settled, own_plan, script=script, args=sys.argv[1:]))
-        wait_for_orphans(settled, say=_tell)
+        wait_for_orphans(settled, say=tell)
         uploads = stack.enter_context(RunUploads(settled))
-        uploads.begin(_tell)
+        uploads.begin(tell)
         attempt = Attempt(
             settled,
             plan=own_plan,
@@ -315,15 +307,15 @@ def _run_function(
         except LaunchError as error:
             if not error.is_accident or not is_program():
                 raise
-            _tell(str(error))
+            tell(str(error))
             raise WorkersLostError(str(error), worker=0, code=TOO_FEW) from error
         finally:
             if job.launcher == "inline":
                 environment.leave()  # this process was worker 0, and is no longer
     if outcome.state != "finished" and outcome.exit_code != 2:
-        _tell_of_new_coordinator(attempt, outcome.exit_code)
-        _tell_go_on(
-            _script_command(attempt.run_dir, names_dir=names_dir, is_first=is_first),
+        tell_of_new_coordinator(attempt, outcome.exit_code)
+        tell_go_on(
+            script_command(attempt.run_dir, names_dir=names_dir, is_first=is_first),
             outcome.exit_code,
             is_there=attempt.run_dir.exists(),
         )
@@ -334,7 +326,7 @@ def _run_function(
     if outcome.state == "failed":
         error = error_from_failures(attempt.failures)
         if outcome.exit_code == TOO_FEW and isinstance(error, WorkerError) and is_program():
-            _tell(str(error))
+            tell(str(error))
             raise WorkersLostError.like(error, code=TOO_FEW)
         raise error
     return attempt.value(outcome)
@@ -351,6 +343,7 @@ def _join(
     loggers: Sequence[RunLogger],
 ) -> T:
     """Become a worker of a world that another launcher started, and run the function."""
+    from paceline.runs.join_world import joining_world
     from paceline.worker.session import run_worker
 
     with joining_world(world, job, plan, program=qualified_name(function), is_first=is_first, loggers=loggers) as (
@@ -358,184 +351,3 @@ def _join(
         notice,
     ):
         return run_worker(function, place.assignment, plan=plan, fields=fields, store=place.store, notice=notice)
-
-
-@contextlib.contextmanager
-def joining_world(
-    world: World,
-    job: Job,
-    plan: Plan | None,
-    *,
-    program: str,
-    is_first: bool = True,
-    loggers: Sequence[RunLogger] = (),
-) -> Iterator[tuple[JoinedWorld, PreemptionNotice]]:
-    """Be in a world that another launcher started, while entered; a thread beside worker 0 shows and records the run.
-
-    `program` is what the run is called after; `is_first`: no run was before it in this process.
-    """
-    from paceline.worker.external_launch import await_records_closed, join_external_world, started_at
-    from paceline.worker.membership.clean_exit import CleanExit
-
-    if job.workers not in (None, world.workers) and world.worker_rank == 0:
-        _tell(f"workers={job.workers} is not used: {world.source} started {world.workers} workers")
-
-    begun: list[RunRecord] = []  # on worker 0
-    copying: list[RunUploads] = []
-
-    def choose() -> tuple[Path, int]:
-        asked = dataclasses.replace(job, workers=world.workers)
-        settled = _settled(asked, CommandPlan(whole=plan), script=own_script())
-        directory = Path(str(settled.run_dir))
-        copying.append(uploads.enter_context(RunUploads(settled)))
-        copying[-1].begin(_tell)
-        begun.append(begin_record(directory, settled, workers=world.workers, plan=plan))
-        return directory, begun[-1].attempt
-
-    with (
-        contextlib.ExitStack() as uploads,
-        join_external_world(world, job, run_dir=choose, command_started=started_at(), log=_tell) as place,
-    ):
-        own = place.assignment
-        watched: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if own.rank == 0:
-            watched = monitoring_thread(
-                own,
-                own.job,
-                record=begun[-1],
-                hosts=place.hosts,
-                store=place.store,
-                program=program,
-                launcher=world.source,
-                loggers=RunLoggers(own.job, loggers, arguments=sys.argv[1:]),
-                uploads=copying[-1],
-            )
-        elif own.rank in {ranks[0] for ranks in place.hosts}:
-            watched = reporting_thread(own, hosts=place.hosts, store=place.store)
-        environment.enter(own)
-        try:
-            with (
-                _telling_go_on(own, world, is_first=is_first),
-                _listening_for_preemption(own, world) as notice,
-                watched,
-                _noting_end(own, notice),
-            ):
-                yield place, notice
-        except CleanExit:
-            await_records_closed(
-                place.store, own
-            )  # an engine ends all workers when the first one's exit status is not 0
-            raise
-        finally:
-            environment.leave()
-
-
-@contextlib.contextmanager
-def _noting_end(own: Assignment, notice: PreemptionNotice) -> Iterator[None]:
-    """Note at once how the worker ended: what comes after may be cut short."""
-    from paceline.worker.membership.clean_exit import CleanExit
-    from paceline.worker.membership.preemption import TerminatedBySignal
-    from paceline.worker.record.error_report import is_peer_failure
-
-    try:
-        yield
-    except CleanExit as leaving:
-        note_left(own, int(str(leaving.code)))
-        raise
-    except TerminatedBySignal as stop:
-        note_end(own, "stopped", int(str(stop.code)))
-        raise
-    except Exception as error:
-        note_failure(own)
-        if is_peer_failure(error):
-            _tell(f"worker {own.rank} (host {own.host}) ended because a peer went away")
-            raise SystemExit(1) from None
-        if not isinstance(error, PlanError):
-            error.add_note(f"the whole traceback of worker {own.rank}: {local_path(own.worker_dir)}/error.json")
-        raise
-    finally:
-        notice.hold()
-
-
-def _listening_for_preemption(own: Assignment, world: World) -> PreemptionNotice:
-    """What hears that this worker is asked to leave."""
-    from paceline.worker.membership.preemption import PreemptionNotice
-
-    def noticed(signum: int, ends_at_once: bool) -> None:
-        if own.rank == 0 and (ends_at_once or world.kills_soon):
-            note_end(own, "stopped", 128 + (signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM))
-
-    return PreemptionNotice(grace_s=own.job.grace_s, more=environment.notice_signals(), on_notice=noticed)
-
-
-@contextlib.contextmanager
-def _telling_go_on(own: Assignment, world: World, *, is_first: bool) -> Iterator[None]:
-    """Where the run ends before its end, print what goes on with it; on worker 0."""
-    try:
-        yield
-    except BaseException as error:
-        if own.rank == 0 and not isinstance(error, PlanError) and getattr(error, "code", 1):
-            run_dir = Path(own.run_dir)
-            if world.source == "alone":
-                command = command_of_script(run_dir, script=None, names_dir=False)  # at exit no script is known
-            else:
-                command = command_of_world(run_dir) if is_first else _later_call(run_dir)
-            _tell_go_on(command, getattr(error, "code", 1), is_there=True)
-        raise
-
-
-def _script_command(run_dir: Path, *, names_dir: bool, is_first: bool) -> str:
-    script = own_script()
-    if not is_first or not is_program():
-        return _later_call(run_dir)
-    if not is_option() and (script is None or script.is_relative_to("/dev")):  # python /dev/stdin, python <(...)
-        return words_of_input(run_dir)
-    return command_of_script(run_dir, script=script, names_dir=names_dir)
-
-
-def _later_call(run_dir: Path) -> str:
-    """What goes on where no command alone does: a cell of a notebook, or not the first run of a script."""
-    return f"the same call with run_dir={str(run_dir)!r}, fresh=False"
-
-
-def _tell_go_on(command: str, exit_code: object, *, is_there: bool) -> None:
-    """Print the command that goes on, as the last line of a run that was interrupted; an engine does that itself."""
-    if is_there and environment.engine() is None:
-        with contextlib.suppress(OSError):  # the terminal may have been closed
-            _tell(f"{'once the error is mended, ' if exit_code == 1 else ''}go on with: {command}")
-
-
-def _tell_of_new_coordinator(attempt: Attempt, exit_code: int) -> None:
-    """Say how this host goes on where the coordinator's machine is gone for good, and from which step."""
-    head = attempt.job.head
-    if attempt.is_head or head is None or exit_code not in (PREEMPTED, TOO_FEW) or environment.engine():
-        return
-    step = find(attempt.run_dir / "checkpoints").step
-    saved = f"from step {step}, the newest saved here" if step else "from the beginning: nothing is saved here"
-    address, run_dir = f"{this_host()}:{head.rpartition(':')[2]}", shell_text(str(attempt.run_dir))
-    with contextlib.suppress(OSError):
-        _tell(
-            f"if the coordinator's machine ({head}) is gone for good, this one goes on {saved}, by the same command "
-            f"with --hosts 1 --head {address} --run-dir {run_dir}"
-        )
-
-
-def _tell(text: str) -> None:
-    print(f"paceline: {printable(text)}", file=sys.stderr, flush=True)
-
-
-def _settled(job: Job, plan: CommandPlan, *, script: Path | None) -> Job:
-    """The job with its number of workers and its run directory filled in."""
-    refuse_plan(job, plan)
-    job = settled_tasks(job)
-    workers = job.workers
-    if workers is None and plan.whole is not None:
-        workers = plan.whole.layout.workers
-    if workers is None and script is not None and job.program:
-        workers = workers_of_script(script, plan.settings, args=job.args, say=_tell)
-    settled = dataclasses.replace(job, workers=workers or job.hosts)
-    if plan.whole is not None:
-        plan.whole.require(workers=settled.workers)
-    if settled.run_dir is None:
-        settled = dataclasses.replace(settled, run_dir=str(new_run_dir(script)))
-    return settled

@@ -23,7 +23,8 @@ from paceline.errors import LaunchError
 from paceline.launch.fork.worker_locks import lock_worker_log, running_workers, wait_until_workers_ended
 from paceline.monitor.records.run_record import RunRecord
 from paceline.plan import Job
-from paceline.runs.attempt import Attempt, wait_for_orphans
+from paceline.runs.attempt import Attempt
+from paceline.runs.attempt_start import wait_for_orphans
 from programs import checkpoints
 
 pytestmark = pytest.mark.timeout(2 * LIMIT_S)

@@ -11,7 +11,7 @@ from paceline import environment
 from paceline.monitor.records.run_record import RunRecord
 from paceline.monitor.status.status import main_status, status
 from paceline.plan import Job
-from paceline.runs.attempt import begin_record
+from paceline.runs.attempt_start import begin_record
 from synthetic_groups import queue, write_pool
 
 

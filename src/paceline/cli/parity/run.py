@@ -42,7 +42,8 @@ from paceline.launch.fork.warm_parent_client import WarmParent
 from paceline.logs.log_reader import lines_of
 from paceline.plan import CommandPlan, Job, Plan
 from paceline.plan.compute import defaults_but_of
-from paceline.runs.attempt import Attempt, error_from_failures
+from paceline.runs.attempt import Attempt
+from paceline.runs.attempt_failures import error_from_failures
 
 __all__ = ["ParityTrial", "main_parity", "trials"]
 
