@@ -59,9 +59,7 @@ def trained(worker: Any, model: Any) -> tuple[list[float], dict[str, Tensor], se
     return losses, worker.state_dict(model), types
 
 
-def parity(
-    world: World, tmp_path: Path, folder: Path, layout: Layout, *, dtype: str = "auto", tolerance: float = 1e-4
-) -> None:
+def parity(world: World, tmp_path: Path, folder: Path, layout: Layout, *, dtype: str = "auto") -> None:
     own = {"auto": "auto", "fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
 
     def plain(worker: Any) -> Any:
@@ -71,14 +69,13 @@ def parity(
         return trained(worker, paceline.from_pretrained(folder, dtype=dtype))
 
     expected, weights, types = beside(tmp_path).one_process(plain, Plan(batch=BATCH))
-    workers = 2 * layout.workers_each if layout.replicas == 2 else layout.workers_each
-    found = world(parted, workers, Plan(layout=layout, batch=BATCH))
+    found = world(parted, layout.workers or layout.workers_each, Plan(layout=layout, batch=BATCH))
     for losses, _, here in found:
-        assert losses == pytest.approx(expected, rel=tolerance)
+        assert losses == pytest.approx(expected, rel=1e-4)
         assert here == types
     assert found[0][1].keys() == weights.keys()
     for name, value in found[0][1].items():
-        torch.testing.assert_close(value, weights[name], rtol=10 * tolerance, atol=tolerance)
+        torch.testing.assert_close(value, weights[name], rtol=1e-3, atol=1e-4)
 
 
 LAYOUTS = {
@@ -119,7 +116,16 @@ def test_tensors_that_files_have_more_precisely_keep_their_numbers(world: World,
         for name, one in load_file(path).items()
     }
     save_file(weights, path, {"format": "pt"})
-    parity(world, tmp_path, tmp_path / "base", {**LAYOUTS, **CUT}[name], dtype="fp32", tolerance=1e-5)
+    layout = {**LAYOUTS, **CUT}[name]
+
+    def prepared(worker: Any) -> dict[str, Tensor]:
+        return worker.state_dict(worker.prepare(paceline.from_pretrained(tmp_path / "base", dtype="fp32")))
+
+    own = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32).state_dict()
+    found = world(prepared, layout.workers or layout.workers_each, Plan(layout=layout, batch=BATCH))[0]
+    assert found.keys() == own.keys()
+    assert not [key for key, value in found.items() if not torch.equal(value, own[key])]
+    parity(world, tmp_path, tmp_path / "base", layout, dtype="fp32")
 
 
 @pytest.mark.parametrize("dtype", ["auto", quick.further("fp32")])
