@@ -12,7 +12,7 @@ from torch import nn
 
 import quick
 from forked import WorkersFailed, World
-from layout_runs import HELD_OUT, RESUME, ROWS, Net, Text, assert_same, lines_of, next_word, workers_of
+from layout_runs import HELD_OUT, RESUME, ROWS, Net, Text, lines_of, next_word, workers_of
 from paceline.checkpoint.reader import open_checkpoint
 from paceline.parallel.float8_linear import use_float8
 from paceline.plan import Compute, Layout, Plan
@@ -72,10 +72,12 @@ def test_each_layout_has_the_numbers_of_one_process(world: World, alone: Any, re
     plan = Plan(layout=layout, batch=RESUME, compute=fp8(recipe))
     found, oracle = world(trained, workers_of(layout), plan, save_at_end=False), alone(fp8(recipe))
     assert oracle["kinds"] == ["AutocastFloat8Linear", "Linear"], "61 is no multiple of 16"
-    for key in ("losses", "evaluated"):
-        assert_same([{key: one[key]} for one in found], {key: oracle[key]}, tolerance=1e-5)
+    for one in found:
+        for step, loss in oracle["losses"].items():  # sums in another order may at last be cast to another number
+            assert one["losses"][step] == pytest.approx(loss, rel=1e-5 if step <= 4 else 2e-4), step
+        assert one["evaluated"] == pytest.approx(oracle["evaluated"], rel=2e-4)
     exact = alone(BF16)["losses"]
-    assert oracle["losses"] != pytest.approx(exact, rel=1e-5), "products are in 8 bits"
+    assert oracle["losses"] != pytest.approx(exact, rel=5e-4), "products are in 8 bits"
     assert oracle["losses"] == pytest.approx(exact, rel=0.05)
 
 
