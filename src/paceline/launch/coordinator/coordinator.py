@@ -28,17 +28,18 @@ from typing import Any
 from paceline.comm.rendezvous.kv_store import KeyValueStore
 from paceline.elastic.lease import UnreachableHosts, lease_s, lost_s
 from paceline.elastic.membership import Limits
-from paceline.elastic.membership_messages import FROM_WORKERS, PREEMPTED, TOO_FEW
+from paceline.elastic.membership_messages import FROM_WORKERS, TOO_FEW
 from paceline.events import Event
 from paceline.launch.coordinator.elastic_controller import ElasticController
 from paceline.launch.coordinator.elastic_worker_actions import ElasticWorkerActions
-from paceline.launch.coordinator.handover import Handover
+from paceline.launch.coordinator.handover import OwnDeparture
 from paceline.launch.coordinator.job_end import FAILURE_REPORTS_S, TERMINATE_S, JobEnd
 from paceline.launch.coordinator.leadership import Leadership
 from paceline.launch.coordinator.remote_hosts import COORDINATOR_INDEX, RemoteHost, RemoteHosts
 from paceline.launch.coordinator.restart import Admission, JobRestart
 from paceline.launch.coordinator.restart_decision import leave_text, more_text
 from paceline.launch.coordinator.takeover import HostReport, Takeover
+from paceline.launch.coordinator.user_commands import UserCommands
 from paceline.launch.fork.local_workers import LocalWorkers
 from paceline.launch.io.signals import signal_text
 from paceline.launch.job.outcome import JobOutcome, WorkerExit, WorkerExits, is_root_loss, lost_worker
@@ -100,7 +101,6 @@ class Coordinator:
         self._controller: ElasticController | None = None
         self._takeover, self._reports = takeover, dict(reports or {})
         self._has_resumed = False
-        self._handover: Handover | None = None  # this host leaves, and the run goes on without it
         # Some worker is taking steps, or will from state that only memory has.
         self._has_begun = (restart_plan is not None and restart_plan.begins_at is not None) or any(
             report.has_begun for report in self._reports.values()
@@ -114,7 +114,7 @@ class Coordinator:
             if takeover is None
             else UnreachableHosts.from_json(takeover.before.state["reach"])
         )
-        self._exits = WorkerExits(range(job.workers or 0) if takeover is None else self._expected(takeover))
+        self._exits = WorkerExits(range(job.workers or 0) if takeover is None else takeover.awaited(self._reports))
         self._end = JobEnd(
             self._exits,
             self.remote_hosts,
@@ -146,6 +146,10 @@ class Coordinator:
             superseded=self._superseded,
             say=say,
         )
+        self._departure = OwnDeparture(
+            self.remote_hosts, self.leadership, self._end, host=host, grace_s=job.grace_s, say=say
+        )
+        self._commands = UserCommands(job, self.remote_hosts, self._end, stop=self._stop_by_command)
         self._worker_actions = ElasticWorkerActions(
             self._exits,
             self.remote_hosts,
@@ -174,6 +178,7 @@ class Coordinator:
         self.remote_hosts.lead(local_workers)
         self._end.lead(local_workers, emit)
         self._restart.lead(local_workers)
+        self._departure.lead(local_workers)
         self._assign_neighbors()
         if self._takeover is not None:
             self._resume(self._takeover)
@@ -189,9 +194,7 @@ class Coordinator:
         if self._controller is not None:
             elastic = self._controller.to_json()
             reach = [*reach, sorted(self.remote_hosts.hosts_of(elastic["membership"]["view"]["members"]))]
-        has_left = self._handover is not None and not self.remote_hosts.own_workers
-        left = self._handover.reason if self._handover is not None and has_left else None
-        expected = sorted(self._exits.expected)
+        expected, left = sorted(self._exits.expected), self._departure.left
         return {"hosts": hosts, "workers": expected, "reach": reach, "elastic": elastic, "left": left}
 
     def _store(self) -> Mapping[str, str]:
@@ -207,14 +210,6 @@ class Coordinator:
             self._local_workers.kill()
         self._end.outcome = JobOutcome(state="stopped", exit_code=TOO_FEW, reason=reason, is_superseded=True)
         self.remote_hosts.close()  # other hosts that followed this one look for the other one
-
-    def _expected(self, takeover: Takeover) -> list[int]:
-        """The workers whose ends a coordinator that takes over waits for."""
-        if takeover.before.state["elastic"] is None:
-            return takeover.workers
-        return [
-            worker for report in self._reports.values() for worker, one in report.workers.items() if not one.has_ended
-        ]
 
     def _resume(self, takeover: Takeover) -> None:
         """Go on where the lost coordinator was: all of its hosts that are left have returned."""
@@ -342,52 +337,15 @@ class Coordinator:
 
     def _end_everywhere(self, signum: int, reason: str) -> None:
         """End the run on all hosts, also where only this one was to leave."""
-        if self._handover is not None and not self._end.is_under_way:
+        if self._departure.is_under_way and not self._end.is_under_way:
             self._end.ask_to_leave(reason, self._controller, by_person=signum == signal.SIGINT)
         else:
             self._end.on_signal(signum, has_begun=self._has_begun, controller=self._controller)
 
     def _leaves_alone(self, signum: int) -> bool:
-        """Make this host's workers leave between two steps, after which another host takes over; False where the whole
-        run ends."""
-        controller = self._controller
-        if self._handover is not None and not self._end.is_under_way:
-            self._handover.hurry()
-            return True
-        if controller is None or controller.finish is not None or self._local_workers is None or not self._has_begun:
-            return False
-        if self._end.is_under_way or self._restart.is_under_way or not self._can_hand_over:
-            return False
-        reason = f"{signal_text(signum)} came on host {self.host}"
-        self.remote_hosts.shut_own()
-        workers = sorted(self.remote_hosts.own_workers)
-        if not controller.leave(workers, reason, room=self.remote_hosts.room(controller.workers_each)):
-            return False
-        self._say(f"{reason}: {leave_text(workers)}another host takes over, and the run goes on without this one")
-        self._handover = Handover(
-            reason, self.remote_hosts, grace_s=self._job.grace_s, kill=self._local_workers.kill, say=self._say
-        )
-        self._end.count_signal()
-        return True
-
-    @property
-    def _can_hand_over(self) -> bool:
-        """Whether other hosts stay, and all of them see the register."""
-        staying = [remote_host for remote_host in self.remote_hosts if remote_host.leave_by is None]
-        return self.leadership.register is not None and bool(staying) and all(one.sees_register for one in staying)
-
-    def _hand_over(self, handover: Handover, now: float) -> None:
-        """This host has no workers any more: let another one take over."""
-        if not self._can_hand_over:  # the others leave, too
-            self._end.ask_to_leave(handover.reason, self._controller)
-        elif not self.leadership.publish():
-            if self.outcome is None and handover.has_failed(now):
-                self._end.ask_to_leave(handover.reason, self._controller)
-        else:
-            self.remote_hosts.farewell({"op": "left", "reason": handover.reason})
-            reason = f"{handover.reason}: it has left, and the run goes on without it"
-            self._say("this host has left, and the run goes on without it")
-            self._end.outcome = JobOutcome(state="stopped", exit_code=PREEMPTED, reason=reason, is_superseded=True)
+        """Make this host leave, after which another one takes over; False where the whole run ends."""
+        is_training = self._has_begun and not self._restart.is_under_way
+        return self._departure.on_signal(signum, self._controller if is_training else None)
 
     def abandon(self, reason: str, *, signum: int | None = None, is_accident: bool = False) -> None:
         """Tell the other hosts that this host cannot go on, or was stopped before it had workers."""
@@ -395,47 +353,17 @@ class Coordinator:
 
     def answer_command(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Answer a user command on this host (`paceline.launch.coordinator.control_socket`)."""
-        if request.get("op") == "stop":  # unlike SIGTERM, which may be for this host alone
-            self._end_everywhere(signal.SIGTERM, "`paceline stop` came")
-            return {"says": "it ends"}
-        if request.get("op") != "resize" or not isinstance(request.get("replicas"), int):
-            return {"error": f"this run does not understand {dict(request)}"}
-        if self._job.run_for is not None:
-            return {
-                "error": f"the run is a program of {self._job.run_for}, which divides its work by itself: stop it, and "
-                "start it with other --workers"
-            }
-        if self._controller is None and "hosts" in request and not self._has_begun:
-            return {"says": "it has not begun"}
-        if self._controller is None:
-            return {
-                "error": "the run has a fixed number of replicas (or has not begun): only "
-                "Layout(replicas=(least, most)) can be resized while it goes on",
-                "has_begun": self._has_begun,
-            }
-        if self._end.is_under_way:
-            return {"error": "the run is ending"}
-        if "hosts" in request:
-            return self._share_out(self._controller, request["hosts"])
-        return self._controller.answer_command(request)
+        return self._commands.answer(request, controller=self._controller, has_begun=self._has_begun)
 
-    def _share_out(self, controller: ElasticController, shares: Any) -> dict[str, Any]:
-        """Have so many replicas on each of these hosts, and none on others. One that is still to join counts then."""
-        each = controller.workers_each
-        if not isinstance(shares, dict) or not all(isinstance(count, int) and count >= 0 for count in shares.values()):
-            return {"error": f"hosts must say how many replicas each host has, by its name, and not {shares!r}"}
-        granted = self.remote_hosts.granted(shares)
-        replicas = sum(granted.values())
-        if refusal := controller.refusal(replicas):
-            return {"error": refusal}
-        excess = self.remote_hosts.limit(granted, workers_each=each)
-        return controller.answer_shares(replicas, sorted(excess), room=self.remote_hosts.room(each))
+    def _stop_by_command(self) -> None:
+        """End the run, unlike SIGTERM, which may be for this host alone."""
+        self._end_everywhere(signal.SIGTERM, "`paceline stop` came")
 
     def tick(self, now: float) -> None:
         """Make the decisions that are due; signals of the same loop turn have been handled before."""
         self.leadership.tick()
         if self._restart.is_under_way:
-            self._handover = None  # the run begins again, here too; the end of this host is then a loss
+            self._departure.forget()  # the run begins again, here too; the end of this host is then a loss
             self._restart.tick(now)
             return
         if self._end.finish_when_all_ended():
@@ -452,8 +380,8 @@ class Coordinator:
         does_run_end = self._end.is_under_way or self._exits.by_worker  # then no host is released before the others
         if not does_run_end and self.remote_hosts.release_leavers(now, grace_s=self._job.grace_s, say=self._say):
             self._assign_neighbors()
-        if self._handover is not None and not does_run_end and self._handover.is_due(now):
-            self._hand_over(self._handover, now)
+        if not does_run_end:
+            self._departure.tick(now, self._controller)
         self._end.tick(now)
 
     def close(self) -> None:

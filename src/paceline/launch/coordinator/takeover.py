@@ -74,6 +74,12 @@ class Takeover:
         """The ranks of all workers of a run with a fixed number of them."""
         return [int(worker) for worker in self.before.state["workers"]]
 
+    def awaited(self, reports: Mapping[int, HostReport]) -> list[int]:
+        """The workers whose ends the new coordinator waits for, by the `reports` of the hosts that have returned."""
+        if self.before.state["elastic"] is None:
+            return self.workers
+        return [worker for report in reports.values() for worker, one in report.workers.items() if not one.has_ended]
+
     @property
     def has_left(self) -> bool:
         """Whether the coordinator was asked to leave, and had no workers any more."""
