@@ -39,7 +39,7 @@ class Doomed(ShardStream):
 
 def train(worker: paceline.Worker) -> None:
     if FAULTS:
-        arm(worker, sums=("gradients", "layers"), save=(AsyncWriter, "_write"))
+        arm(worker, sums=("model.weight",), save=(AsyncWriter, "_write"))
     model = worker.prepare(nn.Linear(1, 1, bias=False))
     optim = worker.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
     model.register_forward_pre_hook(lambda *_: fault(worker, "forward"))
