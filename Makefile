@@ -68,8 +68,9 @@ test: $(VENV)/.dev
 test-long: $(VENV)/.long
 	@bash tests/system_packages.sh long
 	@echo "== long tests"
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --further tests/unit/planner tests/world tests/fault tests/docs $(ARGS)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -o faulthandler_timeout=6000 tests/long $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --further tests/unit/planner tests/world tests/fault tests/docs $(ARGS); \
+	further=$$?; \
+	$(BIN)/python -m pytest -n 2 --dist loadfile -o faulthandler_timeout=6000 tests/long $(ARGS) && exit $$further
 
 test-engines: $(VENV)/.engines
 	@bash tests/system_packages.sh engines

@@ -98,8 +98,17 @@ def write_irregular_ledger(run: Path, steps: int, workers: int, shares: str, num
 
 def opened_ledger(path: Path, workers: int) -> SampleLedger:
     ledger = SampleLedger(path, attempt=1, origin=ResumeOrigin())
-    about: dict[str, Any] = {"samples": SAMPLES, "batch": BATCH, "micro": BATCH // workers, "seed": 0, "shuffle": True}
-    ledger.opened("train", **about, drop_last=False)
+    ledger.opened(
+        "train",
+        drawn=dict,  # of no mixture
+        shares={},
+        samples=SAMPLES,
+        batch=BATCH,
+        micro=BATCH // workers,
+        seed=0,
+        shuffle=True,
+        drop_last=False,
+    )
     return ledger
 
 

@@ -76,7 +76,8 @@ class Run(NamedTuple):
         return min(max(-((self.step - step) // self.stride), 0), self.num)
 
     def moved(self, steps: int, epochs: int, positions: int) -> Run:
-        return self._replace(step=self.step + steps, epoch=self.epoch + epochs, base=self.base + positions)
+        step, epoch, base = self.step + steps, self.epoch + epochs, self.base + positions
+        return Run(self.shape, step, epoch, base, self.num, self.stride, self.shift)
 
     def line(self) -> Line:
         """The first line as it was written."""

@@ -76,16 +76,19 @@ class EpochColumns:
 
     def note(self, stream: StreamHeader, run: Run) -> None:
         """Note the stream of a run's steps, and which steps these are."""
-        if self.streams[-1:] != [stream]:  # a batch size may come back
+        if not self.streams or self.streams[-1] is not stream:  # a batch size may come back
             self.streams[:] = [*(one for one in self.streams if one != stream), stream]
-        self.first_step = run.step if self.first_step is None else min(self.first_step, run.step)
-        self.last_step = max(self.last_step, run.last_step)
+        if self.first_step is None or run.step < self.first_step:
+            self.first_step = run.step
+        if (last := run.last_step) > self.last_step:
+            self.last_step = last
 
     def note_outcome(self, run: Run) -> None:
         """Note which steps changed no weights, and how many samples came too late."""
         if run.shape.skipped:
             self.skipped_steps.update(range(run.step, run.last_step + 1, run.stride))
-        self.num_dropped += run.num * sum(stop - start for start, stop in run.shape.dropped or ())
+        if run.shape.dropped:
+            self.num_dropped += run.num * sum(stop - start for start, stop in run.shape.dropped)
 
     def add_block(self, block: StepBlock) -> None:
         """Add a block as one row."""

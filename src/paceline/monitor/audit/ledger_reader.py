@@ -9,12 +9,13 @@ its streams say what was used before.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from paceline.logs.ledger_runs import Run, join_runs, runs_in
+from paceline.logs.ledger_runs import Run, Shape, join_runs, runs_in
 from paceline.logs.log_reader import Unreadable, lines_of
 from paceline.logs.sealed_log import sealed_path
 from paceline.monitor.audit.drawn_shares import DrawnShares, read_drawn
@@ -91,6 +92,7 @@ class RunLedgers:
         self.epochs: dict[tuple[str, int], EpochColumns] = {}
         self.lags: dict[str, StalenessSeen] = {}  # by stream
         self.drawn: dict[str, DrawnShares] = {}  # by stream, where it is a mixture
+        self._headers: dict[StreamHeader, StreamHeader] = {}  # each once: workers say the same of a stream
         self._paths: dict[tuple[int, int], Path] = {}
         self.attempts = self._find_attempts(run_dir)
         self.begun_elsewhere = self._find_line()
@@ -186,7 +188,8 @@ class RunLedgers:
                 elif "joins" in line:
                     pass  # a worker that came later; what it took over was another worker's
                 elif "stream" in line:
-                    streams[text_of(line["stream"])] = _stream(line)
+                    header = _stream(line)
+                    streams[text_of(line["stream"])] = self._headers.setdefault(header, header)
                 elif line.get("attempt") != attempt.number:
                     self.problems.append(f"{where} belongs to attempt {line.get('attempt')}, not {attempt.number}")
                 elif has_stepped:
@@ -244,10 +247,14 @@ class RunLedgers:
         name = run.shape.stream
         if run.shape.behind is not None:
             self._take_lag(name, run, bound=stream.staleness)
-        if (name, run.epoch) not in self.epochs:
-            self.epochs[name, run.epoch] = EpochColumns(begins_at=self._starts.get((name, run.epoch), 0))
-        self.epochs[name, run.epoch].note(stream, run)
-        attempt.told.setdefault((name, run.shape.whole is not None), ToldRuns()).add(worker, run)
+        columns = self.epochs.get((name, run.epoch))
+        if columns is None:
+            columns = self.epochs[name, run.epoch] = EpochColumns(begins_at=self._starts.get((name, run.epoch), 0))
+        columns.note(stream, run)
+        told = attempt.told.get((name, run.shape.whole is not None))
+        if told is None:
+            told = attempt.told[name, run.shape.whole is not None] = ToldRuns()
+        told.add(worker, run)
 
     def _join_parts(self, attempt: AttemptLedger, stream: str, cuts: set[int]) -> None:
         """Judge what the workers of an attempt say of the same steps, each of its own part, and add it to the
@@ -384,12 +391,14 @@ def _impossible(run: Run, from_step: int) -> str:
 def _possible(run: Run, from_step: int) -> tuple[int, int]:
     """Which of its lines can be, in an attempt from a step: they follow each other, from the first to before the
     second number."""
-    shape = run.shape
-    if (shape.behind or 0) < 0 or any(start > stop for start, stop in shape.ranges):
+    least = _least_position(run.shape)
+    if least is None:
         return 0, 0
+    lowest = run.base + least
+    if run.step > from_step and lowest >= 0 and run.shift >= 0:
+        return 0, run.num
     begin, end = run.before(from_step + 1), run.num
-    lowest = run.base + min((start for start, _ in shape.ranges), default=0)
-    if not shape.ranges:
+    if not run.shape.ranges:
         pass
     elif run.shift > 0:
         begin = max(begin, -(lowest // run.shift))
@@ -398,6 +407,14 @@ def _possible(run: Run, from_step: int) -> tuple[int, int]:
     elif lowest < 0:
         end = 0
     return (begin, end) if begin < end else (0, 0)
+
+
+@functools.lru_cache(maxsize=1024)
+def _least_position(shape: Shape) -> int | None:
+    """The least position, from the base on, of a shape's ranges (0: there is none); None where these cannot be."""
+    if (shape.behind or 0) < 0 or any(start > stop for start, stop in shape.ranges):
+        return None
+    return min((start for start, _ in shape.ranges), default=0)
 
 
 def _place(told: Any) -> tuple[int, int]:

@@ -57,7 +57,7 @@ def aligned(told: ToldRuns, *, cuts: Collection[int] = ()) -> Iterator[list[Told
     for window, until in told.windows():
         here, later = list[Told](), list[Told]()
         for worker, run in (*reaching, *window):
-            num = run.num if until is None else run.before(until)
+            num = run.num if until is None or run.last_step < until else run.before(until)
             if num:
                 here.append((worker, run if num == run.num else run.part(0, num)))
             if num < run.num:
