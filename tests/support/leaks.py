@@ -35,7 +35,13 @@ LASTING_PIDS = set[
 ]()  # of processes that serve many tests; a test that starts one registers it, and ends it with the session
 LASTING_THREADS = ("GarbageCollectorThread",)  # pyzmq
 LASTING_THREAD_NAMES = ("fsspecIO", "asyncio_")  # fsspec's, for all stores of a process: by how their names begin
-LASTING_VARIABLES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # pytest's and torch's own
+# pytest's, torch's and DeepSpeed's own
+LASTING_VARIABLES = (
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
