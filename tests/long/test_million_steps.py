@@ -5,20 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "long_runs.py"
-
-
-def slowness() -> float:
-    """How many times longer Python takes here than on the slowest machine that the limits are for; 1 on faster ones."""
-    began, total = time.process_time(), 0
-    for number in range(10_000_000):
-        total += number
-    return max(1.0, time.process_time() - began)
 
 
 @pytest.mark.timeout(3600)
@@ -30,5 +21,5 @@ def test_the_records_of_a_million_steps_are_small_and_soon_read(tmp_path: Path) 
     for name, most_s in limits.items():
         _, cpu_s, peak_kb, exit_status = made["commands"][name]
         assert exit_status == 0
-        assert cpu_s <= most_s * slowness()  # of the processor: others may be busy, too
+        assert cpu_s <= most_s  # of the processor: others may be busy, too
         assert peak_kb < 500_000

@@ -50,32 +50,43 @@ def loss_of(model: Any, micro: Any) -> Tensor:
     return model(input_ids=micro[0], labels=micro[0]).loss.float()
 
 
-def trained(worker: Any, model: Any) -> tuple[list[float], dict[str, Tensor], set[torch.dtype]]:
+def trained(
+    worker: Any, model: Any, optimizer: Any = torch.optim.AdamW
+) -> tuple[list[float], dict[str, Tensor], set[torch.dtype]]:
     model = worker.prepare(model)
-    optim = worker.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    optim = worker.prepare(optimizer(model.parameters(), lr=1e-2))
     step = worker.stepper(model, optim, forward=loss_of)
     losses = [float(step(batch)) for batch in worker.batches(Text(48))]
     types = {one.dtype for one in model.parameters() if not one.is_meta}
     return losses, worker.state_dict(model), types
 
 
-def parity(world: World, tmp_path: Path, folder: Path, layout: Layout, *, dtype: str = "auto") -> None:
+def parity(
+    world: World,
+    tmp_path: Path,
+    folder: Path,
+    layout: Layout,
+    *,
+    dtype: str = "auto",
+    optimizer: Any = torch.optim.AdamW,
+    tolerance: float = 1e-4,
+) -> None:
     own = {"auto": "auto", "fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
 
     def plain(worker: Any) -> Any:
-        return trained(worker, AutoModelForCausalLM.from_pretrained(folder, dtype=own))
+        return trained(worker, AutoModelForCausalLM.from_pretrained(folder, dtype=own), optimizer)
 
     def parted(worker: Any) -> Any:
-        return trained(worker, paceline.from_pretrained(folder, dtype=dtype))
+        return trained(worker, paceline.from_pretrained(folder, dtype=dtype), optimizer)
 
     expected, weights, types = beside(tmp_path).one_process(plain, Plan(batch=BATCH))
     found = world(parted, layout.workers or layout.workers_each, Plan(layout=layout, batch=BATCH))
     for losses, _, here in found:
-        assert losses == pytest.approx(expected, rel=1e-4)
+        assert losses == pytest.approx(expected, rel=tolerance)
         assert here == types
     assert found[0][1].keys() == weights.keys()
     for name, value in found[0][1].items():
-        torch.testing.assert_close(value, weights[name], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(value, weights[name], rtol=10 * tolerance, atol=tolerance)
 
 
 LAYOUTS = {
@@ -125,7 +136,8 @@ def test_tensors_that_files_have_more_precisely_keep_their_numbers(world: World,
     found = world(prepared, layout.workers or layout.workers_each, Plan(layout=layout, batch=BATCH))[0]
     assert found.keys() == own.keys()
     assert not [key for key, value in found.items() if not torch.equal(value, own[key])]
-    parity(world, tmp_path, tmp_path / "base", layout, dtype="fp32")
+    # Adam divides by a gradient's own size, and so makes the last bit of a small one larger.
+    parity(world, tmp_path, tmp_path / "base", layout, dtype="fp32", optimizer=torch.optim.SGD, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["auto", quick.further("fp32")])
